@@ -1,4 +1,4 @@
-"""Every decoder on sources whose joint is known: how far off, and for how many forwards.
+"""Error and number of forwards of every decoder on sources with a known joint distribution.
 
     python -m benchmarks.arena run [--quick]
     python -m benchmarks.arena table
@@ -6,13 +6,13 @@
     python -m benchmarks.arena picture
 
 The network of each source is exact: it gives the conditional distribution of each position given
-the visible tokens, so that what is wrong with the texts is the fault of the decoder. On a canvas
-that no text of the source fits, it follows the texts that differ in the fewest visible tokens. At
-a visible token it gives what the other tokens say of its place.
+the visible tokens, so every error in the samples is caused by the decoder. On a canvas that
+matches no text of the source, it uses the texts that differ in the fewest visible tokens. At a
+visible token it gives the conditional given the other tokens.
 
 All decoders have eight settings and draw at temperature 1. A frontier consists of the settings that
-are best for their forwards on a seed of its own; the lines of the other seeds are what is reported.
-A stopped run goes on where the CSV ends.
+are best at their number of forwards on a separate seed; results are reported for the other seeds.
+A stopped run continues from the end of the CSV.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ FIELDS = ("source", "decoder", "setting", "seed", "texts", "forwards", "filled",
 
 
 def name_of(settings: Settings, grid: list[Settings]) -> str:
-    """What tells a setting from the others of its decoder."""
+    """Identifies a setting among those of its decoder."""
     varied = [name for name in settings if len({str(one.get(name)) for one in grid}) > 1]
     return " ".join(f"{name}={settings[name]}" for name in varied)
 
@@ -513,7 +513,7 @@ def _mean(found: list[list[dict[str, str]]], value: Callable[[dict[str, str]], f
 
 
 class Claim(NamedTuple):
-    """What a decoder promises beside another one.
+    """The claim of a decoder relative to another one.
 
     Attributes:
       decoder: with settings of its authors.

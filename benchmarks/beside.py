@@ -1,11 +1,11 @@
-"""Speed of this tree beside an earlier revision: the ratio of each figure, in one run.
+"""Speed of this tree relative to an earlier revision: the ratio of each time, in one run.
 
     python benchmarks/beside.py REVISION [--rounds 7] [--only WORD]
 
-Each tree runs in a process of its own, which imports its own package and uses public names and
-configs alone. The parent alternates between the two, each round in the other order, and prints
-medians and the median of the rounds' ratios. Every case runs once before it is timed, so that no
-compiling is counted; ``start of sample.py`` is a whole process with a warm compilation cache.
+Each tree runs in its own process, which imports its own package and uses only public names and
+configs. The parent alternates between the two, reverses the order each round, and prints medians
+and the median of the rounds' ratios. Every case runs once before it is timed, so that compilation
+is excluded; ``start of sample.py`` is a whole process with a warm compilation cache.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a causal model is worth to the diffusion model that it is turned into.
+"""Benefit of a causal model as the initialisation of a diffusion model.
 
     python -m benchmarks.causal_to_diffusion [--source tinyshakespeare] [--steps 400]
     python -m benchmarks.causal_to_diffusion --show benchmarks/results/causal_to_diffusion.csv
 
 A tiny Qwen3-like model of characters is trained causally and exported as a published directory.
-Diffusion models then begin with that directory, with the shift of its predictions kept or dropped,
-seeing both ways or in blocks, and beside each a fresh one of the same shape trains for as many
-steps on the same rows: it begins with the random parameters that the causal model began with.
-Figures are held-out bounds in nats per character, over the same windows and masks; all evaluations
+Diffusion models then start from that directory, with the shift of its predictions kept or dropped,
+bidirectional or block-causal. For each, a fresh model of the same shape trains for as many steps on
+the same rows, from the initial random parameters of the causal model.
+Results are held-out bounds in nats per character, over the same windows and masks; all evaluations
 are kept as CSV, from which ``--show`` prints the table.
 """
 

@@ -1,14 +1,13 @@
-"""Measures the constrained fill: its laws, its matches, the time of a step and of an answer.
+"""Measures the constrained fill: its distribution, its matches, the time of a step and an answer.
 
     python -m benchmarks.constrained law
     python -m benchmarks.constrained valid
     python -m benchmarks.constrained step
     python -m benchmarks.constrained answer
 
-`law` counts texts of a model of independent positions beside their law, which is computed by
-enumeration in float64; nothing of the loop is used for that. `valid` counts the texts of random
-requests that match. `step` and `answer` take turns with the unconstrained step and with a token a
-step.
+`law` compares sample counts of a model of independent positions with their exact distribution,
+enumerated in float64 independently of the loop. `valid` counts the samples of random requests that
+match. `step` and `answer` alternate with the unconstrained step and with one token per step.
 """
 
 from __future__ import annotations
@@ -131,16 +130,16 @@ def law(
 
 
 def is_match(pattern: str, ids: np.ndarray) -> bool:
-    """Whether ids are a text of the pattern with nothing but EOS behind it."""
+    """Whether ids are a match of the pattern followed only by EOS."""
     text = "".join("$" if id_ == EOS else LETTERS.characters[id_] for id_ in ids.tolist())
     text = text.rstrip("$")
     return "$" not in text and re.fullmatch(pattern, text) is not None
 
 
 def p_value(drawn_NL: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
-    """The chance that as many texts of the law are at least as far from it, by chi-square.
+    """The chi-square p-value of the counts under the distribution.
 
-    Texts that are expected fewer than 10 times are counted together. 0 for a text outside of it.
+    Texts with an expected count below 10 are pooled. 0 for a text outside the support.
     """
     texts, counts = np.unique(drawn_NL, axis=0, return_counts=True)
     found = {tuple(text): count for text, count in zip(texts.tolist(), counts, strict=True)}
@@ -294,7 +293,7 @@ def _parsed(text: str) -> Any:
 
 
 def time_answers(rounds: int) -> None:
-    """Prints the time of a JSON answer of the shipped model, alone, beside a token a step."""
+    """Prints the time of a JSON answer of the shipped model, and that of one token per step."""
     model, pattern = dlm_jax.load(), regex_of_schema(SCHEMA)
     common = {"structure": pattern, "ignore_eos": False, "gen_length": 64, "temperature": 0.8}
     arms: dict[str, dict[str, Any]] = {

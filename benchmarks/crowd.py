@@ -1,8 +1,8 @@
-"""Clients of the server of whom many misbehave, all at once: for its tests and for measurements.
+"""Concurrent clients of the server, many of which misbehave, for tests and measurements.
 
-One in ten each sends settings that are out of range, a body that is no JSON, and one that is too
-large; two leave, some of them in the middle of their request; two read a stream with pauses, and
-one does not read at all before its answer is there. The others are as clients should be.
+Of every ten clients, one sends settings that are out of range, one a body that is not JSON, and one
+a body that is too large. Two disconnect, some of them in the middle of their request; two read a
+stream with pauses, and one does not read before its answer is complete. The others behave well.
 """
 
 from __future__ import annotations

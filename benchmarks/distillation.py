@@ -1,13 +1,13 @@
-"""Distillation to fewer forwards: on a source whose law is known, and on Shakespeare.
+"""Distillation to fewer forwards, on a source with a known distribution and on Shakespeare.
 
     python -m benchmarks.distillation markov
     python -m benchmarks.distillation texts --judge runs/shakespeare_judge --students NAME=RUN ...
 
-`markov` trains a table of the conditionals of every canvas, which begins exact, with each objective
-and prints the total variation between the law of the chain and the exact law of the texts of 4, 8
-and 16 ancestral steps, before and after, and with the chain's exact sampler head. `texts` prints
-the judged bits per character of each model at 4, 8 and 16 forwards, beside the shipped one with and
-without its sampler head.
+`markov` trains a table of the conditionals of every canvas, which is exact initially, with each
+objective. It prints the total variation between the distribution of the chain and the exact
+distribution of the samples of 4, 8 and 16 ancestral steps, before and after, and with the chain's
+exact sampler head. `texts` prints the bits per character (by the judge) of each model at 4, 8 and
+16 forwards, and of the shipped model with and without its sampler head.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the edits of a step cost beside a forward of the trunk.
+"""Cost of the edits of a step relative to a forward of the trunk.
 
     python -m benchmarks.edit_cost [--checkpoint PATH] [--rows 64] [--length 1024]
 
 Every token of the canvas is resampled and all are committed, as in the seed document. The trunk,
-the edits, and the proposal with and without the two numbers of each position that edits want of
-its logits take turns; medians. Edits are all that happens between the commit and the next step: two
+the edits, and the proposal with and without the two numbers per position that edits read from its
+logits alternate; medians. Edits are everything between the commit and the next step: two
 log-probabilities of each position, scores, selection, the map, and every array moved through it.
 """
 
@@ -72,7 +72,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
         after, position_map = edited(program, params, state, seen)
-        # What the loop goes on with; what the trunk returned is not copied in it.
+        # The input of the next step; the trunk's result is not copied into it.
         after = after.canvas, after.edits, after.block, after.logprob_BL, after.committed_BL
         return after, position_map
 

@@ -1,4 +1,4 @@
-"""Structural edits on a repair task: held-out text with one misprint a row, brought in as a draft.
+"""Structural edits on a repair task: held-out text with one misprint per row, passed as a draft.
 
     python -m benchmarks.edits tune --checkpoint runs/shakespeare_proofreader
     python -m benchmarks.edits run --checkpoint runs/shakespeare_proofreader --csv FILE
@@ -6,8 +6,8 @@
     python -m benchmarks.edits quality --checkpoint runs/shakespeare_proofreader --judge RUN
     python -m benchmarks.edits picture --checkpoint runs/shakespeare_proofreader
 
-Every arm takes the same number of forwards a row. `tune` tries the grid of each arm on rows of
-other seeds than `run` reports and writes the best settings to its CSV, which `run` reads.
+Every arm takes the same number of forwards per row. `tune` runs the grid of each arm on rows of
+seeds other than those of `run` and writes the best settings to its CSV, which `run` reads.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
 
 
 def _tried(trials: int, hidden: int) -> Iterator[dict[str, Any]]:
-    """Candidates that are tried: a look at the draft, one edit of a row, and one step behind it."""
+    """Candidate settings: a pass over the draft, one edit per row, and one step after it."""
     gains = (0.0, 1.0) if hidden else (0.0, 0.25, 0.5, 1.0)
     for gain, lead_gain, other in itertools.product(gains, (0.2, 0.35), (0.0, -2.0)):
         yield {
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", default=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--num-rows", type=int, default=128, help="of each seed (128)")
-    parser.add_argument("--more", action="store_true", help="the kinds of damage beside the usual")
+    parser.add_argument("--more", action="store_true", help="also the less common kinds of damage")
     parser.add_argument("--near", action="store_true", help="tune: no further than untouched first")
     parser.add_argument("--settings", default="{}", help="of lengths, quality, picture: JSON")
     parser.add_argument("--out", default="benchmarks/results/edits.png")

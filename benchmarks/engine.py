@@ -1,18 +1,18 @@
-"""What the engine costs and how busy it keeps its slots, beside `generate` and the loop alone.
+"""Overhead and slot occupancy of the engine, compared with `generate` and with the loop alone.
 
     python benchmarks/engine.py
 
-Four parts, each of which can be asked for alone with ``--only``:
+Four parts, each of which can be run alone with ``--only``:
 
-- occupancy: requests of three kinds that differ in what is compiled in, with lengths that vary
-  tenfold, arrive as a Poisson process at full load (as many steps asked for as the slots can
-  take), the clock being the steps of the slots. Occupancy is the share of the slots' steps that a
+- occupancy: requests of three kinds that differ in their static settings, with lengths that vary
+  tenfold, arrive as a Poisson process at full load (as many steps are requested as the slots can
+  take). The clock counts the steps of the slots. Occupancy is the share of the slots' steps that a
   row took while others of its kind waited; the tail begins with the last arrival. The last column
   counts all slots' steps before the tail, waiting or not.
-- idle: a single request to an engine that has nothing else to do, beside `generate`.
-- host: what an engine spends outside the compiled loop, per step of the shipped model in all slots.
+- idle: a single request to an otherwise idle engine, compared with `generate`.
+- host: time of an engine outside the compiled loop, per step of the shipped model in all slots.
 - memory: the memory of the process over very many requests to a tiny model, some of which are
-  called off.
+  cancelled.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _at_load(model: Model, count: int, slots: int, load: float) -> tuple[float, 
 
 
 def idle(args: argparse.Namespace) -> None:
-    """Prints the time of a single request to an idle engine, beside `generate`."""
+    """Prints the time of a single request to an idle engine, and that of `generate`."""
     model = dlm_jax.load()
     settings = {"gen_length": 64, "steps": 64, "chain": ("temperature",), "min_p": 0.0}
     settings |= {"fill": "parallel", "seed": 3}
@@ -233,7 +233,7 @@ def _resident() -> float:
 
 
 def _request(model: Model, steps: int, seed: int, settings: dict[str, Any]) -> Request:
-    """One that asks for as many tokens as steps, one a step."""
+    """A request with as many tokens as steps, one per step."""
     common = {"chain": ("temperature",), "ignore_eos": True, "gen_length": steps, "steps": steps}
     (request,) = make_requests(model, "", {**common, "seed": seed % 2**32, **settings})
     return request

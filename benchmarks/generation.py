@@ -1,11 +1,11 @@
-"""Generation beside a plain PyTorch version of LLaDA's loop, on CPU in float32: Markdown tables.
+"""Compares generation with a plain PyTorch version of LLaDA's loop, on CPU in float32.
 
     python -m benchmarks.generation --check     token for token: are both texts equal?
     python -m benchmarks.generation --speed     seconds of both, at equal forwards
     python -m benchmarks.generation --overhead  share of a step outside trunk and readout
 
-Both frameworks get the same random weights, prompts and two threads. Each runs in a process of its
-own; the parent alternates between them and takes medians of calls from prompts to tokens, after
+Both frameworks get the same random weights, prompts and two threads. Each runs in its own process;
+the parent alternates between them and takes medians of calls from prompts to tokens, after
 one call that compiles and warms up.
 """
 

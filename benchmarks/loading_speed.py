@@ -1,10 +1,10 @@
-"""How fast a published model is read, beside a plain read of the same files by safetensors.
+"""Loading speed of a published model, compared with a plain read of its files by safetensors.
 
     python -m benchmarks.loading_speed --megabytes 400
 
 Writes a LLaDA-like model of random bfloat16 numbers, then reads it in turns: every tensor by
-`safetensors.numpy.load_file`, and the whole model by `dlm_jax.load`. Both begin with files that the
-operating system holds in memory.
+`safetensors.numpy.load_file`, and the whole model by `dlm_jax.load`. Both read
+from the page cache of the operating system.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""LLaDA's likelihood beside its own program: exactly for given masks, and over drawn ones.
+"""Compares LLaDA's likelihood with its own program, exactly for given masks and over drawn ones.
 
     python -m benchmarks.published_likelihood --code DIR --program get_log_likelihood.py
 
 A tiny LLaDA of random weights (`benchmarks.published_parity`) scores answers given prompts by the
-``get_log_likelihood`` of its own program; its masks are noted, and `bound_at` weighs the same.
-Then `dlm_jax.inference.scoring.score_rows` draws masks of its own. Here MASK is never a
-prediction: the reference is given a logit of -inf for it, and the last column says how many nats
-that is worth to it.
+``get_log_likelihood`` of its own program; its masks are recorded, and `bound_at` uses the same.
+Then `dlm_jax.inference.scoring.score_rows` draws its own masks. We never predict MASK: the
+reference gets a logit of -inf for it, and the last column is the effect of that in nats.
 """
 
 from __future__ import annotations

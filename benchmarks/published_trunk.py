@@ -1,10 +1,10 @@
-"""How fast the trunk of a loaded LLaDA is, beside our own of the same shape.
+"""Speed of the trunk of a loaded LLaDA, compared with our own model of the same shape.
 
     python -m benchmarks.published_trunk
 
-A LLaDA of random numbers is written as a published directory and loaded. Its forward pass is timed
-in turns with that of a model built from the same settings, and with that of our defaults with as
-many parameters: the same depth, width and heads, and an MLP of two matrices in place of three.
+A LLaDA with random parameters is written as a published directory and loaded. Its forward pass is
+timed in turns with a model built from the same settings, and with a model of our defaults with as
+many parameters: the same depth, width and heads, and an MLP of two matrices instead of three.
 """
 
 from __future__ import annotations

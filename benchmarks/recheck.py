@@ -49,7 +49,7 @@ class Table(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
     def cell(self, row: tuple[str, ...], column: str) -> str:
-        """What stands in the row that begins with these cells."""
+        """The contents of the row that begins with these cells."""
         (found,) = [cells for cells in self.rows if cells[: len(row)] == row]
         return found[self.header.index(column)]
 
@@ -301,7 +301,7 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
-    ("edits.md", "Text from nothing"): "python -m benchmarks.edits quality, with two models",
+    ("edits.md", "Text from scratch"): "python -m benchmarks.edits quality, with two models",
     ("edits.md", "Cost"): "a clock: python -m benchmarks.edit_cost",
     ("performance.md", "Training step and forward pass compared with eager PyTorch"):
         "a clock and PyTorch: python benchmarks/step_speed.py",

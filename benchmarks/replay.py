@@ -1,11 +1,11 @@
-"""What replaying a trace costs beside a training step, and how far it is from the trace.
+"""Cost of replaying a trace relative to a training step, and its difference from the trace.
 
     python benchmarks/replay.py
 
 The first table: a step of training, and a replay with its gradient, on the same number of tokens
 (rows x steps x positions) of the same model, in turns; medians. The second: the largest difference
-between replay and trace at the parameters that sampled, over at least as many writings as asked
-for, in the shape that sampled them and row by row.
+between replay and trace at the parameters that sampled, over at least the requested number
+of written tokens, in the shape that sampled them and row by row.
 """
 
 from __future__ import annotations

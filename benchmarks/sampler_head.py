@@ -1,12 +1,12 @@
-"""The study of the sampler head and the critic: it makes benchmarks/results/sampler_head.md.
+"""Studies the sampler head and the critic, for benchmarks/results/sampler_head.md.
 
     python benchmarks/sampler_head.py --corpus bpe --judge runs/shakespeare_judge \
         --head runs/sampler_0 runs/sampler_1 runs/sampler_2 --described runs/described_0 ... \
         --wide runs/bpe_wide --critic runs/heads --csv benchmarks/results/sampler_head.csv
 
-Every measurement is one line of the CSV; those that are there are not made again, so a stopped
-study goes on. A line knows its model by name alone: delete those of one that was trained anew.
-Settings are tuned on seeds of their own (part ``tune``), by the judge's bits per
+Every measurement is one line of the CSV. Existing lines are skipped, so a stopped study continues.
+A line identifies its model only by name; delete the lines of a model that was trained again.
+Settings are tuned on separate seeds (part ``tune``), by the judge's bits per
 character among settings whose texts are as diverse as those of many forwards without a head, and
 then frozen: all other parts use other seeds. ``--picture`` draws, ``--table`` prints.
 """
@@ -264,7 +264,7 @@ def equal_quality(rows: list[dict[str, str]], corpus: str) -> None:
 
 
 def _remasking(study: Study, path: str, seeds: list[int], steps: int, fill: str) -> None:
-    """Critic, confidence and chance at the same number of forwards."""
+    """Critic, confidence and random remasking at the same number of forwards."""
     base = {"steps": steps, "fill": fill} | REFINED
     study.measure("remasking", f"confidence, {fill}", [path], seeds, base)
     chance = base | {"remask_randomness": 1.0}

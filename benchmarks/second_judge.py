@@ -1,15 +1,15 @@
-"""Two judges of the same texts: the causal model, and a sequence scorer; and where they disagree.
+"""Compares two judges of the same texts, the causal model and a sequence scorer.
 
     python -m benchmarks.second_judge run
     python -m benchmarks.second_judge table
     python -m benchmarks.second_judge show
 
-The causal model (`configs/shakespeare_judge.toml`) says what a text costs, in bits per character;
-the scorer (`configs/shakespeare_scorer.toml`) says which share of its tokens is wrong. Judged are
-texts of the model that ships, by the settings that `benchmarks/head_rivals.py` found
-(`benchmarks/results/refined.csv`), pieces of held-out text, the same pieces spoilt in known ways,
-and texts of n-gram samplers. `run` writes a line for each text; `show` judges them again and prints
-those that the judges place furthest apart.
+The causal model (`configs/shakespeare_judge.toml`) gives the bits per character of a text; the
+scorer (`configs/shakespeare_scorer.toml`) estimates its share of wrong tokens. They judge samples
+of the shipped model, with the settings that `benchmarks/head_rivals.py` found
+(`benchmarks/results/refined.csv`), pieces of held-out text, the same pieces corrupted in known
+ways, and samples of n-gram models. `run` writes a line for each text; `show` judges them again and
+prints those on which the judges disagree most.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measures the server beside the engine alone: throughput, first event, a single request.
+"""Compares the server with the engine alone: throughput, first event, a single request.
 
 ``python benchmarks/serving.py``
 
-- throughput: as many clients as slots, each with a request after another, beside a file of the same
-  requests (`dlm_jax.batch`), the two taking turns;
-- first: steps that a stream in a free slot has taken when its first event is made;
-- single: a request alone over HTTP, beside `generate`.
+- throughput: as many clients as slots, each with consecutive requests, alternating with a file of
+  the same requests (`dlm_jax.batch`);
+- first: steps that a stream in a free slot has taken before its first event;
+- single: a single request over HTTP, compared with `generate`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def first(url: str) -> None:
 
 
 def single(model: Model, url: str) -> None:
-    """Prints the time of a lone request over HTTP beside that of the engine."""
+    """Prints the time of a single request over HTTP and by the engine."""
     (asked,) = _asked("two canvases", 1)
     settings = {"gen_length" if k == "max_tokens" else k: v for k, v in asked.items()}
     times: list[tuple[float, float]] = []

@@ -1,11 +1,11 @@
-"""Measures what the server keeps of its clients: its memory after each of several crowds.
+"""Measures the memory of the server after each of several crowds of clients.
 
 ``python -m benchmarks.serving_memory [--rounds 8] [--clients 1000]``
 
-The server runs as a process of its own (`dlm_jax.serve`, with the flags that stand behind ``--``).
-In every round all clients of `benchmarks.crowd` come at once, and most of them misbehave; when
-they have gone and no row runs or waits, the process says what it holds: resident memory (VmRSS),
-threads and open files. The first rounds compile programs and fill pools; the last line compares
+The server runs in its own process (`dlm_jax.serve`, with the flags after ``--``). In every round
+all clients of `benchmarks.crowd` connect at once, and most of them misbehave. After they have
+disconnected and no row runs or waits, the process reports its resident memory (VmRSS), threads and
+open files. The first rounds compile programs and fill pools; the last line compares
 the second half of the rounds.
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--clients", type=int, default=1000)
-    parser.add_argument("flags", nargs="*", help="of the server, behind --")
+    parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
     columns = ("round", "s", "texts", "seeds with one text", "closed early", "VmRSS MiB",
                "programs", "threads", "files")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prints docs/settings.md: every setting of a request, as its rule declares it.
+"""Prints docs/settings.md: every setting of a request, as declared by its rule.
 
 ``python -m benchmarks.settings_page > docs/settings.md``
 """
@@ -18,7 +18,7 @@ _HEAD = """# Settings
 Every setting of a request: a keyword of `dlm_jax.generate`, a key of a request, a flag of
 `sample.py` (dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's
 `[sample]`. This page is printed by `python -m benchmarks.settings_page`, from the declarations
-beside the rules that read them.
+next to the rules that read them.
 """
 _NAMES = """## Names of other projects
 
@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def _elsewhere() -> str:
-    """The names of other projects beside ours."""
+    """The names in other projects and ours."""
     rows = []
     for theirs, (names, values, note) in TABLE.items():
         told = [f"`{v}`: `{written(given)}`" for v, given in values.items()]

@@ -1,6 +1,6 @@
-"""What a step of `advance` costs beside its trunk and readout; `benchmarks.generation` prints it.
+"""Overhead of a step of `advance` over its trunk and readout; `benchmarks.generation` prints it.
 
-The two are timed alternately over the same steps: the compiled loop from its first step on, and a
+The two are timed alternately over the same steps: the compiled loop from its first step, and a
 loop that only runs the trunk and reads out as many chunks as the holes of the window need.
 """
 

@@ -1,10 +1,10 @@
-"""The size of the package, what a change touches, and how far its inputs travel.
+"""Size of the package, files that a change touches, and call depth of its inputs.
 
 ``python benchmarks/structure.py [REVISION ...]`` prints one column for each revision and one for
-the working tree, and the lines of each decoder; trips are those of the working tree alone.
+the working tree, and the lines of each decoder; trips are measured on the working tree only.
 
-For each kind of change it takes one that is in the package already and counts the files that name
-it, beside the table of its kind and the public names of its room (both the same ``__init__.py``).
+For each kind of change it takes an existing instance in the package and counts the files that name
+it, in addition to the ``__init__.py`` with the table of its kind and the public names.
 """
 
 from __future__ import annotations

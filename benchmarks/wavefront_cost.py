@@ -1,10 +1,10 @@
-"""What a wavefront fill costs beside a forward of the trunk, and how it grows with the holes.
+"""Cost of a wavefront fill relative to a forward of the trunk, by number of holes.
 
     python -m benchmarks.wavefront_cost
 
 The canvas is all holes but one seed in a hundred, the hardest case in which every wave is known.
-The fill, the trunk and a fill with dynamic shapes in eager PyTorch (one gather a
-wave) take turns; medians. `--vocab 50257` on a narrow model shows that the fill's time follows the
+The fill, the trunk and a fill with dynamic shapes in eager PyTorch (one gather per
+wave) alternate; medians. `--vocab 50257` on a narrow model shows that the fill's time follows the
 holes.
 """
 
@@ -111,7 +111,7 @@ class TorchFill(torch.nn.Module):
 
 
 def case(vocab: int, depth: int, width: int, rows: int, holes: int, repeats: int) -> None:
-    """Prints a line: the fill of a canvas of `rows` x `holes`, beside trunk and PyTorch."""
+    """Prints a line: the time of a fill of `rows` x `holes`, of the trunk and of PyTorch."""
     config = ModelConfig(depth=depth, width=width, heads=6, vocab_size=vocab, add_sampler_head=True)
     network = build(config)
     params = jax.jit(network.init)(jax.random.key(0))

@@ -14,11 +14,11 @@ Given = Mapping[str, Any]
 
 
 class Here(NamedTuple):
-    """The counterpart of a name in another project.
+    """The counterpart of a name from another project.
 
     Attributes:
-      names: candidate settings; the first one that exists in the context is used. None: it has no
-        counterpart.
+      names: candidate settings; the first one that exists in the context is used. None if it has no
+          counterpart.
       values: counterparts of some of its values.
       note: the difference.
     """
@@ -54,7 +54,7 @@ _REMASKS: dict[str, Given] = {
 _TRUE = "true"
 _LENGTH, _STEPS = ("max_tokens", "gen_length"), ("steps",)
 _ROWS = ("n", "num_samples")
-_STEPS_OF_BLOCK = "it counts the steps of one block; steps are those of the whole row"
+_STEPS_OF_BLOCK = "it counts the steps of one block; steps counts those of the whole row"
 
 _STRUCTURED = Here(
     ("response_format", "structure"),
@@ -113,8 +113,8 @@ TABLE: dict[str, Here] = {
     "predictor": Here(("order",), ORDERS),
     "diffusion_algorithm": Here(("order",), _NUMBERED),
     "sampler": Here(("remask",), _REMASKS),
-    "alg_temp": Here(note="positions are chosen without noise, as with alg_temp=0"),
-    "diffusion_alg_temp": Here(note="positions are chosen without noise, as with 0"),
+    "alg_temp": Here(note="positions are selected without noise, as with alg_temp=0"),
+    "diffusion_alg_temp": Here(note="positions are selected without noise, as with 0"),
     "confidence_threshold": Here(("threshold",), note="it goes with order='threshold'"),
     "eb_threshold": _ENTROPY,
     "gamma": _ENTROPY,
@@ -127,7 +127,7 @@ TABLE: dict[str, Here] = {
     "steps_per_block": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "block_size": Here(("block_length",), note="the canvas of a row is max_length"),
     "small_block_size": Here(
-        ("block_length",), note="threshold_alone is the length of the blocks that it is a part of"
+        ("block_length",), note="threshold_alone is the length of the enclosing blocks"
     ),  # fmt: skip
     # Guidance, draws and truncations.
     "guidance_scale": Here(("guidance",), note="there 1 is off, here 0; use guidance_scale - 1"),
@@ -145,18 +145,20 @@ TABLE: dict[str, Here] = {
     "guided_json": _STRUCTURED,
     "json_schema": _STRUCTURED,
     "grammar": _STRUCTURED,
-    "preset": Here(note="a preset holds for a whole program: --preset, or Model.preset in Python"),
+    "preset": Here(note="a preset applies to a whole program: --preset, or Model.preset in Python"),
     "use_float32_gumbel": _GUMBEL,
-    "tokens_per_step": Here(_STEPS, note="steps is the tokens divided by it"),
-    "max_waves": Here(note="a fill takes as many waves as its holes need"),
-    "backend_sampling": Here(note="every row is sampled on the device but those with host_sampler"),
+    "tokens_per_step": Here(_STEPS, note="steps is the number of tokens divided by it"),
+    "max_waves": Here(note="the number of waves follows from the holes"),
+    "backend_sampling": Here(
+        note="all rows except those with host_sampler are sampled on the device"
+    ),
     "mask_id": Here(note="it is the tokenizer's"),
     # Caches.
     "use_cache": Here(("cache",), {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}}),
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
     "use_block_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
 }
-"""Names without a setting here. Some are known only in certain contexts."""
+"""Names without a setting here. Some are recognised only in certain contexts."""
 
 VALUES: dict[str, Mapping[str, Given]] = {
     "order": ORDERS, "remask": ORDERS | _REMASKS,
@@ -166,10 +168,10 @@ VALUES: dict[str, Mapping[str, Given]] = {
 
 
 def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
-    """Advice with the name here for a setting of another project; empty if it is unknown.
+    """Advice that gives the name here for a setting of another project; empty if it is unknown.
 
     Args:
-      name: as given: with dashes, underscores, or a section before a dot.
+      name: the given name, with dashes, underscores, or a section before a dot.
       known: existing names; the advice uses their form.
       value: the given value.
     """
@@ -179,7 +181,7 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
     section = name.lstrip("-").rpartition(".")[0]
     shown = {_plain(one): one for one in known if one.lstrip("-").rpartition(".")[0] == section}
     if not here.names:
-        return f"it has no counterpart here ({here.note}); drop it"
+        return f"it has no counterpart here ({here.note}); remove it"
     found = next((shown[one] for one in here.names if one in shown), None)
     if found is None:
         return ""
@@ -199,7 +201,7 @@ def meant(name: str, value: Any) -> str:
 
 
 def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
-    """Settings in the notation of users, with the names of `shown` if there are any."""
+    """Settings in the notation of users, with the names in `shown` where they exist."""
     parts = []
     for name, value in asked.items():
         called = shown.get(name, name)

@@ -8,7 +8,7 @@ from dlm_jax.cli.programs import export
 
 
 class _Program(ModuleType):
-    """The program; `dlm_jax.export` is the function of the same name."""
+    """The program of the function `dlm_jax.export`."""
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
         from dlm_jax.inference.model import export

@@ -11,22 +11,22 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 EVERY = 10.0
-"""Seconds between two lines without a terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
 class Progress:
     """Progress through pieces of work of different sizes; a context manager.
 
-    The remaining time is estimated from the mean rate so far, without time for other things, such
-    as compilation.
+    The remaining time is estimated from the mean rate so far, excluding time for other work such as
+    compilation.
 
     Args:
       name: name of the task, such as ``train``.
       total: number of pieces; None if it is unknown.
-      unit: one piece, such as ``step``.
-      done: pieces that were finished before.
+      unit: name of a piece, such as ``step``.
+      done: number of pieces finished before.
       work: work of each remaining piece, in any unit; 1 by default.
-      idle: seconds so far that were spent on other things.
+      idle: seconds so far spent on other work.
       stream: where to write; None is standard error.
       is_shown: False writes nothing.
     """
@@ -61,7 +61,7 @@ class Progress:
                 if total is not None else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )  # fmt: skip
         elif is_shown:
-            # A thread, because a compilation or a long step blocks this one.
+            # Uses a thread, because compilation or a long step blocks the main one.
             threading.Thread(target=self._tell, name="progress", daemon=True).start()
 
     def __enter__(self) -> Progress:
@@ -78,7 +78,7 @@ class Progress:
         Args:
           pieces: how many.
           work: work of each of these pieces; 1 by default.
-          note: text to show from now on.
+          note: text to show from then on.
         """
         self._done += pieces
         self._worked += pieces if work is None else work
@@ -104,7 +104,7 @@ class Progress:
         return ", ".join([f"{self._name}: {done} {self._unit}s", *self._extras()])
 
     def close(self) -> None:
-        """Ends the bar or the lines; a second call does nothing."""
+        """Ends the bar or the lines; a second call has no effect."""
         self._ended.set()
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, each with a structure that no other class shares."""
+"""Frozen dataclasses that are pytrees, each with a unique structure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T", bound=type)
 def pytree(cls: T) -> T:
     """Makes a class a frozen dataclass and a pytree with a unique tree structure.
 
-    jaxlib compares the structures of two `register_dataclass` classes as equal if they have the
-    same number of data fields and no metadata, and `jax.jit` may then run the wrong program. So
-    every class has itself as metadata, in a field ``identity``.
+    jaxlib treats the structures of two `register_dataclass` classes as equal if they have the
+    same number of data fields and no metadata, and `jax.jit` may then run the wrong program.
+    Therefore every class has itself as metadata in a field ``identity``.
 
     Fields are leaves, except static ones: those of `static` and `fact`, and others with ``"static":
       True`` in their metadata.

@@ -36,12 +36,12 @@ def check_settings() -> None:
     """Raises if JAX settings would change results.
 
     Raises:
-      ValueError: a setting has another value; the line names it and its environment variable.
+      ValueError: a setting has a different value; the message names it and its variable.
     """
     for name, value in settings().items():
         if value != _REQUIRED[name]:
             raise ValueError(
-                f"JAX is set to {name}={value!r}, which changes what is drawn and computed; unset "
+                f"JAX is set to {name}={value!r}, which changes random draws and results; unset "
                 f"{name.upper()}, or set it to {_REQUIRED[name]!r}"
             )
 

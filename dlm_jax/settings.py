@@ -1,9 +1,10 @@
 """Declarations of rules and their settings.
 
 A rule is a class under `rule`: a frozen dataclass that is a pytree. Its fields are the parameters
-of the rows that use it, made with `per_row` (an array with one value a row), `static` (compiled in)
-or `fact` (known from the model). Everything else about a setting follows from its `Setting`: flags
-and help, keys of requests, recommendations in checkpoints, columns, what is static, and refusals.
+of the rows that use it, made with `per_row` (an array with one value per row), `static` (compiled
+in) or `fact` (a property of the model). Everything else about a setting follows from its `Setting`:
+flags and help, keys of requests, recommendations in checkpoints, columns, static settings, and
+refusals.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class SettingError(ValueError):
 
     Attributes:
       name: name of the setting.
-      value: the given value; `UNSET` if the message shows none.
+      value: the given value; `UNSET` if the message shows no value.
       why: the problem.
-      remedy: what to do instead; empty if `why` has it.
-      others: names of further settings that are involved.
+      remedy: the remedy; empty if `why` contains it.
+      others: names of other settings that are involved.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Setting:
     Attributes:
       name: its key in requests and, with dashes, its flag.
       default: default value. All values have its type.
-      help: one line on its effect, with its range.
-      low: smallest value; `ABOVE_ZERO` for any that is positive.
-      high: largest value; `BELOW_ONE` for any below 1.
-      choices: the texts that it accepts, each with its meaning.
-      remedy: end of the error message for a value.
+      help: one line that describes its effect and range.
+      low: smallest value; `ABOVE_ZERO` for any positive value.
+      high: largest value; `BELOW_ONE` for any value below 1.
+      choices: the strings that it accepts, each with its meaning.
+      remedy: end of the error message for an invalid value.
       activates: whether a value other than the default activates its rule.
       parse: converts and validates a given value, instead of the checks here.
-      hint: type of a value, if it differs from that of `default`.
+      hint: type of a value, if it differs from the type of `default`.
     """
 
     name: str
@@ -148,11 +149,11 @@ class Setting:
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
-        """The meaning of a value: that of a choice, or the value itself."""
+        """The meaning of a value: the meaning of a choice, or the value itself."""
         return self.choices.get(value, value) if self.choices is not None else value
 
     def named(self, value: Any) -> Any:
-        """The choice with this meaning, or the value itself if there is none."""
+        """The choice with this meaning, or the value itself if no choice has it."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
@@ -174,9 +175,9 @@ def per_row(
 
     Args:
       setting: the setting.
-      default: of the field, if it differs from that of the setting.
+      default: default of the field, if it differs from that of the setting.
       column: converts the values of the rows to an array, instead of the setting; preferably
-        to a NumPy array, because transfers to a device cost host time.
+        to a NumPy array, because transfers to a device take host time.
     """
     default = setting.default if default is dataclasses.MISSING else default
     metadata = {"setting": setting, "column": column or setting.column}
@@ -195,7 +196,7 @@ def fact(name: str, default: Any = None) -> Any:
 
 
 def reads(name: str, default: Any) -> Any:
-    """A static field: the setting of this name of another rule."""
+    """A static field: a setting of another rule with this name."""
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
 
 
@@ -203,7 +204,7 @@ class Rule:
     """The base class of all rules; custom rules may override any member.
 
     Attributes:
-      name: its name in settings; by default the class name in snake case.
+      name: name in settings; by default the class name in snake case.
     """
 
     name: ClassVar[str] = ""
@@ -215,7 +216,7 @@ class Rule:
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row with these settings uses it: by default, if one is not neutral."""
+        """Whether a row with these settings uses it: by default, if any setting is not neutral."""
         return any(getattr(row, s.name) != s.default for s in cls._settings if s.activates)
 
     @classmethod
@@ -224,11 +225,11 @@ class Rule:
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises ValueError for settings that a model of these facts does not allow."""
+        """Raises ValueError for settings that a model with these facts does not support."""
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        """Raises ValueError for settings of a row whose writings cannot be traced and replayed."""
+        """Raises ValueError for settings of a row that cannot be traced and replayed."""
 
     def activating(self) -> Iterator[tuple[Any, Any]]:
         """Its per-row fields whose settings activate the rule, and their neutral values."""
@@ -245,7 +246,7 @@ class Rule:
         return functools.reduce(jnp.logical_or, asks)
 
     def as_settings(self) -> dict[str, Any]:
-        """Its fields as settings by name; None is left out."""
+        """Its fields as settings by name; fields that are None are omitted."""
         found = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             setting, value = field.metadata.get("setting"), getattr(self, field.name)
@@ -298,7 +299,7 @@ def static_values(cls: type, row: Any) -> tuple[Any, ...]:
 def rule(cls: T) -> T:
     """Makes a class a rule: a named `pytree` with the settings that it declares."""
     if "pack" in vars(cls):
-        raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack is made of")
+        raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack uses")
     if "name" not in vars(cls):
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made = pytree(cls)
@@ -312,9 +313,9 @@ class Trait(enum.Flag):
 
     ``FREE``: a resumed run may change it. ``ONCE_SAVED``: it may change after the first checkpoint.
       ``LOCAL``: it may differ between the processes of a run. ``OWN``: published models do not
-      define it. ``TURNED``: nor do causal models that become diffusion models. ``UNSEEN``:
-      parameters depend on it, but not their shapes. ``FOUND``: the tokenizer of the corpus replaces
-      its default. ``IDLE``: no parameter of a published model depends on it.
+      define it. ``TURNED``: causal models that become diffusion models do not define it either.
+      ``UNSEEN``: parameters depend on it, but not their shapes. ``FOUND``: the tokenizer of the
+      corpus replaces its default. ``IDLE``: no parameter of a published model depends on it.
     """
 
     NONE = 0
@@ -329,7 +330,7 @@ class Trait(enum.Flag):
 
 
 def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) -> Any:
-    """A field of a section; `limits` are further attributes of its `Setting`."""
+    """A field of a section; `limits` are additional attributes of its `Setting`."""
     choices = limits.pop("choices", None)
     if choices is not None:
         limits["choices"] = {name: name for name in choices}
@@ -400,7 +401,8 @@ def names_of(
                 )  # fmt: skip
         is_repeated = is_once and len(set(given)) < len(given)
         require(
-            len(given) >= least and not is_repeated, key, tuple(given), "names none or one twice",
+            len(given) >= least and not is_repeated, key, tuple(given),
+            "is empty or has duplicates",
             "name each once",
         )  # fmt: skip
         return tuple(given)
@@ -428,7 +430,7 @@ def closest(name: str, known: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str], value: Any = None) -> str:
-    """Advice for a misspelt name, or for one of another project with this value."""
+    """Advice for a misspelt name, or for a name of another project with this value."""
     named = named_here(str(name), known, value)
     if named:
         return named

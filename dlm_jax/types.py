@@ -1,4 +1,4 @@
-"""Types shared by the subpackages: the network as functions, and how a row ended.
+"""Types shared by the subpackages: the network as functions, and the status of a row.
 
 Shape legend, used as suffixes of names and in docstrings everywhere:
 
@@ -31,10 +31,10 @@ class Window(NamedTuple):
     """A run of positions that the trunk computes in each row, int32 ``[N]`` each.
 
     Attributes:
-      place_N: its first position; it lies on the canvas as a whole.
-      begin_N: the first position whose keys and values are those of the window.
-      end_N: the end of these positions. All other keys and values are the cached ones, even inside
-        the window.
+      place_N: first position; the whole run lies on the canvas.
+      begin_N: first position whose keys and values come from the window.
+      end_N: end of these positions. All other keys and values come from the cache, even inside the
+          window.
     """
 
     place_N: jax.Array
@@ -47,27 +47,29 @@ class CachedTrunk:
     """The trunk for decoding with cached keys and values (`dlm_jax.sampling.cache`).
 
     The cache of the rows (*kept*) and the update from a call (a *piece*) are opaque pytrees; the
-    first axis of every leaf is that of the rows. Hidden vectors are those that `Network.trunk`
-    returns, to float tolerance, if the cache is up to date.
+    first axis of every leaf is the row axis. If the cache is up to date, hidden vectors equal those
+    of `Network.trunk` to float tolerance.
 
     Attributes:
-      block_length: positions of a block, from the start of the row; a position sees its block and
-        all earlier ones. 1 is a causal model. 0: every position sees all others.
-      init: ``(params, num_rows, num_positions) -> kept``, of nothing.
-      whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk of whole rows.
+      block_length: positions of a block, from the start of the row; a position attends to its block
+          and all earlier ones. A value of 1 is a causal model. With 0, every position attends to
+          all others.
+      init: ``(params, num_rows, num_positions) -> kept``, an empty cache.
+      whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk on whole rows.
       window: ``(params, kept, row_N, tokens_NL, length_N, window, size=W) -> (hidden_NWD, piece)``:
         the trunk at the ``W`` positions of a `Window` of the rows ``row_N`` of `kept`, or of all of
-        them in order with None. Where the rows are split over devices, so is ``row_N``, and each
-        part of it numbers rows of that part of `kept`. A position outside the row, or of a block
-        that is not seen, is invisible. With ``num_seen=n``, none of the kept positions from n on is
-        visible either, wherever the windows are.
-      store: ``(kept, piece, row_N, place_N) -> kept`` with a piece put at its rows (None: all in
-        order) and first positions. Duplicate rows have equal pieces. Each device calls it for its
+        them in order with None. If rows are sharded over devices, ``row_N`` is too, and each shard
+        indexes the rows of the same shard of `kept`. Positions outside the row, and blocks that may
+        not be attended to, are masked. With ``num_seen=n``, kept positions from n on are also
+        masked, for all windows.
+      store: ``(kept, piece, row_N, place_N) -> kept`` with a piece written at its rows (None: all
+          in order) and first positions. Duplicate rows have equal pieces. Each device calls it for
+          its
         own rows.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the output for every
         block of `shown_BL` after the clean tokens of earlier blocks, all blocks in one call, for
-        training and likelihood; in other blocks with ``block_length=n``. None where
-        ``block_length`` is below 2.
+        training and likelihood; in other blocks with ``block_length=n``. None if ``block_length``
+        is below 2.
       ready: ``(params) -> params`` in the layout of the other functions, called once before the
         steps of the loop; idempotent. None: no conversion.
     """
@@ -82,14 +84,14 @@ class CachedTrunk:
 
 
 class Inside(NamedTuple):
-    """What a model computes on the way from tokens to logits.
+    """Intermediate results of a model between tokens and logits.
 
     Attributes:
-      hidden_BELD: what enters the first block, and what leaves each of the ``E - 1`` blocks, before
-        the final norm.
+      hidden_BELD: the input of the first block, and the output of each of the ``E - 1`` blocks
+          before the final norm.
       attention_BEHLL: float32 weights of each block, for each head ``H`` from a position (axis 3)
-        to those it sees (axis 4): they add up to 1, and are 0 where it sees nothing. ``E`` is one
-        less here.
+          to those it attends to (axis 4); they sum to 1, and are 0 at masked positions. Here ``E``
+          is smaller by one.
     """
 
     hidden_BELD: jax.Array
@@ -100,44 +102,45 @@ class Inside(NamedTuple):
 class Network:
     """A language model as pure functions over a plain dict of parameters.
 
-    Training and sampling use a model through this record alone; any functions with these
-    signatures work. It is hashable, so it can be a static argument of ``jax.jit``: build it
-    once and keep it, because two records of different function objects compile twice.
+    Training and sampling use a model only through this record; any functions with these signatures
+    work. It is hashable, so it can be a static argument of ``jax.jit``: create it once and reuse
+    it, because two records with different function objects compile twice.
 
     Attributes:
       init: ``(key) -> params``.
       trunk: ``(params, tokens_BL, length_B, cache) -> (hidden_BLD, cache)``. Positions at or beyond
-        ``length_B`` are PAD and invisible to attention; what the trunk returns there is undefined
-        but finite. ``hidden`` is the input of the LM head (after the final norm), aligned with the
-        position it predicts. ``cache`` is opaque; pass ``None`` and expect ``None``.
+        ``length_B`` are PAD and masked in attention; the output of the trunk there is undefined but
+        finite. ``hidden`` is the input of the LM head (after the final norm), aligned with the
+        position that it predicts. ``cache`` is opaque; pass ``None`` and expect ``None``.
       embed: ``(params, ids) -> vectors``, one ``D`` vector appended to the shape of ``ids``.
       readout: ``(params, hidden_ND) -> logits_NV``, float32.
       vocab_size: ``V``, the number of logits.
       sampler_readout: ``(params, left_NCD, hidden_ND, right_NCD) -> logits_NV``, float32: the
         sampler head. ``left`` and ``right`` are the embeddings of the ``C`` positions on that side,
-        nearest first, and zero vectors where there is no neighbour. None without such a head.
+        nearest first, with zero vectors for missing neighbours. None without such a head.
       sampler_context: ``C``; 0 without a sampler head.
       sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each
         vector to the sampler head's first layer as a neighbour, and
       sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
-        the summed contributions of the neighbours. They save most of its work if few tokens serve
-        many positions; None: only `sampler_readout` is used.
+        the summed contributions of the neighbours. They save most of the work if few distinct
+        tokens serve many positions. None: only `sampler_readout` is used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
         wrong, from the hidden vectors of the filled canvas. None without a critic head.
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: columns of `readout`. They
-        save edits a second readout; None: the readout is computed.
+          save a second readout for edits. None: the readout is computed.
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the share of
         corrupted tokens. None except for a sequence scorer.
-      cached: the trunk for decoding with a cache; None: there is no cache.
-      inside: ``(params, tokens_BL, length_B) -> Inside``, as the trunk computes it; None: the
-        network does not show it.
+      cached: the trunk for decoding with a cache; None if there is no cache.
+      inside: ``(params, tokens_BL, length_B) -> Inside``, as computed by the trunk; None if the
+          network does not provide it.
       behind: ``(params, tokens_BL, length_B, start_B, signal_BLD=None) -> hidden_BLD``: the trunk
-        of a text and a canvas behind it, which begins at ``start_B``. The text is read causally;
-        the canvas sees the text and itself. The signal is what `signal` gives for the logits of the
-        step before at each position of the canvas; None: zeros, as in a first step. None for a
-        network without canvases; with them, `trunk` takes a whole row as canvas.
+          for a text followed by a canvas that starts at ``start_B``. The text is causal; the canvas
+          attends to the text and itself. The signal is the output of `signal` for the logits of the
+          previous step at each position of the canvas; None means zeros, as in the first step. None
+          for a
+        network without canvases; with canvases, `trunk` treats the whole row as a canvas.
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
-        embedding under the softmax of the logits. None: the network takes no signal.
+        embedding under the softmax of the logits. None if the network has no signal.
     """
 
     init: Callable[[jax.Array], Params]
@@ -159,7 +162,7 @@ class Network:
 
     @property
     def block_length(self) -> int:
-        """Positions of a block of a block-causal model; 0 for any other."""
+        """Positions of a block of a block-causal model; 0 for other models."""
         found = 0 if self.cached is None else self.cached.block_length
         return found if found > 1 else 0
 
@@ -181,12 +184,12 @@ class Canvas(NamedTuple):
 class Status(IntEnum):
     """The status of a row. Compiled code does not raise; errors are reported here.
 
-    ``RUNNING`` has steps and holes left. ``DONE`` has no holes left. ``STEP_LIMIT`` ran out of
-    steps with holes left. ``CANVAS_FULL`` is done as well, but edits exceeded its capacity: they
-    were dropped, or tokens at the end were. ``NON_FINITE`` stopped at logits with NaN or infinity.
+    ``RUNNING``: steps and holes remain. ``DONE``: no holes are left. ``STEP_LIMIT``: holes remain,
+    but no steps. ``CANVAS_FULL``: done, but edits exceeded the capacity, so edits or tokens at the
+    end were dropped. ``NON_FINITE``: stopped at logits with NaN or infinity.
 
-    The last two come from outside the loop: ``CANCELLED`` was cancelled, and ``FAILED`` had an
-      error in a host sampler or in its program.
+    The last two are set outside the loop: ``CANCELLED`` by a cancellation, ``FAILED`` by an error
+    in a host sampler or in the program.
     """
 
     RUNNING = 0

@@ -2,7 +2,7 @@
 # # A pod on paper
 #
 # `train.py --dry-run` compiles a training step for a slice of TPUs without the hardware and prints
-# the memory, work and communication of a chip. It needs the TPU compiler (`dlm_jax[tpu]`) and no
+# the memory, work and communication of a chip. It needs the TPU compiler (`dlm_jax[tpu]`) but no
 # TPU.
 
 # %%

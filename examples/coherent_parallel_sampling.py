@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Coherent parallel sampling, measured
 #
-# A diffusion language model that commits many tokens in one step draws them independently: each
-# fits the visible text, but not its new neighbours. The wavefront fills holes from their
-# neighbours outwards with a small sampler head, so that every token is drawn given the one beside
-# it. Both fills below take the same number of forwards of the model.
+# A diffusion language model that commits many tokens in one step samples them independently: each
+# token fits the visible text, but not its new neighbours. The wavefront uses a small sampler head
+# to fill holes outwards from visible tokens, so that every token is drawn given its neighbour. Both
+# fills below take the same number of forwards of the model.
 
 # %%
 import numpy as np
@@ -19,12 +19,11 @@ for fill in ("parallel", "wavefront"):
     print(fill, repr(fills[fill].texts[0]))
 
 # %% [markdown]
-# `score` bounds the cost of a text in nats under the model. A text whose tokens contradict each
-# other costs more.
+# `score` bounds the cost of a text in nats under the model. Incoherent texts cost more.
 
 # %%
 for fill, result in fills.items():
     scored = dlm_jax.score(model, list(result.texts))
     nats = np.sum(scored.nats) / np.sum(scored.characters)
     forwards = np.mean(result.counters.forwards)
-    print(f"{fill:9s}  {nats:.2f} nats a character, {forwards:.1f} forwards a text")
+    print(f"{fill:9s}  {nats:.2f} nats per character, {forwards:.1f} forwards per text")

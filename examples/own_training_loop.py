@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Write your own training loop
 #
-# `dlm_jax.training.problem` gives what a config trains as pure functions: `init`, `loss`,
-# `gradient` and `batches`. The loop around them is yours, and so is the optimiser.
+# `dlm_jax.training.problem` returns the training of a config as pure functions: `init`, `loss`,
+# `gradient` and `batches`. You provide the loop and the optimiser.
 
 # %%
 import itertools

@@ -13,8 +13,8 @@ for text, forwards in zip(result.texts, result.counters.forwards, strict=True):
     print(f"{text}\n[{forwards} forwards]\n")
 
 # %% [markdown]
-# Each prompt has its own settings and seed. A row depends on its own request alone, so the batch
-# around it does not change its text.
+# Each prompt has its own settings and seed. A row depends only on its own request, so the rest of
+# the batch does not change its text.
 
 # %%
 prompts = [

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Pure samplers, traces and gradients
 #
-# `sampler` is the engine's loop as pure functions over pytrees: `init`, `step`, `run` and `finish`.
-# They compose with every transformation of JAX, and texts are those of `generate`.
+# `sampler` is the loop of the engine as pure functions over pytrees: `init`, `step`, `run` and
+# `finish`. They compose with all JAX transformations, and the texts equal those of `generate`.
 
 # %%
 import functools
@@ -35,7 +35,7 @@ print([model.tokenizer.decode(row) for row in np.asarray(result.tokens)])
 
 # %%
 one = jax.jit(jax.vmap(lambda seed: sample(model.params, seed[None]).tokens[0]))
-print("vmap over seeds is the same:", bool((one(seeds) == result.tokens).all()))
+print("vmap over seeds gives the same texts:", bool((one(seeds) == result.tokens).all()))
 scales = jnp.array([1.0, 0.5])
 scaled = jax.vmap(lambda s: model.params | {"embedding": s * model.params["embedding"]})(scales)
 axes = jax.tree.map(lambda _: None, model.params) | {"embedding": 0}
@@ -44,7 +44,7 @@ several = jax.jit(jax.vmap(lambda params: sample(params, seeds).tokens, in_axes=
 print("vmap over parameters:", several.shape)
 
 # %% [markdown]
-# `shard_map` over the devices that are there, each with rows of its own.
+# `shard_map` over the available devices, each with its own rows.
 
 # %%
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -60,7 +60,7 @@ many = jnp.arange(2 * jax.device_count(), dtype=jnp.uint32)
 print("shard_map:", jax.jit(split)(model.params, many).shape)
 
 # %% [markdown]
-# A gradient through a `scan` of fixed steps: log-probabilities of what was drawn have derivatives.
+# A gradient through a `scan` of fixed steps: log-probabilities of the draws are differentiable.
 # The reward counts commas.
 
 # %%
@@ -87,7 +87,8 @@ slope = policy_gradient(model.params, 4)
 print("norm of the gradient:", float(jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(slope)))))
 
 # %% [markdown]
-# `replay` computes the log-probabilities of a trace under any parameters, here those that sampled.
+# `replay` computes the log-probabilities of a trace under any parameters, here those that were used
+# for sampling.
 
 # %%
 trace = jax.device_get(result.trace).trimmed()

@@ -2,7 +2,7 @@
 # # Train your own network
 #
 # A network is a record of pure functions over a dict of parameters. This one has no attention:
-# each position sees the sum of a window around it.
+# each position reads the sum of a window around it.
 
 # %%
 import tempfile

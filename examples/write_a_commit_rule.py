@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Write a commit rule
 #
-# A commit rule decides which candidates a step writes. It is one class: its settings are fields,
+# A commit rule selects the candidates that a step writes. It is one class: its settings are fields,
 # and `select` returns the positions. The settings become keywords, request keys and flags.
 
 # %%
@@ -15,7 +15,7 @@ EVERY = dlm_jax.Setting("stride", 4, "strided: distance of the holes that a step
 
 @dlm_jax.rule
 class Strided(dlm_jax.CommitRule):
-    """Fills every n-th hole of a row, the first one first."""
+    """Fills every n-th hole of a row, starting with the first."""
 
     stride_B: jax.Array = dlm_jax.per_row(EVERY)
 

@@ -126,7 +126,7 @@ def test_a_host_sampler_of_ones_own_is_obeyed_in_all_rows(model, capsys, monkeyp
     out, scope = _printed(NAMES[1], model, capsys, monkeypatch)
     for text in scope["result"].texts:
         assert re.fullmatch(r"(version|page) \d{4}", text)
-    assert out.endswith("choice among the survivors: host (only_digits)\n")
+    assert out.endswith("choice among the remaining candidates: host (only_digits)\n")
 
 
 @pytest.mark.slow

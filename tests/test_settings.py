@@ -241,7 +241,7 @@ class Leftmost(CommitRule):
 
 
 KIND = (
-    "is of no kind; put it under dlm_jax.rule and subclass one of LogitTransform, CommitRule, "
+    "has no kind; decorate it with dlm_jax.rule and subclass one of LogitTransform, CommitRule, "
     "FillRule, RemaskRule, EditRule, CacheRule"
 )
 
@@ -260,19 +260,22 @@ def test_a_rule_of_the_wrong_kind_is_refused():
     _refused(f"rule Kindless {KIND}", rules=[Kindless])
     _refused(f"rule Bare {KIND}", rules=[Bare])
     _refused(
-        f"rules has {Plain!r}, which is not a rule; give classes under dlm_jax.rule that subclass "
-        "CommitRule, LogitTransform, ...", rules=[Plain],
+        f"rules has {Plain!r}, which is not a rule; pass classes decorated by dlm_jax.rule "
+        "that subclass CommitRule, LogitTransform, ...", rules=[Plain],
     )  # fmt: skip
     _refused(
-        "rules is the class Leftmost; give a list of classes, or a module of them", rules=Leftmost
+        "rules is the class Leftmost; pass a list of classes, or a module with classes",
+        rules=Leftmost,
     )
-    _refused("commit is a Temperature, which is no CommitRule; use order=... for a name",
+    _refused("commit is a Temperature, which is not a CommitRule; use order=... for a name",
              commit=Temperature(0.5))  # fmt: skip
-    _refused("transforms is a Temperature; give a list of rule objects",
+    _refused("transforms is a Temperature; pass a list of rule objects",
              transforms=Temperature(0.5))  # fmt: skip
-    _refused("transforms is a Threshold, which is no LogitTransform", transforms=[Threshold(0.5)])
-    _refused("remask is a Leftmost, which is no RemaskRule", remask=Leftmost(2))
-    _refused("commit and order name a rule both; give one of them",
+    _refused(
+        "transforms is a Threshold, which is not a LogitTransform", transforms=[Threshold(0.5)]
+    )
+    _refused("remask is a Leftmost, which is not a RemaskRule", remask=Leftmost(2))
+    _refused("commit and order both name a rule; pass only one",
              commit=Threshold(0.5), order="random")  # fmt: skip
 
 
@@ -295,13 +298,13 @@ def test_a_rule_whose_name_is_taken_is_refused():
     class Another(Leftmost):
         name = "threshold"
 
-    _refused("rule Another has the name 'threshold', which is taken", rules=[Another])
+    _refused("rule Another has the name 'threshold', which is already taken", rules=[Another])
 
     @rule
     class Copy(Leftmost):
         name = "leftmost"
 
-    _refused("rule Copy has the name 'leftmost', which is taken", rules=[Leftmost, Copy])
+    _refused("rule Copy has the name 'leftmost', which is already taken", rules=[Leftmost, Copy])
     assert (Leftmost.name, Copy.name) == ("leftmost", "leftmost")
 
 
@@ -315,8 +318,8 @@ def test_a_setting_that_two_declare_differently_is_refused(name):
             return context.is_fresh_BL
 
     _refused(
-        f"setting {name!r} is declared twice, differently; share one Setting, or give one of them "
-        "another name", rules=[Leftmost, Other],
+        f"setting {name!r} is declared twice with different definitions; share one Setting, or "
+        "rename one", rules=[Leftmost, Other],
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Reads a file of requests, one JSON object per line; an invalid line gives an error result.
+"""Reads a file of requests, one JSON object per line; an invalid line has an error as its result.
 
 Every line has a unique id. A line without an id gets the id ``line NUMBER``, which no other line
 may use. A line with several samples has one result per sample, identified by the id and the number
@@ -37,9 +37,9 @@ class Line:
     one sample, the error.
 
     Attributes:
-      number: number of the line, from 1; blank lines count.
+      number: number of the line, from 1; blank lines are counted.
       num_samples: rows of the line.
-      extra: rows of preceding lines in excess of one per line.
+      extra: number of rows of preceding lines beyond one per line.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def first(self) -> int:
-        """Index of its first row in the file, from 0; blank lines count as rows."""
+        """Index of its first row in the file, from 0; blank lines are counted as rows."""
         return self.number - 1 + self.extra
 
     @property
@@ -67,12 +67,12 @@ def read_requests(
     """The non-blank lines of a file, in order; all ids differ.
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
-    is a text; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are integers.
-    Other settings are not checked here.
+    is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
+    integers. Other settings are not checked here.
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.
-      known: names of further settings that a request may have, besides ``host_sampler`` and
+      known: names of additional settings that a request may have, other than ``host_sampler`` and
         ``read_back``.
       num_samples: rows of a line without ``n``.
     """
@@ -86,7 +86,7 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # An unreadable line counts too, so that correcting it does not renumber the others.
+        # An unreadable line is counted, so that fixing it does not renumber the other lines.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 
@@ -107,7 +107,7 @@ def check_process(index: int, count: int) -> None:
     """Raises ValueError unless there is a process `index` of `count`."""
     for name, value in (("index", index), ("count", count)):
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        require(is_integer, f"{name}={value!r} of the processes is not an integer; use one")
+        require(is_integer, f"{name}={value!r} of the processes is not an integer")
     require(count >= 1, f"count={count} processes are too few; use at least 1")
     require(
         0 <= index < count,
@@ -182,10 +182,10 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
     if isinstance(given, str):
         _check_text(f"{where}: id", given)
     elif type(given) is not int:
-        raise ValueError(f"{where}: id={_show(given)} is neither a text nor an integer; use one")
+        raise ValueError(f"{where}: id={_show(given)} must be a string or an integer")
     if given in first:
         raise ValueError(
-            f"{where}: id={_show(given)} is that of line {first[given]} too; give each its own"
+            f"{where}: id={_show(given)} is already used by line {first[given]}; use unique ids"
         )
     if isinstance(given, str) and given != own and re.fullmatch("line [1-9][0-9]*", given):
         raise ValueError(f"{where}: id={_show(given)} is reserved for that line; use another id")
@@ -193,7 +193,9 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
 
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
-    """Raises ValueError for the first setting that is unknown, contradictory or of a wrong type."""
+    """Raises ValueError for the first setting that is unknown, contradictory or of the wrong
+    type.
+    """
     for name, value in request.items():
         if name not in names:
             short = name if len(name) <= 60 else f"{name[:60]}..."
@@ -204,7 +206,7 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
         raise ValueError(f"{where} has {' and '.join(contents)}; keep one of them")
     for name in _TEXTS:
         if name in request:
-            _check_kind(f"{where}: {name}", request[name], str, "a text", "write it in quotes")
+            _check_kind(f"{where}: {name}", request[name], str, "a string", "write it in quotes")
             _check_text(f"{where}: {name}", request[name])
     for name in _INTEGERS:
         if name in request:

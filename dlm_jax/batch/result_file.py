@@ -1,15 +1,15 @@
-"""One file of results on disk: its lines, the run it belongs to, its lock, and how it is replaced.
+"""One file of results on disk: lines, run record, lock and replacement.
 
-Beside a file with lines lies ``FILE.run``, which holds the fingerprint of its run, and whether the
-results of all processes were once merged into the file. A file with lines but without it is a
-stranger's; an empty file belongs to no run. Lines and record have checksums (`checksums`).
+A results file with lines has a companion ``FILE.run`` with the fingerprint of its run and a flag
+that is set once the results of all processes have been merged. A file with lines but no companion
+is foreign; an empty file belongs to no run. The lines and the record have checksums (`checksums`).
 
-An append-only file of results that survives interruption; sorted by request at the end.
+An append-only file of results that survives interruption and is sorted by request at the end.
 
-A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` beside it,
-and whichever finishes last merges the parts. They agree without talking to each other: the merged
-file appears under its name whole, and only then do the parts go. Who finds a part gone therefore
-finds its lines in the merged file, and two that merge at once write the same.
+A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` in the same
+directory. The last process to finish merges the parts. No communication is needed: the merged file
+appears atomically, and the parts are removed only afterwards. A process that finds a part missing
+can read its lines from the merged file, and concurrent merges write the same content.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Rows = dict[Key, bytes]
 
 
 def result_key(result: Any) -> Key | None:
-    """What identifies a result, by its ``id`` and its ``sample`` if it has one; None: no result."""
+    """The key of a result, from its ``id`` and, if present, its ``sample``; None if it is not a
+    result.
+    """
     key = result.get("id") if isinstance(result, Mapping) else None
     if not isinstance(key, str | int) or isinstance(key, bool):
         return None
@@ -67,8 +69,8 @@ def run_of(file: Path) -> dict[str, Any]:
 
 def owned(file: Path, fingerprint: str) -> bytes:
     """The content of a file of this run; empty if the file is empty or absent."""
-    # Twice, because another process may write its first line between the two readings. First the
-    # `.run`, then the file, because they are removed in the reverse order.
+    # Read twice, because another process may write its first line between the two reads. Read the
+    # `.run` first and then the file, because they are removed in the reverse order.
     for _ in range(2):
         is_ours = run_of(file).get("fingerprint") == fingerprint
         try:
@@ -85,7 +87,7 @@ def owned(file: Path, fingerprint: str) -> bytes:
 
 
 def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """Complete lines by key (the first of duplicates), and the byte where they end."""
+    """Complete lines by key (the first of duplicates), and the byte offset of their end."""
     content = owned(file, fingerprint)
     *lines, _ = content.split(b"\n")
     rows: Rows = {}
@@ -105,11 +107,11 @@ def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
 
 
 def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
-    """Replaces `target` atomically, also in a power cut.
+    """Replaces `target` atomically, even if power is lost.
 
     Args:
       target: the file to write.
-      content: all of it.
+      content: the new content, complete.
       temporary: a path in the same directory that no other process uses.
     """
     with replacing(target, temporary) as file:
@@ -162,10 +164,10 @@ def fingerprint(
 
 
 class Results:
-    """The results of one process: those on disk, and those it writes.
+    """The results of one process: those already on disk and those it writes.
 
-    `done` holds the keys of finished results. A result survives the end of the process after
-    `write` has returned, and a power cut after `close` has returned.
+    `done` holds the keys of finished results. A result survives a crash of the process once `write`
+    has returned, and a power failure once `close` has returned.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class Results:
         self._writer: io.FileIO | None = None
         self._is_closed = False
         is_merged = self._check_others()
-        # A finished run leaves no empty part behind when it is repeated.
+        # A repeated run that was already complete leaves no empty part behind.
         if count == 1 or not is_merged:
             self._open()
         # Check after opening, because a merge may have removed the part.
@@ -210,12 +212,12 @@ class Results:
         """Appends one result and adds its key to `done`; on an error nothing is written.
 
         Args:
-          result: a JSON object with an ``id``, and a ``sample`` if the id has several; not yet in
-            `done`.
+          result: a JSON object with an ``id`` and, if the id has several samples, a ``sample``; its
+              key must not be in `done`.
         """
         key = result_key(result)
         if key is None:
-            raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
+            raise ValueError(f"result {str(result)[:60]} has no id; use a string or an integer")
         require(
             key not in self.done,
             f"the result of {shown(key)} exists already; write it once",
@@ -231,15 +233,15 @@ class Results:
     def finish(self, order: Sequence[Key]) -> bool:
         """Merges the parts into `path` in this order; False while results are missing.
 
-        Call it when this process has written its share; the last process merges. The results are
-        closed when they are complete.
+        Call it when this process has written its share. The last process merges the parts. The
+        results are closed when they are complete.
 
         Args:
           order: keys of all results, of every process.
         """
         rows: Rows = {}
         parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []
-        # Read the merged file last: it then holds any part that a merge removed meanwhile.
+        # Read the merged file last: it contains every part that a concurrent merge has removed.
         for file in (*parts, self.path):
             rows = self._load(file) | rows
         lost = next(iter(self.done - rows.keys()), None)
@@ -282,7 +284,7 @@ class Results:
         return self.path.with_name(name)
 
     def _parts(self) -> dict[Path, int]:
-        """Parts with their counts, including those of other runs and those with only a ``.run``."""
+        """Parts with their counts, including parts of other runs and parts with only a ``.run``."""
         pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
         names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
         found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
@@ -300,7 +302,7 @@ class Results:
             owned(file, self._fingerprint)
             require(
                 count == self._count,
-                f"{file} is of a run with count={count} processes, not {self._count}; "
+                f"{file} belongs to a run with count={count} processes, not {self._count}; "
                 f"continue with {count}, or remove it or choose another --output",
             )
         return False
@@ -334,7 +336,7 @@ class Results:
             replace_lines(run_path(file), line_of(record), self._temporary)
 
     def _tidy(self) -> None:
-        """Removes the parts of this run only."""
+        """Removes only the parts of this run."""
         for part in self._parts():
             if run_of(part).get("fingerprint") == self._fingerprint:
                 part.unlink(missing_ok=True)

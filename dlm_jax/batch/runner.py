@@ -30,7 +30,7 @@ _HOST = ("host_sampler", "read_back")
 
 
 class Sink(Protocol):
-    """A store of results; `done` holds the keys of those it has."""
+    """A store of results; `done` holds the keys of the stored ones."""
 
     done: set[Key]
 
@@ -43,9 +43,9 @@ class RunReport(NamedTuple):
     Attributes:
       rows: finished in this run.
       errors: requests that ended in an error in this run.
-      tokens: generated in this run, without those of errors.
+      tokens: generated in this run, except in rows with errors.
       occupancy: share of slot steps with a row while requests of the same program waited; 1 if none
-        did.
+          waited.
       programs: canvases and slots of the programs that ran.
     """
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     """The plan of a run.
 
     Attributes:
-      work: steps times positions of each unfinished row, by key; 0 if it is refused.
+      work: steps times positions of each unfinished row, by key; 0 for refused rows.
       programs: canvases of the programs that will run.
     """
 
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """The identity of this model, for a fingerprint.
+    """A description that identifies this model in a fingerprint.
 
     It covers config, tokenizer, ids, settings, all parameters, and the source of a custom network.
     """
@@ -90,7 +90,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def own_source(code: Any) -> str:
-    """The name of custom code with a digest of its source, or the name alone without source."""
+    """The name of custom code with a digest of its source, or only the name if it has no source."""
     while isinstance(code, functools.partial):
         code = code.func
     code = code if hasattr(code, "__qualname__") else type(code)
@@ -115,7 +115,7 @@ def run_requests(
     on_result: _Listener | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
-    """Writes the results of every line that `results` lacks, as rows finish.
+    """Writes the results that `results` does not have yet, as rows finish.
 
     A result has ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
     slot) and counters (``forwards``, ``waves``, and other `Counters` that are not 0); or ``id`` and
@@ -125,17 +125,19 @@ def run_requests(
 
     Args:
       model: from `load`.
-      lines: of this process, including finished ones, which determine the shapes of its programs.
-        If the devices of the model belong to several processes: all lines; each process runs its
-        share.
+      lines: lines of this process, including finished ones, because they determine the shapes of
+          the programs.
+        If the devices of the model belong to several processes, pass all lines; each process runs
+        its share.
       results: the store of the results.
-      seed: of the first row. Sample i of a line without a seed has the seed ``seed + line.first +
-        i``; of a line with a seed, that seed plus i.
+      seed: seed of the first row. Sample i of a line without a seed has the seed ``seed +
+          line.first +
+        i``, and sample i of a line with a seed has that seed plus i.
       settings: defaults for the lines, in the same form.
-      batch_size: slots of a program at most.
+      batch_size: maximum slots of a program.
       host_samplers: maps the ``host_sampler`` of a line to a function, or raises ValueError for
         names that are not allowed. If None, lines have no host sampler.
-      max_candidates: most candidates of a position for host samplers and read-back.
+      max_candidates: maximum candidates per position for host samplers and read-back.
       on_plan: called once with the plan, before anything is compiled.
       on_result: called with each written result and the number of its generated tokens.
       on_turn: called with the engine after each of its turns.
@@ -176,7 +178,7 @@ def run_requests(
 
 
 class _Asked(NamedTuple):
-    """A row that can run: a sample of a line, and the number of candidates to read back."""
+    """A runnable row: a sample of a line, and the number of candidates to read back."""
 
     line: Line
     sample: int
@@ -193,7 +195,7 @@ class _Asked(NamedTuple):
 
 
 class _Hosts(NamedTuple):
-    """The Python functions that lines of a file may use."""
+    """The Python functions that requests may use."""
 
     model: Model
     samplers: Callable[[str], HostSampler] | None
@@ -205,15 +207,15 @@ class _Hosts(NamedTuple):
         if size is True:
             size = self.max_candidates
         if size is not None and type(size) not in (bool, int):
-            raise ValueError(f"read_back={size!r} is not an integer; use the number of candidates")
+            raise ValueError(f"read_back={size!r} is not an integer; pass a number of candidates")
         if size and not 1 <= size <= self.max_candidates:
             raise ValueError(
-                f"read_back={size} is outside [1, {self.max_candidates}], the candidates that the "
-                "host sees; use fewer or raise max_candidates"
+                f"read_back={size} is outside [1, {self.max_candidates}], the number of "
+                f"candidates sent to the host; use fewer or raise max_candidates"
             )
         if (name is not None or size) and spans_processes(split_rows(self.model.params)):
             raise ValueError(
-                "host_sampler and read_back look at whole rows in one process; drop them, or run "
+                "host_sampler and read_back need whole rows in one process; remove them, or run "
                 "the file in processes that do not share a mesh"
             )
         sampler = None if name is None else self._sampler(name)
@@ -222,17 +224,17 @@ class _Hosts(NamedTuple):
     def _sampler(self, name: Any) -> HostSampler:
         if not isinstance(name, str):
             raise ValueError(
-                f'host_sampler={name!r} is not a text; write "module:function", or null for none'
+                f'host_sampler={name!r} is not a string; write "module:function", or null for none'
             )
         if self.samplers is None:
-            raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or drop it")
+            raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or remove it")
         return self.samplers(name)
 
 
 def _accepted(
     model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
 ) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
-    """The rows that can run, with their requests, and error results of the others."""
+    """The rows that can run, with their requests, and error results for the others."""
     found: list[_Asked] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
@@ -267,7 +269,7 @@ def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str,
         if not isinstance(value, list) or name in ("tokens", *_HOST):
             continue
         if name not in lists:
-            raise ValueError(f"{name} is a list; a request takes one value")
+            raise ValueError(f"{name} is a list; a request has one value")
         found[name] = tuple(tuple(one) if isinstance(one, list) else one for one in value)
     return found
 
@@ -283,7 +285,7 @@ def _planned(
     asked: Sequence[Request],
     own: set[Key],
 ) -> Plan:
-    """The work of the rows in `own`: steps times canvas of each."""
+    """The work of the rows in `own`: steps times canvas length of each row."""
     keys = (result_key(result) for result in refused)
     work = {key: 0.0 for key in keys if key is not None and key in own}
     programs: dict[Any, str] = {}
@@ -338,7 +340,7 @@ def _write(
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON for a fingerprint; custom code by its source."""
+    """The settings as JSON for a fingerprint; custom code is represented by its source."""
 
     def told(value: Any) -> str:
         if callable(value):

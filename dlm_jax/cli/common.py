@@ -47,7 +47,7 @@ def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
     if model.chat is None:
         raise ValueError(
             "--chat: the model has no chat_template (in tokenizer_config.json, or as "
-            "chat_template.jinja); write the turns yourself and leave --chat out"
+            "chat_template.jinja); format the turns yourself and omit --chat"
         )
     return model.chat.ids([{"role": "user", "content": text}]).tolist()
 
@@ -69,7 +69,7 @@ def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
 class CompileClock:
     """Wall-clock seconds that JAX spent tracing, lowering or compiling since its creation.
 
-    JAX reports each interval at its end; nested intervals count once.
+    JAX reports each interval at its end; nested intervals are counted once.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class CompileClock:
             return
         end = time.perf_counter()
         start = end - duration_secs
-        # Nested intervals have ended before, so they are at the end of the list.
+        # Nested intervals have already ended, so they are at the end of the list.
         while self._stretches and self._stretches[-1][1] > start:
             start = min(start, self._stretches.pop()[0])
         self._stretches.append((start, end))
@@ -108,7 +108,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
-    """The mesh of the flags; None: only the first device."""
+    """The mesh of the flags, or None for the first device only."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
@@ -116,7 +116,7 @@ def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig
 
 
 def check_batch(params: Params, batch_size: int) -> None:
-    """Raises ValueError unless the devices that split the rows divide the batch."""
+    """Raises ValueError unless the devices that split the rows evenly divide the batch."""
     shares = num_shares(split_rows(params))
     if batch_size % shares:
         raise ValueError(
@@ -128,7 +128,7 @@ def check_batch(params: Params, batch_size: int) -> None:
 def share_of_host(params: Params) -> tuple[int, int, bool]:
     """The share of the rows of this process, the number of shares, and whether it prints results.
 
-    Processes that split only the parameters have the same share, and the first of them prints.
+    Processes that split only the parameters have the same share, and only the first of them prints.
     """
     rows = split_rows(params)
     index, count = OwnRows(rows, num_shares(rows)).share
@@ -142,7 +142,7 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 def naming_flags() -> Iterator[None]:
     """Replaces the setting at the start of an error by its flag: ``top_p=2`` becomes ``--top-p=2``.
 
-    Use it only for values of flags; errors about a file name the file.
+    Use it only for values of flags; errors in a file name the file instead.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def naming_flags() -> Iterator[None]:
 
 
 def speeds(tokens: int, seconds: float, compiling: float) -> str:
-    """Tokens per second with the time spent compiling, and without it."""
+    """Tokens per second with and without compilation time."""
     without = max(seconds - compiling, 1e-6)
     return (
         f"{tokens / max(seconds, 1e-6):,.0f} tokens/s with {compiling:.2f} s of compilation, "
@@ -176,7 +176,9 @@ def import_module(module: str, where: str) -> ModuleType:
 
 
 def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
-    """A function that finds ``MODULE:FUNCTION`` in these modules; a ValueError for any other."""
+    """A function that finds ``MODULE:FUNCTION`` in these modules and raises ValueError for
+    others.
+    """
 
     @functools.cache
     def find(name: str) -> HostSampler:
@@ -200,7 +202,7 @@ def import_sampler(name: str, where: str) -> HostSampler:
         raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
     sampler: HostSampler = getattr(found, function)
     if not callable(sampler):
-        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; give a function")
+        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; pass a function")
     return sampler
 
 
@@ -236,16 +238,16 @@ def check_page(name: str) -> None:
     """Raises ValueError if the page will not be writable after sampling."""
     path = Path(name)
     if not path.parent.is_dir():
-        raise ValueError(f"--trace {name}: the folder does not exist; create it first")
+        raise ValueError(f"--trace {name}: the directory does not exist; create it first")
     if path.is_dir():
-        raise ValueError(f"--trace {name} is a folder; give a file in it")
+        raise ValueError(f"--trace {name} is a directory; pass a file")
     try:
-        # Permissions do not cover everything, for example a read-only file system.
+        # Permissions do not cover every case, such as a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise ValueError(
-            f"--trace {name} cannot be written: {error.strerror}; name another"
+            f"--trace {name} cannot be written: {error.strerror}; choose another file"
         ) from None
 
 
@@ -270,19 +272,18 @@ def write_page(
 _HEARTBEAT = 50
 
 CHECKPOINT = (
-    "a run, a weights file, a published directory, an id of the hub (org/name or org/name@revision)"
-    f", or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
+    "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
+    f"or a shipped model: {', '.join(SHIPPED)}; default: {DEFAULT}"
 )
 
 QUANTIZE = (
-    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (inputs too); default: as they "
-    "are"
+    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (with inputs); default: "
+    f"unchanged"
 )
 
 PRESET = (
-    f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one "
-    "that comes with a published model, which says the order that its project uses "
-    "(docs/published.md)"
+    f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one of a "
+    f"published model with the order that its project uses (docs/published.md)"
 )
 
 
@@ -308,7 +309,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer") from None
         if not low <= value <= high:
             shown = text if len(text) <= 40 else f"{text[:40]}..."
             raise argparse.ArgumentTypeError(f"{shown} is not in [{low}, {high}]")
@@ -326,7 +327,7 @@ INDEX = whole(0, 2**20)
 
 
 def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the flags that join several processes into one run; `more` is appended to their help."""
+    """Adds the flags that join several processes into one run; `more` is appended to the help."""
     group = parser.add_argument_group(
         "hosts",
         "Start the same command on every host. On TPU pods and Slurm --distributed is enough. "
@@ -387,7 +388,7 @@ def join_hosts(args: argparse.Namespace) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
+            f"--distributed: {error}; pass --coordinator, --num-processes and --process-id"
         ) from None
 
 
@@ -424,5 +425,6 @@ def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
         if args is not None and getattr(args, name) is not None and not args.distributed:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"command line: {flag} has no effect without --distributed; add that or drop it"
+                f"command line: {flag} has no effect without --distributed; add --distributed or "
+                f"remove it"
             )

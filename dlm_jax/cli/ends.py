@@ -14,7 +14,7 @@
 =====  =======================================================================================
 
 Messages that cannot be written, because standard error is closed or full, are dropped. Characters
-outside the encoding of standard output are escaped.
+that the encoding of standard output lacks are escaped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import TextIO
 from dlm_jax.store.files import is_full
 
 Main = Callable[..., int]
-"""A program: takes its arguments (None: those of the process) and returns its exit code."""
+"""A program: takes arguments (None: those of the process) and returns its exit code."""
 
 
 class End(enum.IntEnum):
@@ -53,7 +53,7 @@ class End(enum.IntEnum):
 
 
 class NotFiniteError(Exception):
-    """Parameters or outputs are NaN or infinite; the message says which."""
+    """Parameters or outputs are NaN or infinite; the message names them."""
 
 
 def program(main: Main) -> Main:
@@ -82,7 +82,7 @@ def program(main: Main) -> Main:
 
 
 def _end_quietly() -> None:
-    """Flushes standard output, or discards it if the reader is gone."""
+    """Flushes standard output, or discards it if the reader has exited."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -91,7 +91,7 @@ def _end_quietly() -> None:
 
 def check_output() -> None:
     if sys.stdout is None:
-        raise ValueError("standard output is closed; leave it open, or send it to a file")
+        raise ValueError("standard output is closed; keep it open, or redirect it to a file")
 
 
 def keep_output_for_texts() -> None:
@@ -122,7 +122,7 @@ def emit(text: str) -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Gives errors of standard output its name."""
+    """Sets the file name of an `OSError` raised by standard output."""
     try:
         yield
     except BrokenPipeError:
@@ -136,7 +136,7 @@ def refusals() -> Iterator[None]:
     """Converts ValueErrors of validation to exit code 2.
 
     The message is printed on standard error. Use it for validation only: errors of computations are
-    defects and need their traceback.
+    bugs and need a traceback.
     """
     try:
         yield
@@ -200,7 +200,8 @@ class _Forgiving(io.RawIOBase):
 @contextlib.contextmanager
 def _steady_streams() -> Iterator[None]:
     """Makes the standard streams tolerate any text and closed readers inside the context."""
-    # Otherwise a file opened later could get the descriptor of a closed stream, and its messages.
+    # Otherwise a file opened later could get the descriptor of a closed stream and receive its
+    # messages.
     for number in range(3):
         try:
             os.fstat(number)

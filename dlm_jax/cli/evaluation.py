@@ -2,10 +2,10 @@
 
 Without texts it scores the held-out text of the model's corpus, and separately the EOS tokens that
 fill rows after documents. It prints one line per source: nats per token and bits per character,
-each with its interval over windows or texts. A diffusion model gives bounds, a causal model exact
-values, so it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
+each with its interval over windows or texts. A diffusion model gives bounds. A causal model gives
+exact values, so it can score any text (``--checkpoint runs/judge --text samples.txt --split``).
 
-With --labelled it decides between the labels of each line and prints accuracy, nats per line and
+With --labelled it selects one of the labels for each line and prints accuracy, nats per line and
 the expected calibration error. --fit FILE --task NAME fits the temperature of a task to the lines,
 for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
 
@@ -65,7 +65,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
     add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
-    split_help = "files hold several texts, with this line between them (---, as sample.py does)"
+    split_help = "files hold several texts, separated by this line (---, as in sample.py)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
     pairs_help = 'JSONL of {"prompt": ..., "response": ...}: responses given their prompts'
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
@@ -73,16 +73,20 @@ def make_parser() -> Parser:
     add("--prompt", metavar="TEXT", help="text before --continuation")
     labelled_help = (
         'JSONL of {"prompt": ..., "choices": [...], "label": ...}: decisions between labels; the '
-        "slot is behind the prompt"
+        "slot follows the prompt"
     )
     add("--labelled", metavar="FILE", help=labelled_help)
     add("--order", default=ORDERS[0], metavar="ORDER",
-        help=f"order of writing labels: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
+        help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
     add("--task", metavar="NAME", help="name of the task of --labelled")
-    fit_help = "file for the temperature of --task, fitted to the lines; other tasks in it stay"
+    fit_help = "file to which the fitted temperature of --task is written; its other tasks are kept"
     add("--fit", metavar="FILE", help=fit_help)
-    add("--calibration", metavar="FILE", help="file with a temperature of --task, to be used")
-    add("--held-out", metavar="SOURCE", help="a corpus whose held-out part is scored; default: own")
+    add("--calibration", metavar="FILE", help="file with the temperature of --task to use")
+    add(
+        "--held-out",
+        metavar="SOURCE",
+        help="a corpus whose held-out part is scored; default: that of the model",
+    )
     add(
         "--num-draws",
         type=whole(1, MOST_AT_ONCE),
@@ -94,7 +98,7 @@ def make_parser() -> Parser:
         help="windows that run at once (16)")  # fmt: skip
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
     add("--quantize", metavar="KIND", help=QUANTIZE)
-    add("--json", action="store_true", help="one JSON object a line instead of a sentence")
+    add("--json", action="store_true", help="print one JSON object per line instead of a sentence")
     return parser
 
 
@@ -104,9 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         args = make_parser().parse_args(argv)
         if args.prompt is not None and args.continuation is None:
-            raise ValueError("--prompt has no effect without --continuation; add that or drop it")
+            raise ValueError(
+                "--prompt has no effect without --continuation; add it or remove --prompt"
+            )
         if args.split is not None and not args.text:
-            raise ValueError("--split has no effect without --text; add that or drop it")
+            raise ValueError("--split has no effect without --text; add it or remove --split")
         _check_labelled(args)
         check_output()
         model = load_model(args.checkpoint, quantize=args.quantize)
@@ -131,18 +137,20 @@ def _check_labelled(args: Namespace) -> None:
     if args.labelled is None:
         for name in ("task", "fit", "calibration"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name} has no effect without --labelled; add that or drop it")
+                raise ValueError(
+                    f"--{name} has no effect without --labelled; add that or remove it"
+                )
         return
     if args.text or args.pairs or args.continuation is not None or args.held_out is not None:
-        raise ValueError("--labelled is a source of its own; drop the other ones")
+        raise ValueError("--labelled excludes other sources; remove them")
     if args.fit is not None and args.calibration is not None:
-        raise ValueError("--fit and --calibration exclude each other; drop one of them")
+        raise ValueError("--fit and --calibration exclude each other; remove one of them")
     if (args.task is None) != (args.fit is None and args.calibration is None):
-        raise ValueError("--task goes with --fit or --calibration; give both, or neither")
+        raise ValueError("--task requires --fit or --calibration, and vice versa")
 
 
 def _decided(model: Model, args: Namespace) -> str:
-    """The line about the labelled lines; with ``--fit`` their temperature is written."""
+    """The output line for labelled lines; with ``--fit``, writes their temperature."""
     asked, right = [], []
     for number, line in enumerate(_read(args.labelled).split("\n"), 1):
         if line.strip():
@@ -150,7 +158,7 @@ def _decided(model: Model, args: Namespace) -> str:
             asked.append(question)
             right.append(label)
     if not asked:
-        raise ValueError(f"{args.labelled} has no line; give some")
+        raise ValueError(f"{args.labelled} has no lines; add some")
     temperature = 1.0
     if args.calibration is not None:
         known = read_calibration(args.calibration, model, order=args.order)
@@ -187,16 +195,16 @@ def _labelled(model: Model, where: str, line: str) -> tuple[Question, int]:
     except ValueError as error:
         raise ValueError(f"{where} is not JSON ({error}); write {fields}") from None
     if not isinstance(told, dict) or told.keys() != {"prompt", "choices", "label"}:
-        raise ValueError(f"{where} has other fields; write {fields}")
+        raise ValueError(f"{where} has unexpected fields; write {fields}")
     if isinstance(told["choices"], dict):
-        raise ValueError(f"{where}: choices={told['choices']} is no list; write {fields}")
+        raise ValueError(f"{where}: choices={told['choices']} is not a list; write {fields}")
     try:
         made = question(model, told["prompt"], told["choices"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     (labels,) = made.choices.values()
     if str(told["label"]) not in labels:
-        raise ValueError(f"{where}: label={told['label']!r} is none of the choices; correct it")
+        raise ValueError(f"{where}: label={told['label']!r} is not one of the choices")
     return made, labels.index(str(told["label"]))
 
 
@@ -217,7 +225,7 @@ def _sources(args) -> Iterator[Source]:
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
-    """Scores of the windows of the held-out text: the text, and its tails."""
+    """Scores of the windows of the held-out text: of the text and of its tails."""
     corpus, rows = _held_out_rows(model, args)
     cost = score_rows(model, rows, **drawn)
     place_L = np.arange(rows["tokens"].shape[1])[None]
@@ -225,7 +233,8 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
     is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
     tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
     tokens_N = free_N - tail_N
-    # Characters are known only for the whole text; windows get a share by their tokens.
+    # Characters are known only for the whole text; each window gets a share in proportion to its
+    # tokens.
     characters_N = tokens_N * (corpus.num_val_characters / tokens_N.sum())
     name = f"held-out text of {corpus.name}"
     error_N = cost.text_variance_B**0.5
@@ -238,21 +247,21 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
 
 
 def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
-    """The held-out part of the requested corpus, or of the model's own.
+    """The held-out part of the requested corpus, or of the corpus of the model.
 
-    A weights file may come from anyone, so it does not determine which files are read. Only the
+    A weights file may be untrusted, so it does not determine which files are read. Only the
     environment determines where files are written (`dlm_jax.data.rows.default_cache_dir`).
     """
     assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None
     if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
         raise ValueError(
-            f"{args.checkpoint} is a file, which does not decide what is read; name its text: "
+            f"{args.checkpoint} is a file and cannot select the text to read; name the text:  "
             "--held-out SOURCE, or --text or --pairs"
         )
     if is_own and not model.corpus_sha256:
         raise ValueError(
-            f"{args.checkpoint} does not name its training text; give one: "
+            f"{args.checkpoint} does not name its training text; pass one:  "
             "--held-out SOURCE, or --text or --pairs"
         )
     where = ""
@@ -276,7 +285,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
     if is_own and corpus.sha256 != model.corpus_sha256:
         raise ValueError(
             f"{corpus.name} is not the text that the model was trained on (another sha256), so "
-            "that its end was perhaps not held out; restore it, or name it by --held-out"
+            f"its end may not have been held out; restore it, or pass it as --held-out"
         )
     return corpus, validation_windows(
         corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id, **how
@@ -292,11 +301,11 @@ def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
     """Prints the corrupted share of each source, or the error of the sequence scorer."""
     if args.num_draws != 1:
         raise ValueError(
-            f"--num-draws={args.num_draws} has no effect on a sequence scorer; drop it"
+            f"--num-draws={args.num_draws} has no effect on a sequence scorer; remove it"
         )
     for name, texts, prompts in sources:
         if prompts is not None:
-            raise ValueError(f"{name}: a sequence scorer judges whole texts; leave out the prompts")
+            raise ValueError(f"{name}: a sequence scorer scores whole texts; remove the prompts")
         share_N = corrupted_share(model, texts, batch_size=args.batch_size)
         share, count = float(share_N.mean()), len(share_N)
         _require_finite(name, share)
@@ -348,7 +357,7 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
 
 def _require_finite(name: str, *figures: float) -> None:
     if not all(map(math.isfinite, figures)):
-        raise NotFiniteError(f"{name}: its score is not finite")
+        raise NotFiniteError(f"{name}: the score is not finite")
 
 
 def _or_none(number: float) -> float | None:
@@ -360,7 +369,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; name a text file") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}; pass a text file") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it") from None
 

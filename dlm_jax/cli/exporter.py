@@ -1,7 +1,7 @@
 """Writes a run's model into one file: ``python -m dlm_jax.export --checkpoint DIR --out FILE``.
 
 The file holds the parameters (their moving average, if the run kept one), the config and the
-tokenizer; `dlm_jax.load`, ``sample.py`` and ``python -m dlm_jax.evaluate`` take it like a run.
+tokenizer; `dlm_jax.load`, ``sample.py`` and ``python -m dlm_jax.evaluate`` accept it like a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def make_parser() -> Parser:
     add("--checkpoint", required=True, metavar="DIR", help="a run")
     add("--out", required=True, metavar="FILE", help="ends in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    config_help = "its [sample], data.source and train.out_dir replace those of the run"
+    config_help = "config whose [sample], data.source and train.out_dir replace those of the run"
     add("--config", metavar="FILE", help=config_help)
     return parser
 

@@ -5,7 +5,7 @@ It takes the flags of ``lm_eval`` and adds a model and tasks:
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze
 
-Needs the extra ``eval``: ``pip install dlm_jax[eval]``. A program of your own calls `register`.
+Requires the extra ``eval``: ``pip install dlm_jax[eval]``. Custom programs call `register`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def register() -> None:
 
 @functools.cache
 def _add_own_tasks(manager: Any) -> None:
-    """Adds the folder of the shipped tasks to those of every task manager.
+    """Adds the shipped tasks to the search path of every task manager.
 
-    ``--include_path`` accepts one folder. A task there replaces a shipped one of the same name.
+    ``--include_path`` accepts one directory. Its tasks override shipped ones of the same name.
     """
     plain = manager.__init__
     own = str(resources.files("dlm_jax.harness").joinpath("tasks"))
@@ -71,7 +71,9 @@ def _add_own_tasks(manager: Any) -> None:
         paths = paths if isinstance(paths, list | tuple) else [paths]
         for path in paths:
             if not os.path.isdir(path):
-                raise ValueError(f"--include_path {path} is not a folder; give one with tasks")
+                raise ValueError(
+                    f"--include_path {path} is not a directory; pass a directory with tasks"
+                )
         given.arguments["include_path"] = [own, *paths]
         plain(*given.args, **given.kwargs)
 

@@ -1,8 +1,8 @@
 """Entry points of the programs, before heavy imports: Ctrl-C ends them without a traceback.
 
-Python raises KeyboardInterrupt at any point of the program. In the middle of a compilation that
-leaves XLA objects alive, which crash the interpreter at exit. So a program with nothing to save is
-ended by the signal itself, and an interrupted one exits without finalising the interpreter.
+Python raises KeyboardInterrupt at any point of the program. During a compilation, it leaves XLA
+objects alive that crash the interpreter at exit. A program with nothing to save is therefore
+terminated by the signal itself, and an interrupted one exits without finalising the interpreter.
 """
 
 from __future__ import annotations

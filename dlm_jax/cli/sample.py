@@ -1,9 +1,9 @@
-"""Prints texts from a trained model: ``python sample.py --prompt "ROMEO:" --num-samples 4``.
+"""Samples texts from a trained model: ``python sample.py --prompt "ROMEO:" --num-samples 4``.
 
-Without ``--checkpoint`` the shipped model is used, a small Shakespeare.
-Only the texts go to standard output, separated by a line ``---``; progress, a summary and the
-output of ``--read-back``, ``--report-chain`` and ``--watch`` go to standard error. Defaults of
-flags are the recommendations of the checkpoint.
+Without ``--checkpoint`` the shipped model is used, a small model of Shakespeare. Only the texts go
+to standard output, separated by a line ``---``; progress, a summary and the output of
+``--read-back``, ``--report-chain`` and ``--watch`` go to standard error. Flags default to the
+recommendations of the checkpoint.
 
 ``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to resume it
 (docs/generation.md).
@@ -80,7 +80,7 @@ def watched(
 ) -> tuple[dlm_jax.Texts, float]:
     """Samples the texts and shows them while they are denoised; `frames` collects frames by row.
 
-    It also returns the seconds of waiting between drawings.
+    Also returns the seconds spent waiting between redraws.
     """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     steps = common.get("steps", model.sample.steps)
@@ -108,9 +108,9 @@ def time_line(
     batch_size: int,
     **common: Any,
 ) -> str:
-    """The trunk's share of a step's time, for the program that runs the most rows.
+    """The fraction of the time of a step spent in the trunk, for the program with the most rows.
 
-    Their first steps run several times, alternating with the trunk alone.
+    Their first steps run several times, alternating with a forward of the trunk.
     """
     requests = all_requests(model, prompts, num_samples, common)
     groups = group(requests).values()
@@ -118,11 +118,11 @@ def time_line(
     if members[0].sample.cache != "none":
         raise ValueError(
             f"cache={members[0].sample.cache!r} computes parts of rows, which a forward of the "
-            "trunk alone does not measure; use cache='none'"
+            f"trunk does not measure; use cache='none'"
         )
     split = split_rows(model.params)
     if spans_processes(split):
-        raise ValueError("a step is timed in one process; drop the others")
+        raise ValueError("steps can only be timed in a single process; use one process")
     bucket = Bucket(members, model.facts, canvas_size(max(request.room for request in members)))
     size = slot_count(len(members), batch_size, num_shares(split))
     loop = loop_of(model, bucket, size)
@@ -179,31 +179,40 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--chat", action="store_true", help="--prompt is a user turn: print the model's answer")
     add("--preset", metavar="NAME", help=PRESET)
     add("--num-samples", type=COUNT, default=1, metavar="N",
-        help="texts to print (1); with --prompts: of a request without n")  # fmt: skip
-    add("--max-length", type=COUNT, metavar="L", help="canvas of a row; default: as in training")
+        help="number of texts (1); with --prompts: for requests without n")  # fmt: skip
+    add(
+        "--max-length",
+        type=COUNT,
+        metavar="L",
+        help="canvas length of a row; default: as in training",
+    )
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
     add("--host-sampler", metavar="MODULE:FUNCTION",
-        help="function that chooses tokens, also for requests without one")  # fmt: skip
+        help="function that selects tokens, also for requests that name none")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
         help="module with functions that requests of --prompts may use; repeatable")  # fmt: skip
-    add("--rules", metavar="MODULE", help="custom rules; their settings become flags")
+    add("--rules", metavar="MODULE", help="module with custom rules; their settings become flags")
     add("--read-back", type=COUNT, metavar="K",
         help="print, or write to --output, each token with its K best candidates")  # fmt: skip
     add("--max-candidates", type=COUNT, default=64, metavar="N",
-        help="most candidates of a position for host samplers and --read-back (64)")  # fmt: skip
+        help="maximum candidates per position for host samplers and --read-back (64)")  # fmt: skip
     add("--watch", action="store_true", help="show the canvas while it is denoised")
-    add("--trace", metavar="FILE", help="write a page that replays the denoising")
+    add("--trace", metavar="FILE", help="write an HTML page that replays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
     add("--report-every", type=float, default=10.0, metavar="S",
-        help="seconds between two lines on the progress of --prompts (10); 0: none")  # fmt: skip
-    add("--report-json", metavar="FILE", help="append the same figures, one JSON object per line")
+        help="seconds between progress lines of --prompts (10); 0: none")  # fmt: skip
+    add(
+        "--report-json",
+        metavar="FILE",
+        help="append the same figures to this file, one JSON object per line",
+    )
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--time-steps", action="store_true",
-        help="measure afterwards how much of a step the trunk takes")  # fmt: skip
+        help="afterwards measure the fraction of a step spent in the trunk")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_host_flags(
@@ -229,10 +238,10 @@ def _check_modes(args: argparse.Namespace) -> None:
     size, limit = args.read_back, args.max_candidates
     if size is not None and size > limit:
         raise ValueError(
-            f"--read-back {size} is more than --max-candidates {limit}; raise that to {size}"
+            f"--read-back {size} is more than --max-candidates {limit}; raise the limit to {size}"
         )
     if (args.prompts is None) != (args.output is None):
-        raise ValueError("--prompts and --output go together; give both")
+        raise ValueError("--prompts and --output require each other; pass both")
     if args.prompts is not None:
         for name in ("prompt", "template", "draft"):
             if getattr(args, name) is not None:
@@ -240,32 +249,34 @@ def _check_modes(args: argparse.Namespace) -> None:
         for name in ("watch", "trace"):
             if getattr(args, name):
                 raise ValueError(
-                    f"--{name} shows the rows of one text, and --prompts has any number; give "
-                    "--prompt and --seed of one request, whose text is the same alone"
+                    f"--{name} shows a single text, not a file of --prompts; run one request with "
+                    f"its --prompt and --seed, which gives the same text"
                 )
         if args.time_steps:
-            raise ValueError("--time-steps has no effect with --prompts; drop one")
+            raise ValueError("--time-steps has no effect with --prompts; remove one")
     if args.allow_host_sampler and args.prompts is None:
         raise ValueError(
-            "--allow-host-sampler is for the requests of --prompts; use --host-sampler"
+            "--allow-host-sampler applies only to requests of --prompts; use --host-sampler"
         )
     if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
-        raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
+        raise ValueError("--chat formats --prompt as a turn; pass --prompt and no other text")
     is_shared = args.num_processes is not None or args.process_id is not None
     if args.prompts is None and is_shared and not args.distributed:
-        raise ValueError("--num-processes and --process-id share --prompts; give that too")
+        raise ValueError("--num-processes and --process-id require --prompts; pass it")
     if args.coordinator is not None and not args.distributed:
-        raise ValueError("--coordinator has no effect without --distributed; add that or drop it")
+        raise ValueError(
+            "--coordinator has no effect without --distributed; add it or remove --coordinator"
+        )
     if not 0 <= args.report_every < math.inf:
         raise ValueError(f"--report-every {args.report_every} must be at least 0")
     if args.report_json is not None and (args.prompts is None or not args.report_every):
-        raise ValueError("--report-json goes with --prompts and --report-every; give both")
+        raise ValueError("--report-json requires --prompts and --report-every; pass both")
     if args.trace is not None:
         check_page(args.trace)
     hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
     if hosted and (args.watch or args.trace):
         raise ValueError(
-            f"--{hosted[0].replace('_', '-')} and --watch or --trace exclude each other; drop one"
+            f"--{hosted[0].replace('_', '-')} and --watch or --trace exclude each other; remove one"
         )
 
 
@@ -315,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if jax.process_index() != 0:
         return End.DONE
     texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
-    # The texts come first, so that later failures do not lose them.
+    # Print the texts first, so that later failures do not lose them.
     emit("\n---\n".join(texts))
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
@@ -334,9 +345,10 @@ def _generated(
     settings: dict[str, Any],
     heads: str,
 ) -> dlm_jax.Result:
-    """The texts, with a line of progress; the line about the heads follows the first step.
+    """Samples the texts with a progress line, and prints the line about the heads after the first
+    step.
 
-    A canvas may be refused for lack of memory before that, and a refusal is one line.
+    Before that, a canvas may be refused for lack of memory, and a refusal prints only one line.
     """
 
     def committed(number: int) -> None:
@@ -355,7 +367,7 @@ def _generated(
 def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
     """The line about the heads of the model and the resulting fill, after checking the request.
 
-    It is empty in processes that print nothing. Warnings are printed with the texts.
+    It is empty in processes without output. Warnings are printed with the texts.
     """
     asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
     with refusals(), naming_flags(), warnings.catch_warnings():
@@ -365,14 +377,14 @@ def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any])
 
 
 def _noted(line: str) -> str:
-    """Prints a line unless it is empty, and returns an empty one."""
+    """Prints a line unless it is empty, and returns the empty string."""
     if line:
         print(line, file=sys.stderr)
     return ""
 
 
 def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
-    """Reports the texts that non-finite logits left unfinished; `otherwise` if there are none."""
+    """Reports the texts left unfinished by non-finite logits; `otherwise` if there are none."""
     broken = [str(i) for i, status in enumerate(result.status) if status is Status.NON_FINITE]
     if broken:
         say_error(f"the model's logits are not finite: texts {', '.join(broken)} are unfinished")
@@ -393,7 +405,7 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
-    """The rules of the module of ``--rules``; their settings are flags."""
+    """The rules of the module of ``--rules``; their settings become flags."""
     parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
     module = parser.parse_known_args(argv)[0].rules

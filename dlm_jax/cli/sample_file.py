@@ -44,7 +44,7 @@ from dlm_jax.store.files import source_digest
 
 
 class Meter:
-    """Reports the progress of an engine; `tick` may be called at any rate."""
+    """Reports the progress of an engine; `tick` may be called at any time."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Meter:
                 # Failures of reports must not end the work.
                 self._records = None
                 self._write(
-                    f"warning: metrics cannot be recorded: {error.strerror}; they are dropped"
+                    f"warning: metrics cannot be recorded: {error.strerror}; they are discarded"
                 )
 
     def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _to_standard_error(line: str) -> None:
 
 
 class _NoResults:
-    """The results of a process that only computes and writes nothing."""
+    """The results of a process that computes but does not write."""
 
     def __init__(self, done: set[Key]):
         self.done = done
@@ -127,13 +127,13 @@ class _NoResults:
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Runs a file of requests; the exit code, one of `End`."""
+    """Runs a file of requests and returns the exit code, one of `End`."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
     host = {"host_sampler": args.host_sampler, "read_back": args.read_back}
     host = {name: value for name, value in host.items() if value is not None}
     with refusals(), naming_flags():
-        # Checked once, because the error does not concern single lines.
+        # Checked once, because the error does not depend on a line.
         sample = settings_of_call(model, settings, needs_host=bool(host))
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
@@ -148,7 +148,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         ]}  # fmt: skip
         for name in (*described.get("rules", ()), *described["modules"]):
             if name.endswith(NO_SOURCE):
-                print(f"{name}: changes of it are not detected", file=sys.stderr)
+                print(f"{name}: changes of its source are not detected", file=sys.stderr)
         mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
         index, count, tells = _share(model, args)
         results = None

@@ -3,12 +3,12 @@
 It implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
 /v1/responses, /v1/infill, /v1/decide, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
 /version, /metrics, and a page at / that shows a text while it is denoised. It listens on 127.0.0.1
-unless --host is given. If the variable of --api-key-env is set, clients must send its value as
-their key.
-Requires the extra ``serve``: ``pip install dlm_jax[serve]``.
+unless --host is given. If the environment variable named by --api-key-env is set, clients must send
+its value as the key. Requires the extra ``serve``: ``pip install dlm_jax[serve]``.
 
-After SIGTERM or Ctrl-C it refuses new requests, and running ones have --drain seconds to finish.
-Standard output has one line, the address; logs go to standard error, one JSON object per line.
+After SIGTERM or Ctrl-C the server refuses new requests and gives running ones --drain seconds to
+finish. Standard output contains one line, the address; logs go to standard error, one JSON object
+per line.
 """
 
 from __future__ import annotations
@@ -72,39 +72,39 @@ def make_parser() -> Parser:
     add(
         "--model-name",
         metavar="NAME",
-        help="name for clients; default: that of the checkpoint",
+        help="model name for clients; default: the name of the checkpoint",
     )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
-        help="environment variable with the key (DLM_JAX_API_KEY)")  # fmt: skip
+        help="environment variable that holds the key (DLM_JAX_API_KEY)")  # fmt: skip
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
     add("--one-size", action="store_true",
-        help="run all rows in one program of that many slots: texts are the same bit for bit under "
-        "any load, and a lone one takes longer")  # fmt: skip
+        help="run all rows in one program with this many slots: texts are bit-identical under any "
+        "load, and a lone request takes longer")  # fmt: skip
     add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB",
-        help="device memory for the keys and values of prompts, which requests with "
-        "cache=exact reuse (0: none)")  # fmt: skip
+        help="device memory for keys and values of prompts, which requests with cache=exact reuse "
+        "(0: none)")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
         help="steps between checks for new requests (2)")  # fmt: skip
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
-        help="default of a setting for requests; repeatable")  # fmt: skip
+        help="default value of a request setting; repeatable")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--calibration", metavar="FILE",
         help="temperatures of decisions, from python -m dlm_jax.evaluate --fit")  # fmt: skip
-    add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
-    add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
-    add("--max-steps", type=COUNT, default=4096, metavar="N", help="steps of a row (4096)")
+    add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
+    add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
+    add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
     add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES",
-        help="most bytes of a request (1048576)")  # fmt: skip
+        help="maximum bytes of a request (1048576)")  # fmt: skip
     add("--max-seconds", type=seconds, default=600.0, metavar="S",
-        help="longest time of an answer, waiting included (600)")  # fmt: skip
+        help="maximum seconds of an answer, including waiting (600)")  # fmt: skip
     add("--drain", type=seconds, default=30.0, metavar="S",
-        help="seconds for running requests to finish once the server is stopped (30)")  # fmt: skip
+        help="seconds for running requests to finish after the server is stopped (30)")  # fmt: skip
     add("--no-warm-up", action="store_true",
-        help="compile a program when a request first needs it; by default those of a lone request, "
-        "with and without a format, are compiled from the start on")  # fmt: skip
+        help="compile a program when a request first needs it; by default the programs of a "
+        "single request, with and without a format, are compiled at startup")  # fmt: skip
     add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
@@ -169,15 +169,17 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
 
 
 def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """The settings of a preset and of ``--default``, which overrides it, checked together."""
+    """The settings of a preset and of ``--default``, which overrides the preset, checked
+    together.
+    """
     own: dict[str, str] = {}
     for text in texts:
         name, is_given, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not is_given:
-            raise ValueError(f"--default {text} gives no value; write --default temperature=0.7")
+            raise ValueError(f"--default {text} has no value; write --default temperature=0.7")
         if name in own:
-            raise ValueError(f"--default {name} is given twice; keep one")
+            raise ValueError(f"--default {name} is given twice; remove one")
         known = tuple(model.sample.table.settings)
         if name not in known:
             raise ValueError(
@@ -210,7 +212,7 @@ def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int
 
 
 def _name_of(checkpoint: str) -> str:
-    """Name of a checkpoint for clients: its id, its directory, or its file without the ending."""
+    """Name of a checkpoint for clients: its id, directory, or file name without the suffix."""
     asked = hub_id(checkpoint)
     if asked is not None:
         return asked[0]
@@ -233,12 +235,12 @@ def _check_extra() -> None:
 def _key(name: str) -> str | None:
     key = os.environ.get(name)
     if key is not None and not key.strip():
-        raise ValueError(f"--api-key-env: {name} is empty; put a key into it, or unset it")
+        raise ValueError(f"--api-key-env: {name} is empty; set it to a key, or unset it")
     return key
 
 
 def _with_template(model: Model, args: argparse.Namespace) -> Model:
-    """The model, with the chat template that was given."""
+    """The model, with the chat template of the flags."""
     if args.chat_template is None:
         return model
     path = Path(args.chat_template)

@@ -40,14 +40,15 @@ from dlm_jax.training.train_step import TrainState
 
 
 def dry_run(config: Config, topology: str) -> Plan:
-    """The plan of a run on the present devices, or on those of a topology.
+    """The plan of a run on the available devices, or on those of a topology.
 
-    With ``model.vocab_size``, the corpus is not read.
+    If ``model.vocab_size`` is set, the corpus is not read.
     """
     check_settings()
     if config.rl.reward:
         raise SettingError(
-            "rl.reward", config.rl.reward, "is not planned with --dry-run, which knows no samples",
+            "rl.reward", config.rl.reward, "cannot be planned with --dry-run, because there are "
+            "no samples",
             "leave one out",
         )  # fmt: skip
     devices = topology_devices(topology) if topology else None
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--version", action="version", version=f"dlm_jax {__version__}")
     dry_help = "compile the step and print its cost; nothing is run or written"
     add("--dry-run", action="store_true", help=dry_help)
-    place_help = "with --dry-run: absent TPU devices to compile for, such as v5e:4x4 or v5p:8x8x8"
+    place_help = "with --dry-run: TPU topology to compile for, such as v5e:4x4 or v5p:8x8x8"
     add("--topology", metavar="NAME", default="", help=place_help)
     add_host_flags(parser)
     configs.add_flags(parser)
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             emit("\n".join(lines(dry_run(config, args.topology))))
             return End.DONE
         if args.topology:
-            raise ValueError("command line: --topology has no effect without --dry-run; add that")
+            raise ValueError("command line: --topology has no effect without --dry-run; add it")
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
     with processes.together(end_of):
@@ -119,14 +120,14 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     if args.resume is None:
         return configs.load(args.config, overrides)
     if args.config is not None:
-        raise ValueError("--resume and --config exclude each other; a run has its config")
+        raise ValueError("--resume and --config exclude each other; a run has its own config")
     if "train.out_dir" in overrides:
-        raise ValueError("--train.out_dir has no effect with --resume, which sets it; drop it")
+        raise ValueError("--train.out_dir has no effect with --resume, which sets it; remove it")
     return configs.override(config_of_run(Path(args.resume)), overrides)
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:
-    """Shows one sample on standard error during training; none for a sequence scorer."""
+    """Shows one sample on standard error during training; shows nothing for a sequence scorer."""
     if not run.task.writes_text:
         return
     for text in _texts(run, state, num_samples=1, seed=run.config.train.seed):
@@ -136,9 +137,9 @@ def show_sample(run: Run, state: TrainState, step: int) -> None:
 def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
     """Texts of the current model, on the first process; none on the others.
 
-    With several processes, all must call it: each samples its share of the rows with its part of
-      the parameters. If sampling fails, it prints the reason and returns nothing, because a sample
-      must not end a run.
+    With several processes, all must call it: each samples its share of the rows and holds its shard
+    of the parameters. If sampling fails, it prints the reason and returns nothing, because a failed
+    sample must not end the run.
     """
     try:
         model = Model(
@@ -163,7 +164,7 @@ def finish(outcome: Outcome) -> int:
     if outcome.reason == "non_finite":
         return End.NOT_FINITE
     if outcome.reason == "interrupted":
-        say(f"interrupted: saved at step {outcome.step}; the same command continues")
+        say(f"interrupted: saved at step {outcome.step}; the same command resumes")
         return 128 + outcome.signal_number
     picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
     say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")

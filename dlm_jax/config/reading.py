@@ -1,8 +1,8 @@
 """Reads a configuration from TOML, from the JSON of a checkpoint, and from flags.
 
 A config file has one table per section (``[model]``, ``[data]``, ...); dotted names are
-command-line flags (``--train.steps 100``). Unknown keys and invalid values raise an error with the
-key, the value and the remedy.
+command-line flags (``--train.steps 100``). Unknown keys and invalid values raise an error that
+names the key, the value and the remedy.
 
 A boolean setting has two flags without a value, ``--edit`` and ``--no-edit``; ``--edit true`` and
 ``--edit=false`` are equivalent.
@@ -71,7 +71,7 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
       overrides: texts by key.
 
     Raises:
-      ValueError: the file does not exist, or as in `from_dict` and `override`.
+      ValueError: if the file does not exist, and as in `from_dict` and `override`.
     """
     if path is None:
         return override(Config(), overrides or {})
@@ -151,7 +151,7 @@ def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> 
 
 
 def _split(text: str, hint: Any) -> Any:
-    """The text of a flag; a list if the setting is one: ``a,b``, or pairs ``12:-5,30:2``."""
+    """The text of a flag. Lists are written as ``a,b``, pairs as ``12:-5,30:2``."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     if typing.get_origin(hint) is tuple:
         return items
@@ -188,7 +188,9 @@ def find(path: str | Path) -> Path:
         return known[str(path)]
     near = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]!r}?" if near else f"shipped are {', '.join(known)}"
-    raise ValueError(f"config file {path} does not exist, nor a shipped config {path}; {advice}")
+    raise ValueError(
+        f"config file {path} does not exist, and no shipped config is named {path}; {advice}"
+    )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -202,12 +204,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
-        kinds = {str: "texts", int: "whole numbers", float: "numbers"}
+        kinds = {str: "strings", int: "integers", float: "numbers"}
         kind = kinds[typing.get_args(hint)[0]]
         return f"a list of {kind} (on the command line: separated by commas)"
     if isinstance(hint, types.UnionType):
         return "pairs of an id and a number (on the command line: 12:-5,30:2)"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     return names[hint]
 
 
@@ -233,7 +235,7 @@ def add_sample_flags(
 
 
 def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "") -> None:
-    """One flag, with its opposite if it is boolean; its value is the given text or None."""
+    """One flag, with its negation if it is boolean; its value is the given text or None."""
     help = f"{setting.help}{default}".replace("%", "%%")
     kept: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar.upper()}
     if setting.annotation is not bool:

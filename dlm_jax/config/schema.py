@@ -1,8 +1,8 @@
 """The sections of a config.
 
 Every key is declared once, as a `Setting`: those of ``[sample]`` in the rules of
-`dlm_jax.sampling`, those of ``[mesh]`` and ``[objective]`` next to the code that reads them, the
-rest here.
+`dlm_jax.sampling`, those of ``[mesh]`` and ``[objective]`` next to the code that reads them, and
+the rest here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class HeadsConfig(Section):
     start_critic_iteration: int = setting(0, "steps before the critic starts to train", low=0)
     end_critic_iteration: int = setting(
         0,
-        "step of the critic's full weight; up to its start: full weight from the start",
+        "step at which the critic reaches its full weight; at or before its start: full weight "
+        "from the start",
         low=0,
     )
     critic_alpha: float = setting(0.5, "full weight of the critic's loss, >= 0", low=0)
@@ -54,15 +55,15 @@ class HeadsConfig(Section):
     )
     sampler_reveal: float = setting(
         0.0,
-        "probability that the sampler head sees the true token of a hole beside it, in [0, 1]",
+        "probability that the sampler head sees the true token of an adjacent hole, in [0, 1]",
         low=0,
         high=1,
         remedy="use 0.5",
     )
     sampler_trunk_share: float = setting(
         0.0,
-        "share of the sampler head's loss that is its divergence from what the trunk predicts when "
-        "it is shown the revealed tokens",
+        "weight, within the sampler head's loss, of its divergence from the trunk's prediction "
+        "given the revealed tokens",
         low=0,
         high=1,
     )
@@ -124,16 +125,16 @@ class TrainConfig(Section):
     )
     init_from: str = setting(
         "",
-        "run, weights file, published directory, id on the hub or shipped model with the initial "
+        "run, weights file, published directory, Hub id or shipped model with the initial "
         "parameters; empty: random ones",
         Trait.FREE | Trait.ONCE_SAVED,
     )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards
     batch_size: int = setting(
-        32, "rows of one step, over all devices and processes", low=1, high=2**20
+        32, "rows per step, over all devices and processes", low=1, high=2**20
     )
     accumulate: int = setting(
-        1, "parts of a batch that run sequentially to save memory; the result is the same",
+        1, "microbatches that run sequentially to save memory; the result is the same",
         low=1, high=2**20,
     )  # fmt: skip
     seed: int = setting(
@@ -151,8 +152,8 @@ class TrainConfig(Section):
     )
     trackers: tuple[str, ...] = setting(
         (),
-        "further metric trackers: tensorboard (event files in out_dir) and wandb; each needs "
-        "the extra of its name",
+        "additional metric trackers: tensorboard (event files in out_dir) and wandb; each "
+        "requires the extra of the same name",
         Trait.FREE,
         hint=tuple[str, ...],
         parse=names_of("train.trackers", TRACKERS, least=0),
@@ -202,8 +203,8 @@ class DataConfig(Section):
     )  # fmt: skip
     tokenizer: str = setting(
         "character",
-        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
-        "init: that of train.init_from; corpus: that of shards; or the path of a tokenizer.json",
+        "character: characters of the corpus; byte: the 256 bytes; bpe:N: trained on the corpus; "
+        "init: from train.init_from; corpus: from shards; or the path of a tokenizer.json",
     )
     new_characters: str = setting(
         "add",
@@ -212,11 +213,11 @@ class DataConfig(Section):
         choices=("add", "refuse"),
     )
     layout: str = setting(
-        "windows", "rows are windows of the packed text, or documents",
+        "windows", "a row is a window of the packed text, or a document",
         choices=("windows", "documents"),
     )  # fmt: skip
     tail: str = setting(
-        "eos", "documents: filling of a row; eos is trained, so that a model learns to stop",
+        "eos", "documents: padding of a row; eos is trained, so that a model learns to stop",
         choices=("eos", "pad"),
     )  # fmt: skip
     seq_len: int = setting(128, "tokens of one training row (L)", low=2, high=2**20)
@@ -231,7 +232,7 @@ class DataConfig(Section):
     def check(self) -> None:
         require(
             len(self.source) > 0, "data.source", UNSET, "is empty",
-            "name a file, a glob or python-reference",
+            "pass a file, a glob or python-reference",
         )  # fmt: skip
 
 
@@ -241,7 +242,7 @@ POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "trace")
 @section("rl")
 @dataclasses.dataclass(frozen=True)
 class RLConfig(Section):
-    """Policy optimisation: samples of the model are rewarded, and it learns from the rewards."""
+    """Policy optimisation: the model is trained on rewards of its own samples."""
 
     reward: str = setting(
         "",
@@ -254,18 +255,18 @@ class RLConfig(Section):
     )  # fmt: skip
     group: int = setting(
         8, "samples of each prompt, at least 2; train.batch_size counts samples", low=2, high=2**16,
-        remedy="use 8, for a group of one has nothing to be compared with",
+        remedy="use 8; a group of one has no baseline",
     )  # fmt: skip
     advantage: str = setting(
         "grpo",
-        "rewards within a group: grpo (less the mean, over the standard deviation), grpo_mean "
-        "(less the mean) or rloo (less the mean of the others)",
+        "rewards within a group: grpo (mean subtracted, divided by the standard deviation), "
+        "grpo_mean (mean subtracted) or rloo (mean of the others subtracted)",
         choices=("grpo", "grpo_mean", "rloo"),
     )
-    clip: float = setting(0.2, "ratios count up to this far from 1", low=ABOVE_ZERO, high=1)
-    updates: int = setting(1, "updates with each batch of samples", low=1, high=2**16)
+    clip: float = setting(0.2, "ratios are clipped at this distance from 1", low=ABOVE_ZERO, high=1)
+    updates: int = setting(1, "updates per batch of samples", low=1, high=2**16)
     kl: float = setting(
-        0.0, "weight of the divergence from the model at the begin, >= 0; 0 keeps no copy of it",
+        0.0, "weight of the divergence from the initial model, >= 0; with 0 no copy of it is kept",
         low=0,
     )  # fmt: skip
     kl_estimator: str = setting(
@@ -275,12 +276,12 @@ class RLConfig(Section):
         1, "masks of a sample: pairs of coupled_grpo, or draws of elbo", low=1, high=2**10
     )
     prompt_mask: float = setting(
-        0.15, "diffu_grpo: chance of a prompt's token to be hidden", low=0, high=1
+        0.15, "diffu_grpo: probability that a prompt token is hidden", low=0, high=1
     )
     bad_reward: str = setting(
         "stop",
-        "a reward that is not finite, or that fails: ends the run (stop), or the sample is "
-        "reported and left out (leave_out)",
+        "a reward that is not finite, or that fails: ends the run (stop), or reports and excludes "
+        "the sample (leave_out)",
         choices=("stop", "leave_out"),
     )
 
@@ -332,7 +333,7 @@ class RowSettings(Section):
 
     @property
     def refines(self) -> bool:
-        """Whether existing tokens can change, as a draft requires."""
+        """Whether existing tokens can change, as needed for a draft."""
         renews = self.table.commit[self.order].renews
         return self.remasks or self.resample or self.edits or self.renoises or renews
 
@@ -368,7 +369,7 @@ else:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # The loop of variable-length edits: edit, re-noise, forward, write every token that was not
+    # The loop of variable-length edits: edit, re-noise, forward, write every token that is not
     # given. Re-noise has its own schedule and is off by default.
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
@@ -424,8 +425,8 @@ def _dtype(given: Any) -> str:
 _DTYPE = Setting(
     "model.compute_dtype",
     "float32",
-    "dtype of activations; parameters, norms and softmax stay float32; float16 has "
-    "too small a range for gradients without scaled losses",
+    "dtype of activations; parameters, norms and softmax stay float32; the range of float16 is "
+    "too small for gradients without loss scaling",
     choices={name: name for name in ("float32", "bfloat16")},
 )
 
@@ -433,17 +434,17 @@ _DTYPE = Setting(
 @section("model")
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Section):
-    """Shape of the Transformer, from small GPT-like to LLaMA-like, and which heads it has."""
+    """Shape of the Transformer, from small GPT-like to LLaMA-like, and its heads."""
 
     head_size: int = setting(0, "size of one attention head; 0: width / heads", low=0)
     rotary_share: float = setting(
-        1.0, "share of each head, from its start, that RoPE rotates, in (0, 1]", Trait.UNSEEN,
+        1.0, "fraction of each head that RoPE rotates, from its start, in (0, 1]", Trait.UNSEEN,
         low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     logit_alignment: str = setting(
         "same",
-        "output that predicts a position: same, its own; or shifted, that of the position before "
-        "it (the first position uses its own)",
+        "output that predicts a position: same, the position's own; or shifted, that of the "
+        "previous position (the first position uses its own)",
         Trait.TURNED | Trait.UNSEEN,
         choices=("same", "shifted"),
     )
@@ -451,21 +452,23 @@ class ModelConfig(Section):
     experts_per_token: int = setting(0, "experts per token", Trait.UNSEEN, low=0)
     expert_width: int = setting(0, "inner size of one expert (swiglu)", low=0)
     shared_width: int = setting(0, "inner size of the shared expert of all tokens; 0: none", low=0)
-    dense_layers: int = setting(0, "first blocks, with a plain MLP instead of experts", low=0)
+    dense_layers: int = setting(
+        0, "number of first blocks that have a plain MLP instead of experts", low=0
+    )
     router_score: str = setting(
         "softmax", "score of an expert for a token: softmax over all experts, or sigmoid of each",
         Trait.UNSEEN, choices=("softmax", "sigmoid"),
     )  # fmt: skip
     router_groups: int = setting(
-        1, "groups of experts; router_groups_kept of them are chosen first", Trait.UNSEEN, low=1
+        1, "groups of experts; router_groups_kept of them are selected first", Trait.UNSEEN, low=1
     )
     router_groups_kept: int = setting(
-        1, "groups from which the experts of a token are chosen", Trait.UNSEEN, low=1
+        1, "groups from which the experts of a token are selected", Trait.UNSEEN, low=1
     )
     router_bias: str = setting(
         "none",
-        "bias on the score of each expert: none; choice, in the choice only; or weight, also in "
-        "the weight of its output",
+        "bias on the score of each expert: none; choice, for selection only; or weight, also for "
+        "the output weight",
         Trait.UNSEEN,
         choices=("none", "choice", "weight"),
     )
@@ -475,14 +478,16 @@ class ModelConfig(Section):
     router_scale: float = setting(1.0, "factor on the weights of a token's experts", Trait.UNSEEN)
     router_scales: bool = setting(
         False,
-        "the router normalises and scales its own input, and each expert's weight has a factor",
+        "the router normalises and scales its input, and each expert has a scale on its weight",
     )
     experts_beside: bool = setting(
-        False, "experts beside the MLP of a block instead of in place of it; needs post_norms"
+        False,
+        "experts in addition to the MLP of a block instead of replacing it; requires post_norms",
     )
 
     lora_rank: int = setting(
-        0, "rank of adapters, which train instead of the model; 0: none (docs/training.md)",
+        0, "rank of LoRA adapters, which are trained instead of the model; 0: none "
+        "(docs/training.md)",
         Trait.OWN, low=0,
     )  # fmt: skip
     lora_alpha: float = setting(
@@ -490,7 +495,7 @@ class ModelConfig(Section):
     )
     lora_targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "matrices of the blocks with adapters: query, key, value, out, gate, up, down",
+        "block matrices that have adapters: query, key, value, out, gate, up, down",
         _HEAD,
         hint=tuple[str, ...],
         parse=_adapted,
@@ -521,7 +526,7 @@ class ModelConfig(Section):
     )  # fmt: skip
     norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
     norm_epsilon: float = setting(
-        1e-5, "added to the mean square or variance in a norm", Trait.UNSEEN, low=ABOVE_ZERO
+        1e-5, "epsilon added to the mean square or variance in a norm", Trait.UNSEEN, low=ABOVE_ZERO
     )
     qk_norm: bool = setting(True, "RMSNorm of queries and keys over the head, before RoPE")
     qkv_bias: bool = setting(False, "biases on the query, key and value projections")
@@ -531,23 +536,24 @@ class ModelConfig(Section):
     tied_head: bool = setting(True, "the LM head is the transposed embedding table")
     attention_type: str = setting(
         "bidirectional",
-        "bidirectional; causal: an autoregressive model, each position from those to its left; "
-        "block_causal: a position sees its own block and those before it; or canvas: a text is "
-        "read causally, and a canvas behind it sees the text and itself",
+        "bidirectional; causal: an autoregressive model; block_causal: a position attends to its "
+        "own and earlier blocks; or canvas: a causal text, followed by a canvas that attends to "
+        "the text and itself",
         Trait.TURNED | Trait.UNSEEN,
         choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
     block_length: int = setting(
-        0, "block_causal: positions of a block, from the start of the row; canvas: those of a "
+        0, "block_causal: positions per block, from the start of the row; canvas: positions of a "
         "canvas; at least 2",
         Trait.TURNED, low=0,
     )  # fmt: skip
     attention_window: int = setting(
-        0, "canvas: positions of a text that its last one sees in a sliding layer; 0: all",
+        0, "canvas: attention window over the text in sliding layers; 0: unlimited",
         Trait.UNSEEN, low=0,
     )  # fmt: skip
     full_every: int = setting(
-        0, "canvas: each such layer sees all positions, the others attention_window; 0: no others",
+        0, "canvas: every n-th layer attends to all positions, the others to attention_window; 0: "
+        "all layers are full",
         Trait.UNSEEN, low=0,
     )  # fmt: skip
     full_head_size: int = setting(0, "head_size of the full layers; 0: the same", low=0)
@@ -558,30 +564,32 @@ class ModelConfig(Section):
         0.0, "rope_theta of the full layers; 0: the same", Trait.UNSEEN, low=0
     )
     full_rotary_share: float = setting(
-        1.0, "share of the rotary pairs that turn in full layers, those of the highest frequencies",
+        1.0, "fraction of the rotary pairs that are rotated in full layers, highest frequencies "
+        "first",
         Trait.UNSEEN, low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     full_value_from_key: bool = setting(
-        False, "values of the full layers are their keys, before norm and RoPE"
+        False, "full layers use their keys as values, before norm and RoPE"
     )
     attention_scale: float = setting(
-        0.0, "factor on the scores of attention; 0: head_size ** -0.5", Trait.UNSEEN, low=0
+        0.0, "scale of the attention scores; 0: head_size ** -0.5", Trait.UNSEEN, low=0
     )
     value_norm: bool = setting(False, "RMSNorm of values over the head, unscaled", Trait.UNSEEN)
     post_norms: bool = setting(
-        False, "norms also of what attention and the MLP add to the hidden vectors"
+        False, "also normalise the outputs of attention and the MLP before they are added"
     )
     layer_scales: bool = setting(
-        False, "canvas: a factor on the output of each block, one for text and one for the canvas"
+        False,
+        "canvas: each block scales its output, with one factor for text and one for the canvas",
     )
     embedding_scaled: bool = setting(
         False, "embeddings are multiplied by sqrt(width)", Trait.UNSEEN
     )
     logit_cap: float = setting(
-        0.0, "logits are cap * tanh(logits / cap); 0: as they are", Trait.UNSEEN, low=0
+        0.0, "logits are cap * tanh(logits / cap); 0: unchanged", Trait.UNSEEN, low=0
     )
     self_conditioning: bool = setting(
-        False, "canvas: its embeddings also depend on the predictions of the step before"
+        False, "canvas: embeddings also depend on the predictions of the previous step"
     )
     vocab_size: int = setting(
         0, "number of logits; 0: the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
@@ -611,7 +619,7 @@ class ModelConfig(Section):
         0, "inner size of the sampler head's MLP; 0: width", _HEAD, low=0, high=_MOST_WIDTH
     )
     sampler_residual: bool = setting(
-        False, "the sampler head adds to the hidden vector and starts as the LM head", _HEAD
+        False, "the sampler head adds to the hidden vector and is initialised as the LM head", _HEAD
     )
     add_critic_head: bool = setting(
         False, "a head that predicts which tokens of a text are wrong", _HEAD
@@ -675,7 +683,7 @@ class ModelConfig(Section):
         require(
             self.rotary_size >= 2 and self.rotary_size % 2 == 0, "model.rotary_share",
             self.rotary_share,
-            f"turns {self.rotary_size} numbers of a head, which is not even",
+            f"rotates {self.rotary_size} dimensions of a head, which is odd",
             "use 1.0 or 0.5", "model.width", "model.heads", "model.head_size",
         )  # fmt: skip
         require(
@@ -688,13 +696,13 @@ class ModelConfig(Section):
         require(
             self.block_length >= 2 if is_in_blocks else self.block_length == 0,
             "model.block_length", self.block_length,
-            f"does not go with model.attention_type={kind!r}",
+            f"is not supported with model.attention_type={kind!r}",
             f"use {'at least 2' if is_in_blocks else 0}", "model.attention_type",
         )  # fmt: skip
         require(
             self.logit_alignment == "same" or kind != "causal", "model.logit_alignment",
             self.logit_alignment,
-            "does not go with model.attention_type='causal', which shifts its inputs",
+            "is not supported with model.attention_type='causal', which shifts its inputs",
             "use 'same'", "model.attention_type",
         )  # fmt: skip
 
@@ -703,7 +711,7 @@ class ModelConfig(Section):
         for name in names if self.attention_type != "canvas" else ():
             require(
                 not getattr(self, name), f"model.{name}", getattr(self, name),
-                f"needs model.attention_type='canvas', and it is {self.attention_type!r}",
+                f"requires model.attention_type='canvas', not {self.attention_type!r}",
                 f"use {self.declared[name].default!r}", "model.attention_type",
             )  # fmt: skip
         for name, one in self.declared.items():
@@ -717,12 +725,13 @@ class ModelConfig(Section):
         require(
             every == 0 or (every >= 2 and self.depth % every == 0 and not self.dense_layers),
             "model.full_every", every,
-            f"does not divide model.depth={self.depth} into groups of at least 2 alike layers",
+            f"does not divide model.depth={self.depth} into groups of at least 2 layers",
             "use 0", "model.depth", "model.dense_layers",
         )  # fmt: skip
         require(
             (every > 0) == (self.attention_window > 0), "model.attention_window",
-            self.attention_window, f"does not go with model.full_every={every}", "set both or none",
+            self.attention_window, f"is not supported with model.full_every={every}", 
+            "set both or none",
             "model.full_every",
         )  # fmt: skip
         require(
@@ -737,11 +746,11 @@ class ModelConfig(Section):
     def _check_experts(self) -> None:
         require(
             self.is_gated, "model.activation", self.activation,
-            "is not that of experts", "use 'swiglu' or 'geglu'", "model.experts",
+            "does not apply to experts", "use 'swiglu' or 'geglu'", "model.experts",
         )  # fmt: skip
         require(
             not self.experts_beside or (self.post_norms and not self.dense_layers),
-            "model.experts_beside", True, "needs model.post_norms=true and model.dense_layers=0",
+            "model.experts_beside", True, "requires model.post_norms=true and model.dense_layers=0",
             "change one of them", "model.post_norms", "model.dense_layers",
         )  # fmt: skip
         require(
@@ -766,12 +775,12 @@ class ModelConfig(Section):
             self.router_groups_kept <= self.router_groups
             and self.router_groups_kept * within >= self.experts_per_token,
             "model.router_groups_kept", self.router_groups_kept,
-            f"of {self.router_groups} groups of {within} experts do not hold "
+            f"of {self.router_groups} groups of {within} experts have fewer than "
             f"model.experts_per_token={self.experts_per_token}", "", "model.experts_per_token",
         )  # fmt: skip
         require(
             self.router_groups == 1 or within >= 2, "model.router_groups", self.router_groups,
-            "leaves one expert a group", "use fewer",
+            "leaves one expert per group", "use fewer",
         )  # fmt: skip
 
     def _check_heads(self) -> None:
@@ -779,12 +788,12 @@ class ModelConfig(Section):
             for key, value in (("mode", "language_model"), ("attention_type", "bidirectional")):
                 require(
                     not getattr(self, name) or getattr(self, key) == value, f"model.{name}", True,
-                    f"needs model.{key}={value!r}, and it is {getattr(self, key)!r}",
+                    f"requires model.{key}={value!r}, not {getattr(self, key)!r}",
                     "change one of them", f"model.{key}",
                 )  # fmt: skip
         require(
             self.mode == "language_model" or self.attention_type == "bidirectional", "model.mode",
-            self.mode, "needs model.attention_type='bidirectional'", "", "model.attention_type",
+            self.mode, "requires model.attention_type='bidirectional'", "", "model.attention_type",
         )  # fmt: skip
 
 
@@ -841,7 +850,7 @@ class Config:
             ("rl.reward", self.rl.reward, ""),
         ):
             require(
-                value == needed, "objective.process", kind, f"does not go with {name}",
+                value == needed, "objective.process", kind, f"is not supported with {name}",
                 "use 'masked'", name,
             )  # fmt: skip
 
@@ -857,11 +866,12 @@ class Config:
         ):  # fmt: skip
             require(
                 getattr(model, name) == value, f"model.{name}", getattr(model, name),
-                "does not go with rl.reward", f"use {value!r}, or leave rl.reward out", "rl.reward",
+                "is not supported with rl.reward", f"use {value!r}, or remove rl.reward",
+                "rl.reward",
             )  # fmt: skip
         require(
             self.rl.loss != "trace" or self.sample.temperature > 0, "sample.temperature", 0.0,
-            "draws nothing that rl.loss='trace' could learn from", "use 1", "rl.loss",
+            "draws nothing that rl.loss='trace' can train on", "use 1", "rl.loss",
         )  # fmt: skip
         require(
             self.heads.train_main, "heads.train_main", False, "leaves rl.reward nothing to train",
@@ -869,19 +879,19 @@ class Config:
         )  # fmt: skip
         require(
             not (self.sample.edits or self.sample.renoises), "rl.reward", self.rl.reward,
-            "needs samples whose tokens stay where they are",
-            "take edits and re-noise out of [sample]", "sample.edit",
+            "requires samples whose tokens do not move",
+            "remove edits and re-noise from [sample]", "sample.edit",
         )  # fmt: skip
 
     def _check_begin(self) -> None:
         is_fresh = self.train.init_from == ""
         require(
             self.data.tokenizer != INIT or not is_fresh, "data.tokenizer", self.data.tokenizer,
-            "needs train.init_from, which is empty", "name a model there", "train.init_from",
+            "requires train.init_from, which is empty", "name a model there", "train.init_from",
         )  # fmt: skip
         require(
             self.heads.train_main or not is_fresh, "heads.train_main", False,
-            "freezes the model, and it is untrained",
+            "freezes an untrained model",
             "name a trained one in train.init_from", "train.init_from",
         )  # fmt: skip
         require(
@@ -903,17 +913,18 @@ class Config:
             )  # fmt: skip
             require(
                 attention == "bidirectional", share, value,
-                f"does not go with model.attention_type={attention!r}", "use 0",
+                f"is not supported with model.attention_type={attention!r}", "use 0",
                 "model.attention_type",
             )  # fmt: skip
             require(
-                self.heads.train_main, share, value, "trains the model, and it is frozen",
+                self.heads.train_main, share, value, "trains the model, which is frozen",
                 "use heads.train_main=true", "heads.train_main",
             )  # fmt: skip
         require(
             not self.objective.teacher or self.model.lora_rank == 0, "objective.teacher",
-            self.objective.teacher, "does not go with adapters, whose teacher is train.init_from",
-            "leave it out", "model.lora_rank",
+            self.objective.teacher, "is not supported with adapters, whose teacher is "
+            "train.init_from",
+            "remove it", "model.lora_rank",
         )  # fmt: skip
 
     def _check_attention(self) -> None:
@@ -932,7 +943,8 @@ class Config:
         require(
             kind != "block_causal" or self.objective.proofreading_share == 0,
             "objective.proofreading_share", self.objective.proofreading_share,
-            "moves tokens out of their blocks, which model.attention_type='block_causal' cannot",
+            "moves tokens between blocks, which model.attention_type='block_causal' does not "
+            "support",
             "use 0", "model.attention_type",
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 The name of a token file contains a hash of its inputs (text, tokenizer, split, format), so that
 equal inputs share files and any change creates new ones. Encoding is deterministic and files are
-replaced atomically, so several processes may do it at once.
+replaced atomically, so several processes may encode at once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Corpus:
     """A corpus for training.
 
     Attributes:
-      name: the source, for messages.
-      tokenizer: made from the text, or the one given.
+      name: name of the source in messages.
+      tokenizer: made from the text, or as given.
       train_rows: input of `train_batches`: a token file, or rows of documents.
       val_rows: the held-out text, for `validation_windows`.
       sha256: of the whole text in UTF-8 (documents: of a JSON line ``[prompt, text]`` for each;
-        shards: of their index); record it beside results.
-      num_train_characters: characters of training text, prompts left out.
-      num_val_characters: characters of held-out text, prompts left out; nats per token times
-        `num_val_tokens` over this and ln 2 is bits per character.
+        shards: of their index); store it with the results.
+      num_train_characters: characters of training text, excluding prompts.
+      num_val_characters: characters of held-out text, excluding prompts. Bits per character are
+        nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
       num_train_tokens: trained tokens, including tails (see `load_corpus`) but not prompts.
       num_val_tokens: the same for the held-out text.
     """
@@ -76,14 +76,14 @@ _OWN = ("corpus", "character")
 
 
 def roots_of(source: Source) -> list[str]:
-    """The directories and URLs of sharded corpora that `source` names; none for text."""
+    """The directories and URLs of sharded corpora named by `source`; empty for text."""
     names = corpora.names_of(source)
     found = [name for name in names if _is_sharded(name)]
     if found and len(found) < len(names):
         other = next(name for name in names if name not in found)
         raise ValueError(
-            f"data.source={other} is not a sharded corpus, and {found[0]} is one; "
-            "convert it to shards with python -m dlm_jax.data.shard"
+            f"data.source={other} is not a sharded corpus, but {found[0]} is; convert it to "
+            f"shards with python -m dlm_jax.data.shard"
         )
     return found
 
@@ -114,7 +114,7 @@ def load_sharded(
     }
     if weights and len(weights) != len(roots):
         raise ValueError(
-            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; give one for each"
+            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; pass one for each"
         )
     shares = weights or [len(one) for one in parts["train"]]
     quotas = quotas_of(tuple(map(float, shares)))
@@ -152,26 +152,26 @@ def _check_tokenizers(
     for root, index in zip(roots, indices, strict=True):
         if fingerprint(index.tokenizer) != fingerprint(first.tokenizer):
             raise ValueError(
-                f"data.source: {root} was made with another tokenizer than {roots[0]}; "
-                "make both with the same one"
+                f"data.source: {root} was made with a different tokenizer from {roots[0]}; "
+                "use the same tokenizer for both"
             )
         if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
             raise ValueError(
-                f"data.source: {root} has other records than {roots[0]}; make it again"
+                f"data.source: {root} has a different record size than {roots[0]}; rebuild it"
             )
     if isinstance(tokenizer, str):
         if tokenizer in _OWN:
             return
         if tokenizer.startswith("bpe:"):
             raise ValueError(
-                f"data.tokenizer={tokenizer!r} would train one, and {roots[0]} has its own; "
-                "use data.tokenizer=corpus"
+                f"data.tokenizer={tokenizer!r} would train a tokenizer, but {roots[0]} has one; "
+                f"use data.tokenizer=corpus"
             )
         tokenizer = make_tokenizer(tokenizer, "")
     if fingerprint(tokenizer) != fingerprint(first.tokenizer):
         raise ValueError(
-            f"data.source: {roots[0]} was made with another tokenizer than data.tokenizer; make it "
-            "again with that one, or use data.tokenizer=corpus"
+            f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
+            f"rebuild it with that one, or use data.tokenizer=corpus"
         )
 
 
@@ -179,7 +179,7 @@ def _check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
     if num_tokens < seq_len:
         raise ValueError(
             f"{name} has {num_tokens} training tokens, fewer than one window of "
-            f"seq_len={seq_len}; give more text or a smaller seq_len"
+            f"seq_len={seq_len}; use more text or a smaller seq_len"
         )
 
 
@@ -207,20 +207,20 @@ def load_corpus(
       source: the name of a corpus, a path or a glob, or several (see `read_documents`); or one or
         several sharded corpora, directories or URLs, whose tokens are read in place.
       tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
-        function that makes one for the whole text.
-        Characters are those of the whole text, so that the held-out part can be encoded; a BPE
-        learns from the training text alone.
+        function that makes one for the whole text. A character tokenizer uses the whole text, so
+        that the held-out part can be encoded; a BPE is trained on the training text only.
       seq_len: tokens of a row. The training text must fill one window; a prompt, its response and
         one EOS must fit a row.
-      held_out: share to hold out at the end, in (0, 1): of the characters, or with documents of
-        their number.
-      cache_dir: folder of the token files; None is `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
+      held_out: share to hold out at the end, in (0, 1): a fraction of the characters, or of the
+          documents.
+      cache_dir: directory of the token files; None is `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
       layout: ``windows`` joins the documents with blank lines and cuts consecutive windows; with
         ``documents``, a row is a document, or a part of a long one. Prompts require ``documents``.
-      tail: with documents, the rest of a row: ``eos``, trained EOS to the end of the row, so that a
+      tail: with documents, how the rest of a row is filled: ``eos``, trained EOS to the end of the
+          row, so that a
         model learns to stop; or ``pad``, one EOS.
-      weights: shares of the rows of several sharded corpora, which need not sum to 1; none:
-        proportional to their tokens.
+      weights: shares of the rows of several sharded corpora, which need not sum to 1; if empty,
+          proportional to their tokens.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -230,12 +230,16 @@ def load_corpus(
     roots = roots_of(source)
     if roots:
         if layout != "windows":
-            raise ValueError(f"data.layout={layout!r} is not for sharded corpora; use windows")
+            raise ValueError(
+                f"data.layout={layout!r} is not supported for sharded corpora; use windows"
+            )
         return load_sharded(
             roots, tokenizer=tokenizer, seq_len=seq_len, weights=weights, cache_dir=folder
         )
     if weights:
-        raise ValueError("data.weights mixes sharded corpora; make them with dlm_jax.data.shard")
+        raise ValueError(
+            "data.weights applies to sharded corpora; build them with dlm_jax.data.shard"
+        )
     documents = corpora.read_documents(source)
     job = _Job(corpora.describe(source), seq_len, held_out, folder)
     if layout == "documents":
@@ -245,7 +249,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class _Job:
-    """Inputs of both layouts: a name for messages, sizes, and the cache folder."""
+    """Inputs of both layouts: a name for messages, sizes, and the cache directory."""
 
     name: str
     seq_len: int
@@ -260,13 +264,13 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: Tokenizer
     for document in documents:
         if document.prompt is not None:
             raise ValueError(
-                f"{document.name} has a prompt, which windows would cut off its response; "
+                f"{document.name} has a prompt, which windows would separate from its response; "
                 "use data.layout=documents"
             )
     text = corpora.join_documents(documents)
     if len(text) < 2:
         raise ValueError(
-            f"{job.name} has {len(text)} characters, too short to split; give more text"
+            f"{job.name} has {len(text)} characters, too short to split; use more text"
         )
     parts: dict[str, str] = dict(zip(PARTS, corpora.split_text(text, job.held_out), strict=True))
     coder = _coder(tokenizer, text, parts["train"])
@@ -368,7 +372,7 @@ def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[En
 
 
 def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:
-    """Ids of `text`; an error names the document it is in and the position there."""
+    """Ids of `text`; an error names the document and the position in it."""
     try:
         return tokenizer.encode(text)
     except ValueError:

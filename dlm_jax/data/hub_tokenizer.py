@@ -1,8 +1,8 @@
 """The tokenizer of a published model: ids of its file, special tokens of its configs.
 
-Unlike `dlm_jax.data.subword.SubwordTokenizer` nothing is appended: the specials are ids that the
-model was trained with. Text never becomes a special; `encode_marked` is for text of a chat
-template, in which the names of specials stand for them.
+Unlike `dlm_jax.data.subword.SubwordTokenizer` no special tokens are appended: they are ids that the
+model was trained with. Text is never encoded as a special token. `encode_marked` is for chat
+templates, where names of special tokens are encoded as such.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class HubTokenizer:
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids no sampler may propose, ascending: MASK, PAD, BOS, and those without a token.
+        """Ids that samplers never propose, ascending: MASK, PAD, BOS, and those without a token.
 
-        PAD or BOS may be proposed if it is EOS as well.
+        PAD or BOS may be proposed if it is also EOS.
         """
         return self._banned
 
@@ -88,7 +88,7 @@ class HubTokenizer:
         return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """Ids of `text`, int32 `[n]`, in which the names of specials stand for them."""
+        """Ids of `text`, int32 `[n]`, with names of special tokens encoded as special tokens."""
         utf8(text)
         return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -118,15 +118,15 @@ class HubTokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """The text of a tokenizer.json without truncation and padding, and the library's tokenizers.
+    """The text of a tokenizer.json without truncation and padding, and the tokenizers from it.
 
-    The first of them takes no text for a special. A large file takes seconds to parse.
+    The first tokenizer never encodes text as a special token. A large file takes seconds to parse.
     """
     try:
         data = {**json.loads(content), "truncation": None, "padding": None}
         content = json.dumps(data, separators=(",", ":"))
         plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
-    # The library raises plain Exception, and a file of another program anything.
+    # The library raises plain Exception, and files of other programs can cause any error.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"the tokenizer.json is broken ({reason}); download it again") from None

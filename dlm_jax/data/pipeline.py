@@ -1,16 +1,15 @@
 """Batches of rows: the same global batch at a step for any number of processes.
 
-An epoch of documents shows each row once, in shuffled order. One of windows cuts the training text
-into windows side by side, from a random offset that is new every epoch, in shuffled order: it
-shows each token once (less than two windows at the ends are left out), at another place in its
-window each time. Windows at independent offsets would leave 37% of the text unseen after as many
-tokens. The content of a row is a pure function of the files, the seed and its index in the endless
-stream of rows, so a process computes its own rows only, batches are independent, and resuming is
-O(1).
+An epoch of documents shows each row once, in shuffled order. An epoch of windows cuts the training
+text into adjacent windows from a new random offset, in shuffled order: each token occurs once per
+epoch (except for less than two windows at the ends), at a new position in its window. Windows at
+independent offsets would miss 37% of the text after the same number of tokens. The content of a row
+is a pure function of the files, the seed and its index in the endless stream of rows, so a process
+computes only its own rows, batches are independent, and resuming is O(1).
 
-Not grain's own chain `shuffle().repeat().batch()`: it takes every row of every process through
-every link (16 us a row), and its index shuffle walks a domain far larger than the few hundred
-windows of a small corpus (25-90 us a row), so short epochs are shuffled by a table.
+Grain's `shuffle().repeat().batch()` is not used: it passes every row of every process through every
+stage (16 us per row), and its index shuffle walks a domain far larger than the few hundred windows
+of a small corpus (25-90 us per row). Short epochs are therefore shuffled by a table.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
 """A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
 
 # Epochs of fewer rows than this are shuffled by a table (8 MiB), longer ones by grain's cipher,
-# which needs no memory; its own `shuffle` uses as many rounds.
+# which needs no memory; grain's `shuffle` uses the same number of rounds.
 _TABLE_LIMIT = 1 << 20
 _CIPHER_ROUNDS = 4
 
@@ -52,7 +51,7 @@ def train_dataset(
     The first `given` tokens of a row are a prompt.
 
     Args:
-      source: `Corpus.train_rows`, or a token file to take windows of.
+      source: `Corpus.train_rows`, or a token file that is cut into windows.
       seq_len: tokens of a row, >= 1.
       batch_size: rows of the global batch.
       seed: order of the rows, in [0, 2**32).
@@ -100,9 +99,9 @@ def train_batches(
 ) -> grain.DatasetIterator:
     """An endless iterator over `train_dataset` from step `start_step` on, read ahead by a thread.
 
-    Its `get_state()` is a small dict that `set_state` takes (batches read ahead do not count), so
-    grain's checkpoint handlers save it; `start_step` does the same from the step number alone.
-    With a `prefetch` of 0 batches are read in the caller's thread.
+    Its `get_state()` is a small dict for `set_state` (batches read ahead are not counted), so
+    grain's checkpoint handlers save it; `start_step` needs only the step number. With a `prefetch`
+    of 0 batches are read in the caller's thread.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -136,10 +135,10 @@ def validation_windows(
     overlap. The last one may be short, with PAD from `length` on.
 
     Args:
-      source: `Corpus.val_rows`, or a token file to take windows of.
+      source: `Corpus.val_rows`, or a token file that is cut into windows.
       seq_len: tokens of a row, >= 1.
       pad_id: fills a row beyond its length.
-      max_windows: largest number of rows, spread evenly over the file; None: all.
+      max_windows: maximum number of rows, spread evenly over the file; None: all.
       multiple_of: rows of length 0 are appended until N is a multiple of this, so that a batch
         divides evenly over devices.
     """
@@ -176,7 +175,7 @@ Ids = TokenFile | TokenShards
 
 @dataclass(frozen=True)
 class Windows(Mapped):
-    """Consecutive windows of `seq_len` ids, from an offset that the bits of the epoch determine."""
+    """Consecutive windows of `seq_len` ids, from an offset determined by the bits of the epoch."""
 
     ids: Ids
     seq_len: int
@@ -186,7 +185,7 @@ class Windows(Mapped):
         return len(self.ids) - self.seq_len + 1
 
     def __len__(self) -> int:
-        # One window fewer than fit, so that the offset can vary by a whole window.
+        # One window less than the maximum, so that the offset can vary by a whole window.
         return max(1, self._num_starts // self.seq_len)
 
     def read(self, places: Sequence[Place]) -> Columns:
@@ -216,7 +215,7 @@ def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) ->
 def _rows(
     source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
 ) -> Windows | DocumentRows:
-    """The rows of `source`, checked to have `seq_len` tokens and not to be empty."""
+    """The rows of `source`, after checking that they have `seq_len` tokens and are not empty."""
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
             raise ValueError(
@@ -228,7 +227,7 @@ def _rows(
     if len(ids) < seq_len:
         raise ValueError(
             f"{ids.name} holds {len(ids)} tokens, fewer than one window of "
-            f"seq_len={seq_len}; give more text or use seq_len={max(1, len(ids))} at most"
+            f"seq_len={seq_len}; use more text or a seq_len of at most {max(1, len(ids))}"
         )
     return Windows(ids, seq_len)
 

@@ -1,16 +1,16 @@
 """Token files: one flat .npy array of ids with a checksum at the end.
 
-Where rows begin in a token file is stored in the same way (`rows.DocumentRows`).
+The row boundaries of a token file are stored in the same format (`rows.DocumentRows`).
 
-A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program
-reads it and a training process maps it into memory; the last 4 bytes, which readers of .npy ignore,
+A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program can
+read it and a training process maps it into memory; the last 4 bytes, which readers of .npy ignore,
 are the CRC32 of the rest. Files are written atomically, also by concurrent writers.
 
 The rows of a batch in token files: windows of one text, or one document each.
 
 Both map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given": int32 [b]}`,
 where `given` counts the leading tokens that are a prompt: never noised, and never a target. Both
-pickle as their fields; each process maps the file on first read.
+are pickled as their fields; each process maps the file on first read.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def default_cache_dir() -> Path:
     folder = Path(os.path.expanduser(named or "~/.cache/dlm_jax"))
     if not named and not folder.is_absolute():
         raise ValueError(
-            "there is no home directory to keep token files in; set DLM_JAX_CACHE to a folder "
-            "with space that you may write"
+            "there is no home directory for token files; set DLM_JAX_CACHE to a writable "
+            "directory with free space"
         )
     return folder
 
@@ -55,7 +55,7 @@ def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
     Raises:
       OSError: the disk is full.
     """
-    remedy = "set DLM_JAX_CACHE to a folder with space that you may write"
+    remedy = "set DLM_JAX_CACHE to a writable directory with free space"
     with refused_unless_full(f"the token file {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -94,7 +94,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _crc32(file: IO[bytes], num_bytes: int) -> int:
-    """CRC32 of the next `num_bytes` of `file`, which is left at their end."""
+    """CRC32 of the next `num_bytes` of `file`; advances the file position."""
     checksum, left = 0, num_bytes
     while left > 0:
         chunk = file.read(min(left, _CHUNK_BYTES))
@@ -143,16 +143,17 @@ class TokenFile(Mapped):
 
 @dataclass(frozen=True)
 class DocumentRows(Mapped):
-    """Rows that hold one document each, or one part of a document longer than a row.
+    """Rows of one document each, or of one part of a document longer than a row.
 
     Attributes:
       tokens_path: token file of all documents, one after the other.
       bounds_path: token file `[2n + 1]` of positions in it: the prompt of row i is `[b[2i],
         b[2i+1])`, its text is `[b[2i+1], b[2i+2])`.
       seq_len: tokens of a row.
-      eos_id: ends a document if there is space for it.
+      eos_id: ends a document if it fits.
       pad_id: fills a canvas beyond its length.
-      tail: the rest of a row: with ``eos``, trained EOS up to the end of the row (`length` is
+      tail: fill of the rest of a row: with ``eos``, trained EOS up to the end of the row (`length`
+          is
         `seq_len`); with ``pad``, one EOS and then PAD.
     """
 
@@ -182,7 +183,8 @@ class DocumentRows(Mapped):
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
         size = (stop - start)[:, None]
-        # Positions beyond a row's end may lie beyond the file's end; those values are not used.
+        # Positions beyond the end of a row may lie beyond the end of the file; their values are not
+        # used.
         where = np.minimum(start[:, None] + columns, len(self._tokens) - 1)
         fill = self.eos_id if self.tail == "eos" else self.pad_id
         behind = np.where(columns == size, self.eos_id, fill)
@@ -206,7 +208,7 @@ class DocumentRows(Mapped):
 
 
 Encoded = tuple[str, np.ndarray | None, np.ndarray]
-"""The name of a document, the ids of its prompt (None for plain text), and those of its text."""
+"""The name of a document, the ids of its prompt (None for plain text), and the ids of its text."""
 
 
 def cut_into_rows(
@@ -215,7 +217,7 @@ def cut_into_rows(
     """(chunks of ids that form the tokens, bounds `[2n + 1]`) of n rows.
 
     Plain text longer than a row is cut into consecutive rows. The last part has no EOS if it fills
-    its row exactly, because a row of EOS alone would train empty texts.
+    its row exactly, because a row of only EOS would train empty texts.
     """
     parts: list[np.ndarray] = []
     bounds = [0]

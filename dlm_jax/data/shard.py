@@ -1,8 +1,8 @@
-"""Makes a sharded corpus of text or JSON lines, in parallel.
+"""Builds a sharded corpus from text or JSON lines in parallel.
 
     python -m dlm_jax.data.shard --out DIR --tokenizer tokenizer.json --shards 100 FILES
 
-A ``.jsonl`` file has a document ``{"text": ...}`` in every line; any other file is one document in
+A ``.jsonl`` file has one document ``{"text": ...}`` per line; any other file is one document in
 UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
 tokenizer, the number of shards and the held-out share, not on the number of workers. Train on them
 with ``--data.source DIR``.
@@ -67,7 +67,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--held-out", type=float, default=0.01, help="share of held-out documents (default: 0.01)"
     )
     parser.add_argument(
-        "--sample-mb", type=int, default=64, help="text that bpe:N learns from (default: 64 MiB)"
+        "--sample-mb",
+        type=int,
+        default=64,
+        help="size of the text that bpe:N is trained on (default: 64 MiB)",
     )
     args = parser.parse_args(argv)
     for name in ("shards", "workers", "sample_mb"):
@@ -84,18 +87,18 @@ def _found(patterns: Sequence[str]) -> list[str]:
     found: set[str] = set()
     for pattern in patterns:
         if os.path.isdir(pattern):
-            raise ValueError(f"{pattern} is a folder; name its files, such as {pattern}/*.jsonl")
+            raise ValueError(f"{pattern} is a directory; pass its files, such as {pattern}/*.jsonl")
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
-            raise ValueError(f"{pattern} matches no file; give a path or a glob")
+            raise ValueError(f"{pattern} matches no file; pass a path or a glob")
         found.update(os.path.abspath(path) for path in files)
     return sorted(found)
 
 
 RECORD_TOKENS = 16_384
-"""Ids of a record. Smaller records cost more time per id, larger ones more unused ids at the ends
-of a row."""
+"""Ids of a record. Smaller records take more time per id, larger ones read more unused ids at
+row boundaries."""
 
 _WRITER = "group_size:1,uncompressed"
 
@@ -147,8 +150,8 @@ def _lines(path: str, first: int, last: int) -> Iterator[tuple[str, str]]:
 def _plain(line: Document) -> str:
     if line.prompt is not None:
         raise ValueError(
-            f"{line.name} has a prompt, which packed rows would cut off its response; "
-            "train on the file itself with data.layout=documents"
+            f"{line.name} has a prompt, which packed rows would separate from its response; train "
+            f"on the file directly with data.layout=documents"
         )
     return line.text
 
@@ -158,7 +161,7 @@ def _text(where: str, data: bytes) -> str:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{where} is not UTF-8 at offset {error.start}; convert it or leave it out"
+            f"{where} is not UTF-8 at offset {error.start}; convert or remove it"
         ) from None
 
 
@@ -207,7 +210,7 @@ class _Writer:
             raise OSError(said, os.strerror(said), str(self._path)) from error
 
     def close(self) -> Shard | None:
-        """The finished shard; None, and no file, if it holds no document."""
+        """The finished shard; None, without a file, if it has no documents."""
         if len(self._rest):
             self._record(self._rest)
         with self._failures():
@@ -247,7 +250,7 @@ def make_shards(job: Job, *, workers: int) -> Index:
     train, val = (tuple(s for one in made if (s := one[part]) is not None) for part in PARTS)
     for part, shards in (("to train on", train), ("held out", val)):
         if not shards:
-            raise ValueError(f"no document is {part}; give more documents or change --held-out")
+            raise ValueError(f"no documents are {part}; use more documents or change --held-out")
     dtype = id_dtype(job.tokenizer.vocab_size).newbyteorder("<").str
     index = Index(job.tokenizer, dtype, RECORD_TOKENS, train, val)
     index.write(located(job.out))
@@ -279,7 +282,9 @@ def choose_tokenizer(
 
 
 def prepare_out(out: str) -> None:
-    """Creates the directory; refuses one that holds a corpus, and unreachable buckets."""
+    """Creates the directory; refuses a directory that already has a corpus, and unreachable
+    buckets.
+    """
     check_bucket("--out", out)
     path = located(out)
     with reachable("--out", out):
@@ -291,7 +296,7 @@ def prepare_out(out: str) -> None:
             if is_remote(out):
                 raise
             raise ValueError(
-                f"--out={out} cannot be made ({error.strerror}); name another directory"
+                f"--out={out} cannot be created ({error.strerror}); choose another directory"
             ) from None
 
 
@@ -311,13 +316,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(
-            f"error: {where}{error.strerror or error}; free some space, and start again",
+            f"error: {where}{error.strerror or error}; free some space and restart",
             file=sys.stderr,
         )
         return 5
     tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in PARTS}
     print(
-        f"{args.out}: {len(index.train)} shards of {tokens['train']:,} tokens to train on, "
+        f"{args.out}: {len(index.train)} shards of {tokens['train']:,} training tokens, "
         f"{tokens['val']:,} held out, vocabulary {coder.vocab_size}",
         file=sys.stderr,
     )

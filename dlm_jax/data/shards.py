@@ -7,12 +7,12 @@ A sharded corpus is a directory or bucket prefix::
     val-00000-of-00100.array_record   held-out documents
 
 A shard is an ArrayRecord file. Its first record is JSON that identifies the tokenizer (see
-`fingerprint`); the others hold `record_tokens` little-endian ids each, of consecutive documents,
-each followed by EOS; the last record may be shorter.
+`fingerprint`); each other record holds `record_tokens` little-endian ids; the last one may
+be shorter. The ids are those of consecutive documents, with EOS after every document.
 
-The ids of all shards form one sequence, which is never in memory as a whole. A reader reads the
-records that it needs; ArrayRecord verifies their checksums. Files in buckets are copied into the
-cache and verified on first read. The number of open files, and thus memory, is bounded.
+The ids of all shards form one sequence, which is never in memory as a whole. A reader reads only
+the records that it needs; ArrayRecord verifies their checksums. Files in buckets are copied into
+the cache and verified on first read. The number of open files, and thus memory, is bounded.
 
 A mixture assigns rows in blocks of `BLOCK`. Each corpus has the same number of rows in every block,
 in a random order per block, so the source of any row can be computed directly.
@@ -113,15 +113,15 @@ def read_index(directory: str) -> Index:
             ) from None
     if facts["format"] != _FORMAT:
         raise ValueError(
-            f"{path} has format {facts['format']}, this program reads {_FORMAT}; make the corpus "
-            "again with python -m dlm_jax.data.shard"
+            f"{path} has format {facts['format']}, this program reads {_FORMAT}; rebuild the "
+            f"corpus with python -m dlm_jax.data.shard"
         )
     train, val = (tuple(Shard(**shard) for shard in facts[part]) for part in PARTS)
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
 
-# Corpora up to this size are read completely before a run starts (a second or two), larger ones
-# are checked by their sizes and headers, and by ArrayRecord's checksums wherever they are read.
+# Corpora up to this size are read completely before a run starts (a second or two), larger corpora
+# are checked by their sizes and headers, and by the checksums of ArrayRecord when they are read.
 CHECK_BYTES = 2 << 30
 
 _MAX_OPEN = 128
@@ -145,7 +145,7 @@ class TokenShards(Mapped):
 
     @classmethod
     def of(cls, directory: str, index: Index, part: str, cache_dir: Path) -> TokenShards:
-        """The shards of a part, ``train`` or ``val``, of the corpus in `directory`."""
+        """Shards of a part, ``train`` or ``val``, of the corpus in `directory`."""
         shards: tuple[Shard, ...] = getattr(index, part)
         root = located(directory)
         return cls(
@@ -196,7 +196,7 @@ class TokenShards(Mapped):
         ids = np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.dtype)
         skipped = first - record * self.record_tokens
         if len(ids) < skipped + stop - first:
-            raise DamagedShard(f"{self.paths[shard]} holds fewer tokens than its index says")
+            raise DamagedShard(f"{self.paths[shard]} has fewer tokens than its index lists")
         return ids[skipped : skipped + stop - first]
 
     def _reader(self, shard: int) -> Any:
@@ -221,12 +221,12 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
         if header.get("tokenizer") != self.tokenizer_sha256:
             raise DamagedShard(
-                f"{path} is a shard of another tokenizer than its index names; "
-                "put the shard of this corpus back"
+                f"{path} was made with a different tokenizer from its index; restore the shard "
+                f"of this corpus"
             )
 
     def _local(self, shard: int) -> str:
-        """A readable path of the shard: itself, or a verified local copy."""
+        """A local path of the shard: itself, or a verified local copy."""
         path, facts = self.paths[shard], self.shards[shard]
         if not is_remote(path):
             return path
@@ -237,7 +237,7 @@ class TokenShards(Mapped):
             if shutil.disk_usage(copy.parent).free < facts.num_bytes:
                 raise ValueError(
                     f"data.cache_dir={copy.parent} has no space for {path} ({facts.num_bytes} "
-                    "bytes); name a larger disk, or mount the bucket and give the mounted path"
+                    f"bytes); use a larger disk, or mount the bucket and pass the mounted path"
                 )
             with reachable("data.source", path):
                 copy_whole(located(path), located(copy))
@@ -293,7 +293,7 @@ _SALT = 0x6D697865
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several sharded corpora of one tokenizer, and the rows of each in a block."""
+    """Several sharded corpora with the same tokenizer, and the rows of each per block."""
 
     sources: tuple[TokenShards, ...]
     quotas: tuple[int, ...]
@@ -330,7 +330,7 @@ def _order(quotas: tuple[int, ...], seed: int, block: int) -> np.ndarray:
     places = np.argsort(bits, kind="stable")
     ends = np.cumsum(quotas)
     source = np.searchsorted(ends, places, side="right")
-    # Ranks ascend within the block, so that a source's rows are taken in their own order.
+    # Ranks ascend within the block, so that the rows of a source keep their order.
     rank = np.empty(BLOCK, np.int64)
     for number in range(len(quotas)):
         mine = np.flatnonzero(source == number)

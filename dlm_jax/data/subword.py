@@ -6,7 +6,7 @@ Encoding differs from the settings of the file in a few ways, so that ids are un
 - Specials are the file's added tokens with a usual name (`<|mask|>`, `[PAD]`, `<s>`, `</s>`, ...);
   missing ones are appended to its vocabulary, in the order MASK, PAD, BOS, EOS.
 - Text never becomes a special token: the characters of a special are encoded as text.
-- Truncation, padding, BPE dropout and the specials of a template are off.
+- Truncation, padding, BPE dropout and template specials are disabled.
 - Text without ids in the file is refused instead of dropped or mapped to an unknown token.
 """
 
@@ -41,8 +41,8 @@ _NAMES = {
 }
 _SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
 
-# Plain byte-level splitting makes a separate piece of a line end between two characters that are
-# not white space, so text can be cut behind it without changing ids.
+# Plain byte-level splitting puts a newline between two non-space characters into its own piece, so
+# text can be cut after it without changing ids.
 _PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 _CHUNK = 1 << 16
@@ -60,12 +60,12 @@ class SubwordTokenizer:
             data = json.loads(self.content)
             self.content = json.dumps(data, separators=(",", ":"))
             self._read(data)
-        # The library raises plain Exception, and a file of another program anything.
+        # The library raises plain Exception, and files of other programs can cause any error.
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"the tokenizer.json is broken ({reason}); "
-                "give one that the `tokenizers` library wrote"
+                "use one written by the `tokenizers` library"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,14 +76,16 @@ class SubwordTokenizer:
         """The tokenizer in the file `path`; ValueError if it cannot be read or is broken."""
         file = Path(os.path.expanduser(path))
         if file.is_dir():
-            raise ValueError(f"{path} is a folder; give its file, {Path(path) / 'tokenizer.json'}")
+            raise ValueError(
+                f"{path} is a directory; pass its file, {Path(path) / 'tokenizer.json'}"
+            )
         try:
             content = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise ValueError(f"{path} does not exist; give the path of a tokenizer.json") from None
+            raise ValueError(f"{path} does not exist; pass the path of a tokenizer.json") from None
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{path} cannot be read ({error}); give the path of a tokenizer.json"
+                f"{path} cannot be read ({error}); pass the path of a tokenizer.json"
             ) from None
         try:
             return cls(content)
@@ -106,7 +108,9 @@ class SubwordTokenizer:
         num_tokens = max(self._vocabulary.values()) + 1
         # Checked before anything is allocated per id.
         if num_tokens > MOST_IDS:
-            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the limit")
+            raise ValueError(
+                f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
+            )
         missing = [role for role in SPECIALS if role not in inner]
         self.vocab_size = num_tokens + len(missing)
         self._specials = {role: self._vocabulary[name] for role, name in inner.items()}
@@ -152,14 +156,14 @@ class SubwordTokenizer:
             if (ids == self._specials[role]).any():
                 raise ValueError(
                     f"the text holds {name!r} at position {text.find(name)}, which this tokenizer "
-                    "keeps for itself; remove it from the text"
+                    f"reserves; remove it from the text"
                 )
         return ids
 
     def _encode_whole(self, text: str) -> tokenizers.Encoding:
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
-        # The library's plain Exception, where a model has no unknown token for what it lacks.
+        # The library raises plain Exception if the model has no unknown token.
         except Exception as error:
             raise ValueError(
                 f"this tokenizer cannot encode the text ({error}); "
@@ -172,7 +176,7 @@ class SubwordTokenizer:
         return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
 
     def _candidates(self, piece: str) -> Iterator[int]:
-        """Ids that may stand for `piece` inside a text."""
+        """Ids that may encode `piece` inside a text."""
         ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
         if len(ids) == 1:
             yield ids[0]
@@ -207,7 +211,7 @@ class SubwordTokenizer:
         """Ids of tokens with a byte that never occurs in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
-            # In the alphabet of byte-level tokens, these bytes are written as themselves.
+            # In the alphabet of byte-level tokens, these bytes represent themselves.
             never = {chr(byte) for byte in NEVER_IN_UTF8}
             return {number for token, number in learnt.items() if not never.isdisjoint(token)}
         fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
@@ -219,9 +223,9 @@ class SubwordTokenizer:
         return self.piece_id(" ")
 
     def piece_id(self, piece: str) -> int | None:
-        """The id that adds `piece` to the text it follows, or None.
+        """The id that appends `piece` to preceding text, or None.
 
-        It is determined between two other tokens, because some tokenizers encode a first token
+        It is determined between two other tokens, because some tokenizers encode the first token
         differently.
         """
         first = next(self._candidates("a"), None)
@@ -262,7 +266,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
-    """The token of each role, as far as `names` has one."""
+    """The token of each role that has one in `names`."""
     cores: dict[str, str] = {}
     for name in names:
         if match := _SPECIAL.fullmatch(name):
@@ -275,10 +279,11 @@ def _find_specials(names: Iterable[str]) -> dict[str, str]:
 
 
 def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str, Any]:
-    """`data` without truncation, padding and dropout, and with specials that no text can produce.
+    """`data` without truncation, padding and dropout, and with special tokens that no text can
+    produce.
 
-    A word-level model would find a special in its vocabulary when a text contains its name; there
-    it is renamed. BPE merges never produce one.
+    A word-level model would encode the name of a special token in a text as that token, so the
+    token is renamed. BPE merges never produce special tokens.
     """
     model = {key: value for key, value in data["model"].items() if key != "dropout"}
     data = {**data, "model": model, "truncation": None, "padding": None}
@@ -321,19 +326,19 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     if vocab_size < smallest:
         raise ValueError(
             f"a BPE of {vocab_size} ids cannot hold the 256 bytes and {len(SPECIALS)} specials; "
-            f"use bpe:{smallest} at least"
+            f"use at least bpe:{smallest}"
         )
-    # Every merge needs two bytes of text, and the library allocates all ids at once.
+    # Every merge requires two bytes of text, and the library allocates all ids at once.
     largest = min(smallest + len(utf8(text)), MOST_IDS)
     if vocab_size > largest:
         raise ValueError(
-            f"a BPE of {vocab_size} ids cannot be learnt from a text of {len(text)} characters; "
-            f"use bpe:{largest} at most or give more text"
+            f"a BPE of {vocab_size} ids cannot be trained on a text of {len(text)} characters; "
+            f"use at most bpe:{largest} or more text"
         )
     tokenizer = SubwordTokenizer(train_json(text, vocab_size - len(SPECIALS)))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(
-            f"the text of {len(text)} characters has pairs for a BPE of {tokenizer.vocab_size} "
-            f"ids, not {vocab_size}; use bpe:{tokenizer.vocab_size} at most or give more text"
+            f"the text of {len(text)} characters supports a BPE of {tokenizer.vocab_size} ids, "
+            f"not {vocab_size}; use at most bpe:{tokenizer.vocab_size} or more text"
         )
     return tokenizer

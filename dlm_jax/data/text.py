@@ -36,9 +36,9 @@ class Document:
     """One document of a corpus.
 
     Attributes:
-      name: where it came from.
+      name: its origin.
       text: the trained text.
-      prompt: text before it that is given and never noised; None for plain text.
+      prompt: given text before it, which is never noised; None for plain text.
     """
 
     name: str
@@ -50,7 +50,7 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
     """The documents of the lines of `content`, in order; blank lines are skipped.
 
     A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt may
-    be empty, a response or text may not.
+    be empty; a response or text may not.
     """
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
@@ -73,16 +73,16 @@ def parse_line(where: str, line: str) -> Document:
     answer = "text" if data.keys() == {"text"} else "response"
     if data.keys() not in ({"text"}, {"prompt", "response"}):
         found = ", ".join(data)[:100] or "none"
-        raise ValueError(f"{where} has the fields {found}; write {fields}")
+        raise ValueError(f"{where} has the fields {found}; expected {fields}")
     for field, value in data.items():
         if not isinstance(value, str):
-            raise ValueError(f"{where}: {field} is {_kind(value)}; write a text in quotes")
+            raise ValueError(f"{where}: {field} is {_kind(value)}; write a string")
         try:
             utf8(value)
         except ValueError as error:
             raise ValueError(f"{where}: {field}: {error}") from None
     if not data[answer]:
-        raise ValueError(f"{where}: {answer} is empty; write one or delete the line")
+        raise ValueError(f"{where}: {answer} is empty; add it or delete the line")
     return Document(where, data[answer], data.get("prompt"))
 
 
@@ -90,7 +90,7 @@ def _kind(value: Any) -> str:
     """The JSON type of `value`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return {str: "a text", list: "a list", dict: "an object"}.get(type(value), "a number")
+    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
 SHAKESPEARE = "tinyshakespeare"
@@ -100,14 +100,14 @@ SHAKESPEARE_PATH = "DLM_JAX_TINYSHAKESPEARE"
 
 _NUM_BYTES = 1_115_394
 _TIMEOUT_SECONDS = 30.0
-_BY_PATH = "name the file by path instead: --data.source path/to/input.txt"
+_BY_PATH = "pass the path of the file instead: --data.source path/to/input.txt"
 
 
 def read_shakespeare() -> str:
     """The text, from the file in `$DLM_JAX_TINYSHAKESPEARE`, the cache, or a download.
 
-    A download is stored atomically in the cache folder (`dlm_jax.data.rows.default_cache_dir`); a
-    damaged copy there is downloaded again.
+    A download is stored atomically in the cache directory (`dlm_jax.data.rows.default_cache_dir`);
+    a damaged copy there is downloaded again.
     """
     named = os.environ.get(SHAKESPEARE_PATH)
     if named:
@@ -132,7 +132,7 @@ def _checked(data: bytes, where: str) -> str:
     found = hashlib.sha256(data).hexdigest()
     if found != SHAKESPEARE_SHA256:
         raise ValueError(
-            f"{where}: {len(data)} bytes with the sha256 {found[:12]}..., where {SHAKESPEARE} has "
+            f"{where}: {len(data)} bytes with the sha256 {found[:12]}..., but {SHAKESPEARE} has "
             f"{SHAKESPEARE_SHA256[:12]}...; {_BY_PATH}"
         )
     return data.decode("utf-8")
@@ -163,8 +163,8 @@ PYTHON_SOURCE = "python-source"
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-# Folders of the standard library that are skipped: tests (some are not UTF-8), installed packages,
-# and the language reference, which is a separate corpus.
+# Directories of the standard library that are skipped: tests (some are not UTF-8), installed
+# packages, and the language reference, which is a separate corpus.
 _NO_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 # Shortest paragraph (characters) that counts as a copy if it occurs in two topics.
@@ -175,8 +175,8 @@ def read_documents(source: Source) -> tuple[Document, ...]:
     """The documents of `source`, sorted by name, without duplicates and empty ones.
 
     Args:
-      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library, tests
-        left out), `tinyshakespeare.NAME` (downloaded if need be), ``task:NAME`` (prompts and
+      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library,
+          without tests), `tinyshakespeare.NAME` (downloaded if needed), ``task:NAME`` (prompts and
         answers of `dlm_jax.tasks`), a path or a glob (`**` spans folders), or several of these. An
         existing path is never a glob. A file is one document; a ``.jsonl`` file has a document per
         line (see `read_jsonl`). A byte-order mark is removed; everything else, including line
@@ -184,7 +184,7 @@ def read_documents(source: Source) -> tuple[Document, ...]:
     """
     patterns = names_of(source)
     if not patterns:
-        raise ValueError(f"source names no files; give a path, a glob or {BUILTIN_CORPUS!r}")
+        raise ValueError(f"source names no files; pass a path, a glob or {BUILTIN_CORPUS!r}")
     named: dict[str, list[Document]] = {}
     found: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
@@ -205,9 +205,9 @@ def read_documents(source: Source) -> tuple[Document, ...]:
         if texts:
             documents += texts
         elif is_named:
-            raise ValueError(f"{path} is empty; give a file with text in it")
+            raise ValueError(f"{path} is empty; use a file with text")
     if not documents:
-        raise ValueError(f"{describe(source)}: every file found is empty; give files with text")
+        raise ValueError(f"{describe(source)}: all files are empty; use files with text")
     return tuple(documents)
 
 
@@ -225,7 +225,7 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     """
     _check_share(held_out)
     if len(text) < 2:
-        raise ValueError(f"a text of {len(text)} characters cannot be split; give more text")
+        raise ValueError(f"a text of {len(text)} characters cannot be split; use more text")
     wanted = min(max(1, round(len(text) * held_out)), len(text) - 1)
     target = len(text) - wanted
     line_start = text.rfind("\n", 0, target) + 1
@@ -236,12 +236,12 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
 def split_documents(
     documents: Sequence[Document], held_out: float, *, name: str
 ) -> tuple[Sequence[Document], Sequence[Document]]:
-    """(training documents, held-out documents): the last share `held_out` is held out."""
+    """(training documents, held-out documents): the last fraction `held_out` is held out."""
     _check_share(held_out)
     if len(documents) < 2:
         raise ValueError(
-            f"{name} is one document, and whole documents are held out; "
-            "give more of them or use data.layout=windows"
+            f"{name} is one document, but whole documents are held out; use more documents or use "
+            f"data.layout=windows"
         )
     wanted = min(max(1, round(len(documents) * held_out)), len(documents) - 1)
     return documents[:-wanted], documents[-wanted:]
@@ -268,14 +268,16 @@ def _match(pattern: str) -> tuple[bool, list[Path]]:
     """Whether `pattern` names one file, and the matching files."""
     path = Path(os.path.expanduser(pattern))
     if path.is_dir():
-        raise ValueError(f"{pattern} is a folder; name its files, such as {path / '**' / '*.txt'}")
+        raise ValueError(
+            f"{pattern} is a directory; pass its files, such as {path / '**' / '*.txt'}"
+        )
     if path.exists():
         return True, [path]
     files = [Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
     if not files:
         problem = "matches no file" if set(pattern) & set("*?[") else "does not exist"
         raise ValueError(
-            f"{pattern} {problem}; give a path, a glob or the built-in corpus {BUILTIN_CORPUS!r}"
+            f"{pattern} {problem}; pass a path, a glob or the built-in corpus {BUILTIN_CORPUS!r}"
         )
     return False, files
 
@@ -285,7 +287,7 @@ def _read(path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read: {error.strerror}; make it readable or leave it out"
+            f"{path} cannot be read: {error.strerror}; make it readable or remove it"
         ) from error
     try:
         text = data.decode("utf-8")
@@ -293,7 +295,7 @@ def _read(path: Path) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
             f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at byte offset {error.start} "
-            f"(line {line}); convert the file to UTF-8 or leave it out"
+            f"(line {line}); convert the file to UTF-8 or remove it"
         ) from None
     return text.removeprefix("\ufeff")
 
@@ -304,8 +306,8 @@ def _builtin_documents() -> list[Document]:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
         raise ValueError(
-            f"the corpus {BUILTIN_CORPUS!r} needs pydoc_data, which this Python lacks; "
-            "install the complete standard library or give text files"
+            f"the corpus {BUILTIN_CORPUS!r} needs pydoc_data, which this Python lacks; install "
+            f"the complete standard library or pass text files"
         ) from error
     seen: set[str] = set()
     kept: list[Document] = []
@@ -319,7 +321,7 @@ def _builtin_documents() -> list[Document]:
 
 
 def _python_source() -> list[Document]:
-    """Modules of the standard library, sorted by path; tests and installed packages left out."""
+    """Modules of the standard library, sorted by path; without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
@@ -329,7 +331,7 @@ def _python_source() -> list[Document]:
     if not texts:
         raise ValueError(
             f"the corpus {PYTHON_SOURCE!r} needs the source of the standard library, which "
-            f"{root} lacks; install it or give text files"
+            f"{root} lacks; install it or pass text files"
         )
     return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
 

@@ -81,8 +81,8 @@ def from_json(data: Any) -> Tokenizer:
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuses a tokenizer with ids that a model of `vocab_size` logits does not have.
 
-    Fewer ids than logits are allowed: published models pad their vocabulary. Logits from
-      `tokenizer.vocab_size` on have no token and must be banned in sampling.
+    Fewer ids than logits are allowed: published models pad their vocabulary. Logits with index
+    `tokenizer.vocab_size` or above have no token and must be banned in sampling.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(

@@ -1,8 +1,8 @@
 """The tokenizer protocol, and tokenizers of bytes and of characters.
 
 A vocabulary lists the text ids first, then the specials, in this order: MASK, PAD, BOS, EOS.
-Tokenizers are immutable. Two with the same fields are equal; they can be pickled and are stored in
-checkpoints as a JSON dict (`to_json`; `tokenizer_kinds.from_json` reads it).
+Tokenizers are immutable. Tokenizers with the same fields are equal; they can be pickled and are
+stored in checkpoints as a JSON dict (`to_json`; `tokenizer_kinds.from_json` reads it).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that no sampler may propose, ascending: MASK, PAD, BOS and undecodable ids."""
+        """Ids that samplers never propose, ascending: MASK, PAD, BOS and undecodable ids."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
         ...
 
     def piece_id(self, piece: str) -> int | None:
-        """The one id that stands for `piece`, or None."""
+        """The single id that encodes `piece`, or None."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that uniform noise may show: those of text tokens and EOS, which may be written, too."""
+    """Ids that uniform noise may show: text tokens and EOS, which may also be written."""
     return tuple(sorted({*text_ids(tokenizer), tokenizer.eos_id}))
 
 
@@ -203,7 +203,7 @@ class CharacterTokenizer(_WithSpecials):
     def __post_init__(self) -> None:
         points = [ord(character) for character in self.characters]
         if not points:
-            raise ValueError("characters is empty; give at least one character")
+            raise ValueError("characters is empty; pass at least one character")
         if any(a >= b for a, b in zip(points, points[1:], strict=False)):
             raise ValueError(
                 "characters are not distinct and ascending; use CharacterTokenizer.of(text)"
@@ -230,7 +230,7 @@ class CharacterTokenizer(_WithSpecials):
             position = int(np.argmin(is_known))
             raise ValueError(
                 f"the character {text[position]!a} (U+{points[position]:04X}) at position "
-                f"{position} is not among the tokenizer's {self.num_text_ids} characters; "
+                f"{position} is not one of the {self.num_text_ids} characters of the tokenizer; "
                 "remove it, or train a model with the byte tokenizer"
             )
         return ids

@@ -2,13 +2,14 @@
 
 A share t of each row is hidden, with t uniform on (0, 1], and the teacher fills the canvas in K
 steps in random order. The student reads only the first canvas. It learns to predict the teacher's
-final tokens at once, with low entropy where its prediction is right::
+final tokens at once, with low entropy where its prediction is correct::
 
     loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),
 
 with the teacher's tokens y, and the entropy H in nats of the student at a temperature T. Chen et
-al. take w = 2, T = 0.5 and the likeliest tokens, hide whole blocks behind the current one, and
-divide the entropy by the number of right tokens; here both terms have the number of hidden ones.
+al. use w = 2, T = 0.5 and the most likely tokens, hide whole blocks after the current one, and
+divide the entropy by the number of correct tokens; here both terms are divided by the number of
+hidden tokens.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ def _costs(
     temperature: float,
     mask_id: int,
 ) -> jax.Array:
-    """The two terms of each position, of the shape of the targets."""
+    """The two terms of each position, with the shape of the targets."""
     logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
     targets_N = targets.reshape(-1)
     log_NV = log_probs(logits_NV, mask_id=mask_id)
     nll_N = -jnp.take_along_axis(log_NV, targets_N[:, None], axis=1)[:, 0]
     cold_NV = log_probs(logits_NV / temperature, mask_id=mask_id)
-    # The probability of MASK is 0, and 0 times its infinite logarithm is not a number.
+    # The probability of MASK is 0, and 0 times its infinite logarithm is NaN.
     finite_NV = jnp.where(jnp.isneginf(cold_NV), 0.0, cold_NV)
     entropy_N = -jnp.sum(jnp.exp(cold_NV) * finite_NV, axis=1)
     is_right_N = jnp.argmax(log_NV, axis=1) == targets_N

@@ -1,8 +1,8 @@
 """The forward process: noise schedules, selected positions, and their visible tokens.
 
 A denoising pattern selects free positions of each row. A selected position shows MASK, a random
-token or its own token. The last two train the model on visible tokens, which a pure MASK objective
-does not.
+token or its own token. The last two also train the model on visible tokens, unlike a pure MASK
+objective.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 class Schedule:
     """The masked share at time ``t`` in (0, 1], and the weight of the cross-entropy.
 
-    ``alpha(t)``, the visible share, falls from 1 to 0. The bound is the same for every schedule
-    (Kingma et al. 2021, section 5.1). The variance of its estimate differs.
+    ``alpha(t)``, the visible share, decreases from 1 to 0. The bound is the same for every schedule
+    (Kingma et al. 2021, section 5.1). Only the variance of its estimate differs.
 
     Attributes:
       masked_ratio: ``1 - alpha(t)``, the probability that a token is MASK at time ``t``.
@@ -82,7 +82,7 @@ def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) 
 def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
     """True at `count_B` free positions of each row, ``[B, L]``, every such set equally likely.
 
-    If the count exceeds their number, all are hidden.
+    If the count exceeds the number of free positions, all are hidden.
     """
     order_BL = jnp.where(is_free_BL, jax.random.uniform(key, is_free_BL.shape), jnp.inf)
     rank_BL = jnp.argsort(jnp.argsort(order_BL, axis=1), axis=1)

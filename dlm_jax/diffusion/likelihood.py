@@ -22,7 +22,7 @@ from dlm_jax.diffusion.processes import Process
 from dlm_jax.types import Network, Params
 
 # Multiples of an irrational number are spread evenly over [0, 1): of the golden ratio over rows, of
-# the root of 2 over the blocks of one; in units of 2^-32, which wrap around exactly.
+# the square root of 2 over the blocks of a row. Units of 2^-32 wrap around exactly.
 _BETWEEN_ROWS, _BETWEEN_BLOCKS = 0x9E3779B9, 0x6A09E667
 
 
@@ -54,15 +54,17 @@ def costs(
 ) -> Costs:
     """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
 
-    With another process than the masked one the bound is that of `process_elbo`: a draw is a time
-    and the noise of that time, for the linear schedule, as the bound is the same for all.
+    For processes other than the masked one, the bound is that of `process_elbo`: a draw is a time
+    and the noise of that time. It uses the linear schedule, because the bound is the same for all
+    schedules.
 
     The masks of a row depend only on the key and the index of the row. Mask counts are stratified
     over the draws of a row and spread evenly over consecutive rows, so even one draw per row covers
     all noise levels. In a block-causal model this applies to blocks instead of rows.
 
     The bound of a row is a sum over its positions of the cross-entropy where they are hidden. The
-    cost of the text is the part of its positions. The EOS after it is hidden as often as they are.
+    cost of the text is the sum over the text positions. The EOS after it is hidden as often as the
+    text positions.
 
     Args:
       network: the model.
@@ -126,7 +128,7 @@ def costs(
 
 
 def _levels(key: jax.Array, number_B: jax.Array, block_1N: jax.Array) -> jax.Array:
-    """A level in [0, 1) for each block of each row, spread over rows in turn and their blocks."""
+    """A level in [0, 1) for each block of each row, spread over consecutive rows and blocks."""
     place_BN = (
         jax.random.bits(key, (1, 1), jnp.uint32)
         + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
@@ -144,7 +146,9 @@ def _noised(
     process: Process,
     ids: dict[str, Any],
 ) -> jax.Array:
-    """What each position adds to the bound at the times of the blocks of its row, ``[B, L]``."""
+    """The contribution of each position to the bound at the times of the blocks of its row, ``[B,
+    L]``.
+    """
     num_positions = batch.tokens_BL.shape[1]
     t_BL = jnp.repeat(t_BN, network.block_length or num_positions, axis=1)[:, :num_positions]
     noised = noised_at(process, batch, key_B, t_BL, schedule=LINEAR, **ids)
@@ -162,7 +166,7 @@ def bound_at(
     diffusion for every noise schedule, which is also the mean over all orders of revealing one
     token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). In a
     block-causal model each block is conditioned on the true tokens before it, and one call of the
-    trunk covers all blocks. A block without a masked position gets 0.
+    trunk covers all blocks. A block without a masked position has cost 0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
@@ -179,7 +183,9 @@ def _weighed(
 
 
 def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
-    """Exact negative log-likelihood in nats ``[B]`` of each row's free tokens, causal models."""
+    """Exact negative log-likelihood in nats ``[B]`` of the free tokens of each row, for causal
+    models.
+    """
     return jnp.sum(_causal_nll(network, params, batch, mask_id=mask_id), axis=1)
 
 

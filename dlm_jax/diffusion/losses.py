@@ -56,9 +56,10 @@ def cross_entropy(
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
-    MASK is never predicted: its logit is -inf. Each device reads out its own positions, and the
-    parameters of the head are gathered once. If the logits exceed 2^24 numbers per device (2^26 on
-    accelerators), they are computed in slices of positions and recomputed in the backward pass.
+    MASK is never predicted: its logit is -inf. Each device applies the head to its own positions,
+    and the parameters of the head are gathered once. If the logits exceed 2^24 numbers per device
+    (2^26 on accelerators), they are computed in slices of positions and recomputed in the backward
+    pass.
 
     Args:
       network: the model.
@@ -106,9 +107,9 @@ def read_out(
     mask_id: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """``cost(logits_NV, *given) -> [N]`` of any head at every position, ``[B, L]``.
+    """``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
-    As in `cross_entropy_of`; `given` are ``[B, L]``, of which a call has some positions in any
+    As in `cross_entropy_of`; `given` are ``[B, L]``, and a call gets some of their positions in any
     shape.
     """
 
@@ -131,14 +132,15 @@ def divergence(
 ) -> jax.Array:
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
-    ``sum_v p(v) (ln p(v) - ln q(v))`` with p the teacher's, which has no gradient. MASK has no
-    probability under either. Positions are taken as in `cross_entropy`.
+    ``sum_v p(v) (ln p(v) - ln q(v))`` where p is the teacher's distribution, which has no gradient.
+    MASK has probability 0 under both. Positions are processed as in `cross_entropy`.
 
     Args:
-      reads: of the teacher and of the head, each ``read(params, *inputs) -> logits [N, V]``.
+      reads: functions of the teacher and of the head, each ``read(params, *inputs) -> logits [N,
+          V]``.
       params: of each.
-      inputs: of each, ``[B, L, ...]``.
-      is_read_BL: True where the result is wanted.
+      inputs: inputs of each function, ``[B, L, ...]``.
+      is_read_BL: True where the result is needed.
       vocab_size: number of logits.
       mask_id: the id of MASK.
     """
@@ -151,7 +153,7 @@ def divergence(
             for read, own, given in zip(reads, params, (flat[:count], flat[count:-1]), strict=True)
         ]
         teacher_NV = jax.lax.stop_gradient(logs[0])
-        # The probability of MASK is 0, and 0 times its infinite logarithms is not a number.
+        # The probability of MASK is 0, and 0 times its infinite logarithm is NaN.
         gap_NV = jnp.where(jnp.isneginf(teacher_NV), 0.0, teacher_NV - logs[1])
         return jnp.sum(jnp.exp(teacher_NV) * gap_NV, axis=1).reshape(arrays[-1].shape)
 
@@ -160,7 +162,7 @@ def divergence(
 
 
 def log_probs(logits_NV: jax.Array, *, mask_id: int) -> jax.Array:
-    """``ln softmax`` in nats, float32 ``[N, V]``, in which MASK has no probability."""
+    """``ln softmax`` in nats, float32 ``[N, V]``, where MASK has probability 0."""
     is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
     return jax.nn.log_softmax(jnp.where(is_mask_1V, -jnp.inf, logits_NV.astype(jnp.float32)))
 
@@ -178,14 +180,14 @@ def at_positions(
     Devices, slices and read positions are as in `cross_entropy`.
 
     Args:
-      measure: a figure of each position, float32, of the shape of the last array, which has one
-        axis or two.
+      measure: a float32 value per position, of the shape of the last array, which has one or two
+          axes.
       params: a pytree of parameters.
       arrays: ``[B, L, ...]``, and the last one ``[B, L]``.
       vocab_size: logits of a position.
-      is_read_BL: True where the result is wanted; None: everywhere.
+      is_read_BL: True where the result is needed; None: everywhere.
     """
-    # On a CPU, skipping a few positions costs the fast shapes of its products.
+    # On CPU, skipping a few positions makes matrix products slower because of their shapes.
     if platform() == "cpu":
         is_read_BL = None
 
@@ -206,7 +208,7 @@ def _at_logits(
     num_given: int,
     *arrays: jax.Array,
 ) -> jax.Array:
-    """The costs, of the shape of what is given at each position, which comes last."""
+    """The costs, of the shape of the last array."""
     inputs, given = arrays[:-num_given], arrays[-num_given:]
     lead = given[-1].ndim
     logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
@@ -271,7 +273,7 @@ def at_read_positions(
     firsts = jnp.arange(slices) * size
     compute = jax.checkpoint(lambda piece: one_slice(*piece))
     found_P = jax.lax.map(compute, (firsts, *map(in_front, arrays))).reshape(-1)[:num]
-    # Sorting the places gives the inverse permutation.
+    # Sorting the indices gives the inverse permutation.
     found_BL = _permuted(found_P, jnp.argsort(order_P)).reshape(is_read_BL.shape)
     return jnp.where(is_read_BL, found_BL, 0.0)
 

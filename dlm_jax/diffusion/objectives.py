@@ -54,7 +54,7 @@ def _noises() -> str:
 class ObjectiveConfig(Section):
     """The objectives of a bidirectional model. A causal model predicts the next token."""
 
-    process: str = setting("masked", f"noise of the ELBO: {_noises()}; or MODULE:CLASS of your own")
+    process: str = setting("masked", f"noise of the ELBO: {_noises()}; or a custom MODULE:CLASS")
     process_settings: tuple[str, ...] = setting(
         (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)",
         hint=tuple[str, ...], parse=tuple,
@@ -68,15 +68,15 @@ class ObjectiveConfig(Section):
     )
     normaliser: str = setting(
         "tokens",
-        "what the ELBO's weighted sum is divided by: tokens (all that are not given), rows (first "
-        "each row by its own tokens, then by the rows) or masked (the tokens that are hidden)",
+        "divisor of the ELBO's weighted sum: tokens (all tokens that are not given), rows (mean "
+        "over rows of the mean over tokens) or masked (hidden tokens)",
         choices=("tokens", "rows", "masked"),
     )
     time_weight: bool = setting(
         True, "hidden tokens are weighted by time as in the ELBO; false: equal weights"
     )
     denoising_share: float = setting(
-        0.0, "share of each batch's rows, and of the loss, that is denoising instead of the ELBO",
+        0.0, "share of each batch's rows, and of the loss, for denoising instead of the ELBO",
         low=0, high=1,
     )  # fmt: skip
     patterns: tuple[str, ...] = setting(
@@ -84,89 +84,89 @@ class ObjectiveConfig(Section):
         hint=tuple[str, ...], parse=names_of("objective.patterns", PATTERNS),
     )  # fmt: skip
     max_ratio: float = setting(
-        1.0, "denoising: random and sticky select a share that is uniform up to this one",
+        1.0, "denoising: random and sticky select a share drawn uniformly up to this maximum",
         low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     sticky_alone: float = setting(
-        0.03, "sticky: chance of a position without selected neighbour", low=1e-3, high=1
+        0.03, "sticky: probability of a position without selected neighbour", low=1e-3, high=1
     )
     sticky_beside: float = setting(
-        0.3, "sticky: chance of a position beside a selected one", low=ABOVE_ZERO, high=1
+        0.3, "sticky: probability of a position next to a selected one", low=ABOVE_ZERO, high=1
     )
-    span_count: int = setting(3, "span: spans of a row", low=1, high=2**16)
+    span_count: int = setting(3, "span: number of spans per row", low=1, high=2**16)
     mask_share: float = setting(
         0.8, "denoising: share of the selected positions that show MASK", low=0, high=1
     )
     random_share: float = setting(
         0.1,
-        "denoising: share of the selected tokens that show a random token; the others stay as they "
-        "are",
+        "denoising: share of the selected tokens that show a random token; the others are "
+        "unchanged",
         low=0,
         high=1,
     )
     identity_targets: bool = setting(
-        False, "denoising: ask for every position, not only for the selected ones"
+        False, "denoising: predict every position, not only the selected ones"
     )
     proofreading_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, that is misprinted: tokens missing, "
-        "stray or wrong",
+        "share of each batch's rows, and of the loss, for proofreading: missing, stray or wrong "
+        "tokens",
         low=0,
         high=1,
     )
     misprint_ratio: float = setting(
-        0.1, "proofreading: a row's share of misprints is uniform up to this one",
+        0.1, "proofreading: the share of misprints in a row is drawn uniformly up to this maximum",
         low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     misprint_kinds: tuple[str, ...] = setting(
         USUAL_MISPRINTS,
-        "proofreading: kinds of misprints; repeat a name to make it more frequent: missing, wrong, "
-        "stray, transposed (with the next token), and of two tokens missing_pair, wrong_pair, "
-        "stray_pair",
+        "proofreading: kinds of misprints: missing, wrong, stray, transposed (with the next "
+        "token), and missing_pair, wrong_pair, stray_pair (two tokens); repeat a name to make it "
+        "more frequent",
         hint=tuple[str, ...],
         parse=names_of("objective.misprint_kinds", MISPRINTS, is_once=False),
     )
     misprint_masked_rows: float = setting(
-        0.5, "proofreading: share of its rows that show MASK besides", low=0, high=1
+        0.5, "proofreading: share of its rows that also contain MASK", low=0, high=1
     )
     sdtt_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, in which the model learns to take several "
-        "steps of a teacher in one",
+        "share of each batch's rows, and of the loss, in which the model learns to replace "
+        "several steps of a teacher by one",
         low=0,
         high=1,
     )
     sdtt_steps: int = setting(
-        16, "sdtt: steps in which the student shall sample", low=1, high=2**16
+        16, "sdtt: number of sampling steps of the student", low=1, high=2**16
     )
     sdtt_teacher_steps: int = setting(
-        2, "sdtt: steps of the teacher that one of the student replaces", low=1, high=64
+        2, "sdtt: teacher steps that one student step replaces", low=1, high=64
     )
     certainty_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, in which the model learns to be certain at "
-        "once of what a teacher writes step by step",
+        "share of each batch's rows, and of the loss, in which the model learns to predict at "
+        "once what a teacher writes step by step",
         low=0,
         high=1,
     )
     certainty_steps: int = setting(
-        8, "certainty: steps in which the teacher fills a row", low=1, high=64
+        8, "certainty: number of steps in which the teacher fills a row", low=1, high=64
     )
     certainty_draws: float = setting(
-        0.0, "certainty: temperature of the teacher's draws; 0: the likeliest tokens", low=0,
+        0.0, "certainty: temperature of the teacher's draws; 0: the most likely tokens", low=0,
         high=100,
     )  # fmt: skip
     certainty_weight: float = setting(2.0, "certainty: weight of the entropy", low=0, high=1e3)
     certainty_temperature: float = setting(
-        0.5, "certainty: temperature at which the entropy is taken", low=1e-2, high=100
+        0.5, "certainty: temperature of the entropy", low=1e-2, high=100
     )
     teacher: str = setting(
         "",
-        "sdtt and certainty: run, weights file or shipped model whose frozen parameters teach; "
+        "sdtt and certainty: run, weights file or shipped model that is the frozen teacher; "
         "empty: the initial parameters of the run",
     )
     random_length_share: float = setting(
-        0.0, "share of the batches that are cut to a random length; 0.01 is usual", low=0, high=1
+        0.0, "share of batches that are cut to a random length; 0.01 is usual", low=0, high=1
     )
 
     def check(self) -> None:
@@ -198,13 +198,13 @@ class ObjectiveConfig(Section):
         for key, value in _MASKED_ALONE.items():
             require(
                 getattr(self, key) == value, f"objective.{key}", getattr(self, key),
-                f"needs objective.process='masked', and it is {name!r}", f"use {value!r}",
+                f"requires objective.process='masked', not {name!r}", f"use {value!r}",
                 "objective.process",
             )  # fmt: skip
 
     @property
     def distilled(self) -> tuple[str, ...]:
-        """The objectives with a share that learn from a teacher."""
+        """The distillation objectives whose share is not zero."""
         return tuple(name for name in TAUGHT if getattr(self, f"{name}_share") > 1e-6)
 
     @property
@@ -226,8 +226,8 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BL: int32 clean tokens.
       length_B: int32 live tokens of each row.
-      given_B: int32 leading tokens that are given, such as a prompt: shown as they are and not
-        predicted.
+      given_B: int32 leading tokens that are given, such as a prompt: shown unchanged and not
+          predicted.
     """
 
     tokens_BL: jax.Array
@@ -278,7 +278,7 @@ def elbo(
     low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
     per block of a block-causal model. The bound of a block-causal model is the sum over its blocks,
     each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion, equation
-    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 of the bound. The last two
+    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The last two
     arguments select other losses.
 
     Args:
@@ -288,8 +288,9 @@ def elbo(
       mask_id: the id of MASK.
       block_length: block length of a block-causal model, else 0.
       over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
-        Nie et al. 2025, algorithm 1); ``rows``: each row by its own tokens, then the mean over rows
-        (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens (Dream).
+        Nie et al. 2025, algorithm 1); ``rows``: each row is divided by its own tokens, followed by
+        the mean over rows (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens
+        (Dream).
       is_weighted: whether tokens are weighted by time as in the ELBO; LLaDA2 and Fast-dLLM v2
         weight them equally.
     """
@@ -425,7 +426,7 @@ def misprint(
     apply to the next token, and *stray_pair* inserts two tokens. Half of the stray tokens repeat
     the preceding tokens. Other stray and wrong tokens are drawn from the row. No stray token
     follows a missing token, and a stray token equal to its successor is not a misprint. A next
-    token that is given or misprinted itself is not changed, and then nothing is transposed.
+    token that is given or itself misprinted is not changed, and no transposition takes place there.
 
     Args:
       key: key for all draws.
@@ -445,7 +446,7 @@ def misprint(
     other_BL = jnp.take_along_axis(tokens_BL, place_BL.astype(jnp.int32), axis=1)
     is_double_BL = jax.random.bernoulli(double_key, 0.5, tokens_BL.shape)
     before_BL = jnp.where(is_double_BL, _after(tokens_BL, 0), other_BL)
-    # The first token has no previous token to double.
+    # The first token has no previous token to repeat.
     before_BL = before_BL.at[:, 0].set(other_BL[:, 0])
     printed_BL = _printed(tokens_BL, other_BL, damage)
 
@@ -471,7 +472,7 @@ def misprint(
 def _damage(
     is_hit_BL: jax.Array, kind_BL: jax.Array, is_free_BL: jax.Array, kinds: Sequence[str]
 ) -> _Damage:
-    """The corruptions, from the misprinted positions and the index of the kind of each."""
+    """The corruptions, from the misprinted positions and their kinds."""
     unknown = sorted(set(kinds) - set(MISPRINTS))
     if unknown:
         raise ValueError(f"kinds has {unknown[0]!r}; known are {', '.join(MISPRINTS)}")
@@ -595,7 +596,7 @@ def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
 
 @dataclass(frozen=True)
 class NetworkObjective:
-    """An objective that runs the network itself, any number of times on any inputs.
+    """An objective that runs the network itself, any number of times and on any inputs.
 
     Attributes:
       draw: ``(batch, key) -> noise``, a pytree of all random values, drawn for the whole batch
@@ -606,8 +607,8 @@ class NetworkObjective:
       anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
         computed once at the parameters before the updates of a step and at the reference. None
         leaves the noise unchanged.
-      needs_teacher: whether the run keeps the parameters of a teacher, which are the reference:
-        those of ``objective.teacher``, or its own initial ones.
+      needs_teacher: whether the run keeps the parameters of a teacher, as reference: those of
+          ``objective.teacher``, or the initial ones of the run.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
@@ -622,8 +623,8 @@ class Noised(NamedTuple):
     Attributes:
       batch: the true rows.
       shown_BL: int32, the noised rows.
-      noise: of each position, in the bound; its weight is 0 where nothing is predicted.
-      total: float32 scalar, the free tokens of the whole batch.
+      noise: noise of each position in the bound; its weight is 0 where nothing is predicted.
+      total: float32 scalar, number of free tokens in the whole batch.
     """
 
     batch: Batch
@@ -642,11 +643,11 @@ def noised_at(
     mask_id: int,
     noise_ids: tuple[int, ...],
 ) -> Noised:
-    """The batch at times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
+    """The batch noised at the times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
 
-    With a key for each row, ``[B]``, the noise of a row depends on its own alone. At times below
-    1e-3 the term is that of one step from there to time 0, over 1e-3, so that the mean over uniform
-    times is a bound for any network.
+    With a key for each row, ``[B]``, the noise of a row depends only on the row's key. At times
+    below 1e-3, the term is that of a single step to time 0, divided by 1e-3, so that the mean over
+    uniform times is a bound for any network.
     """
     is_first = t <= _SMALLEST_TIME
     t = jnp.maximum(t, _SMALLEST_TIME)
@@ -674,7 +675,9 @@ def process_costs(
     mask_id: int,
     noise_ids: tuple[int, ...],
 ) -> jax.Array:
-    """What each position adds to the bound at its time, nats ``[B, L]``; see `divergence`."""
+    """The contribution of each position to the bound at its time, nats ``[B, L]``; see
+    `divergence`.
+    """
     batch, shown_BL, noise = noised.batch, noised.shown_BL, noised.noise
     hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
 
@@ -700,7 +703,7 @@ def process_elbo(
 ) -> NetworkObjective:
     """One-sample estimate of the continuous-time negative ELBO of any process, per token.
 
-    With low-discrepancy times as in `elbo`; what times below 1e-3 hold is `noised_at`'s.
+    Times are low-discrepancy as in `elbo`; `noised_at` documents times below 1e-3.
     """
 
     def draw(batch: Batch, key: jax.Array) -> Noised:
@@ -820,7 +823,7 @@ class Mixture:
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
     def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Whether every objective has a row in each part of a batch with interleaved rows."""
+        """Whether every objective has a row in each microbatch of a batch with interleaved rows."""
         owner_B, names = self._owners(num_rows), range(len(self.objectives))
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 

@@ -1,4 +1,5 @@
-"""Self-distillation through time (Deschenaux & Gulcehre 2024): one step for several of a teacher.
+"""Self-distillation through time (Deschenaux & Gulcehre 2024): one step replaces several steps of a
+teacher.
 
 A share t of each row is hidden, with t uniform on (0, 1]. From this canvas ``z_t`` the teacher
 takes m ancestral steps of length ``1 / (m N)``. The student learns the same in one step of length

@@ -69,7 +69,8 @@ def walk(
             ids_N = jnp.argmax(logits_NV, axis=1)
         else:
             below_NV = jnp.cumsum(jax.nn.softmax(logits_NV / temperature), axis=1)
-            # The uniform is below 1, so some id is above the threshold, and its probability not 0.
+            # The uniform is below 1, so at least one id is above the threshold and has positive
+            # probability.
             threshold_N1 = uniform.reshape(-1, 1) * below_NV[:, -1:]
             ids_N = jnp.argmax(below_NV > threshold_N1, axis=1)
         return ids_N.reshape(uniform.shape).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""Options of XLA's compilers for each kind of device, with their gains.
+"""Options of XLA's compilers for each kind of device, with their measured or estimated gains.
 
-Gains on TPUs are estimates of their compiler (`dlm_jax.distributed.costs`): milliseconds of a step
-by roof / cycles without the option and with it, and the seconds of compilation. Rows have 4096
-positions in training, and 1024 in sampling, whose step computes whole canvases.
+Gains on TPUs are compile-time estimates (`dlm_jax.distributed.costs`): milliseconds per step by
+roofline / cycles, without and with the option, and the seconds of compilation. Rows have 4096
+positions in training, and 1024 in sampling, where a step computes whole canvases.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Option:
     gain: str
 
 
-# Memory of the chip that one operation may use. More allows larger tiles, which take longer to
+# On-chip memory that one operation may use. More allows larger tiles, which take longer to
 # compile.
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# Products of at least this size with a matrix that is split over chips are computed part by part.
-# Above all sizes, the matrix is gathered first.
+# Matrix products of at least this size with a sharded matrix are computed in parts.
+# Smaller products gather the matrix first.
 _WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 OPTIONS: Mapping[str, tuple[Option, ...]] = {
@@ -55,7 +55,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
         Option(_VMEM, "65536", ("sample",), "8B, 4x4: 209 / 335 to 214 / 283; 29 to 46 s"),
     ),
     "cpu": (
-        # Reductions go to YNNPACK. Matrix products stay with Eigen, which is faster for the batched
+        # Reductions go to YNNPACK. Matrix products remain in Eigen, which is faster for the batched
         # products of attention.
         Option(
             "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE",
@@ -65,7 +65,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
 }  # fmt: skip
 """Default options by the name of a chip (`dlm_jax.distributed.mesh.CHIPS`), or by platform.
 
-An option that the installed compiler does not know is left out. GPUs have none.
+Options that the installed compiler does not support are omitted. GPUs have none.
 """
 
 
@@ -76,11 +76,11 @@ def options(
 
     Args:
       use: use of the program.
-      place: devices of the program; None: those of this process.
+      place: devices of the program; None for the devices of this process.
       given: ``mesh.compiler_options``, which override the defaults.
 
     Raises:
-      SettingError: the compiler does not accept a given option or its value.
+      SettingError: the compiler rejects a given option or its value.
     """
     device: Any = _device_of(place)
     chip = CHIPS.get(device.device_kind)
@@ -99,14 +99,14 @@ def options(
         if fault:
             raise SettingError(
                 "mesh.compiler_options", text,
-                f"is refused by the compiler of {device.device_kind} ({fault})", "leave it out",
+                f"is rejected by the compiler of {device.device_kind} ({fault})", "remove it",
             )  # fmt: skip
         found[name] = value
     return found
 
 
 def _device_of(place: Mesh | Sharding | None) -> Any:
-    """One of the devices, of this process if it has one."""
+    """One of the devices, from this process if possible."""
     if place is None:
         return jax.local_devices()[0]
     devices = list(place.devices.flat if isinstance(place, Mesh) else place.device_set)
@@ -116,7 +116,7 @@ def _device_of(place: Mesh | Sharding | None) -> Any:
 
 @functools.cache
 def _fault(device: Any, name: str, value: str) -> str:
-    """The error of a device's compiler for an option; empty if it accepts it.
+    """The error of the compiler of a device for an option; empty if it accepts it.
 
     Compilers report unknown options only when they compile.
     """

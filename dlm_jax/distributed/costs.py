@@ -31,7 +31,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of a type; `in_memory` is True for the main memory."""
+    """One array of a type; `in_memory` is True for main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; operands are names, or the text in the brackets if there are none."""
+    """One operation; operands are names, or the text in parentheses if there are no operands."""
 
     name: str
     kind: str
@@ -84,7 +84,7 @@ def shapes_of(text: str) -> list[Shape]:
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above are memories other than the main one.
+            # S(1) and above are memories other than main memory.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -112,7 +112,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """Lines, with breaks inside the metadata of custom calls removed."""
+    """The lines of the text, without line breaks inside the metadata of custom calls."""
     lines: list[str] = []
     for line in text.split("\n"):
         begins = line.startswith((" ", "}", "%", "ENTRY", "HloModule", "\t"))
@@ -295,7 +295,8 @@ def _window(window: str | None, key: str) -> list[int]:
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     """Bytes that an operation reads from and writes to the main memory.
 
-    For a sliced operand only the slices count, for an operand updated in place only the updates.
+    Only the slices of a sliced operand are counted, and only the updates of an operand updated in
+    place.
     """
     if operation.kind in _FREE:
         return 0.0
@@ -396,7 +397,7 @@ class Torus:
     def bandwidth(self, group: list[int]) -> float:
         """Bytes/s into a chip of a group, over the links of every dimension that the group spans.
 
-        A dimension counts twice if the group wraps around it.
+        A dimension is counted twice if the group wraps around it.
         """
         places = [self.places[member] for member in group]
         total = 0.0
@@ -460,9 +461,10 @@ Mode = Literal["roof", "cycles"]
 The first is optimistic, the second is the compiler's pessimistic estimate of vector work.
 """
 
-# The share of the peak that Pallas kernels for attention reach.
+# The share of the peak that attention kernels in Pallas reach.
 _KERNEL_SHARE = 0.55
-# Products of a kernel by its name: two forward, five backward in one kernel, or four and three.
+# Matrix products of a kernel by its name: two in the forward pass; five in the backward pass in one
+# kernel, or four and three in two.
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 _UNTIMED = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -505,7 +507,7 @@ def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
 
 
 class _Timeline:
-    """Schedules one computation: the device computes while its links carry collectives.
+    """Schedules one computation: computation overlaps with collectives on the links.
 
     `known` and `products` cache the cost of the computations that it calls.
     """
@@ -519,7 +521,7 @@ class _Timeline:
         self.types = {operation.name: operation.type for operation in self.body}
         self.cost = Cost()
         self.links_free = 0.0
-        # When each collective ends, by the operation that started it.
+        # End time of each collective, by the operation that started it.
         self.started: dict[str, float] = {}
         self.fused: dict[tuple[str, float], float] = {}
         self.last_user = {
@@ -566,7 +568,7 @@ class _Timeline:
             self.cost.add(self._of(body), 1 if times is None else times)
 
     def _branches(self, operation: Operation) -> None:
-        """The most expensive branch counts."""
+        """Only the most expensive branch counts."""
         listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
             re.findall(r"%([\w.\-]+)", listed)
@@ -604,7 +606,7 @@ class _Timeline:
             return
         size = num_bytes(operation.type)
         if kind.endswith("-start"):
-            # The type holds inputs and outputs.
+            # The type contains inputs and outputs.
             given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
             if base == "collective-permute":
                 size = given
@@ -650,7 +652,9 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """The cost of an attention kernel, by its products; other kernels count as zero."""
+        """The cost of an attention kernel, from its matrix products; other kernels have cost
+        zero.
+        """
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         dims = [shapes[0].dims for shapes in given if shapes]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]

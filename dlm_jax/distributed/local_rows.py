@@ -18,7 +18,7 @@ from dlm_jax.types import Params
 def split_rows(params: Params) -> NamedSharding | None:
     """Sharding of rows over the devices that hold `params`, along the axes `data` and `fsdp`.
 
-    None for one device.
+    None for a single device.
     """
     mesh = getattr(_sharding_of(params), "mesh", None)
     if mesh is None or mesh.size == 1:
@@ -33,12 +33,12 @@ def num_shares(rows: NamedSharding | None) -> int:
 
 
 def spans_processes(rows: NamedSharding | None) -> bool:
-    """Whether the devices belong to several processes, which must run every step together."""
+    """Whether the devices belong to several processes, which must then run every step together."""
     return rows is not None and bool(rows.mesh.is_multi_process)
 
 
 def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Sharding | None:
-    """Placement of the state: sharded as `rows`, or replicated on the devices of the parameters.
+    """Placement of the state: sharded like `rows`, or replicated on the devices of the parameters.
 
     A state with this placement keeps it through a call, which avoids a second compilation.
     """
@@ -60,7 +60,7 @@ class OwnRows:
     Attributes:
       share: index of the part, and number of parts; processes that split only parameters have the
         same part.
-      count: how many rows it has.
+      count: number of rows of this process.
     """
 
     def __init__(self, home: jax.sharding.Sharding | None, num_rows: int):
@@ -104,7 +104,7 @@ def digest_of(params: Params) -> str:
     """A digest of a pytree of arrays with any sharding, as 16 hex digits.
 
     Each device reads its own part without a copy. The digest consists of two sums over all
-    elements, each bit pattern times an odd number derived from its index. A change of a single
+    elements, of each bit pattern times an odd number derived from the index. A change of a single
     element is always detected.
     """
     leaves = jax.tree.leaves(params)
@@ -137,6 +137,6 @@ def _sums(leaf: jax.Array) -> jax.Array:
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:
-    """The sharding of some parameter; None if no parameter is on a device."""
+    """The sharding of any parameter; None if no parameter is on a device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     return next((sharding for sharding in shardings if sharding is not None), None)

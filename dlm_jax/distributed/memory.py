@@ -1,4 +1,4 @@
-"""Checks whether something fits into memory before it is allocated."""
+"""Checks that arrays fit in memory before they are allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: st
     CPU devices of one host share its memory.
 
     Raises:
-      MemoryError: it does not fit; the message has the sizes and a remedy.
+      MemoryError: if it does not fit; the message gives the sizes and a remedy.
     """
     mine = [device for device in devices if device.process_index == jax.process_index()]
     on_host = [device for device in mine if device.platform == "cpu"]

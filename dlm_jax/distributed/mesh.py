@@ -1,4 +1,4 @@
-"""Meshes: devices along named axes, the vendors' figures of chips, and topologies by name."""
+"""Meshes: devices along named axes, published specifications of chips, and topologies by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlm_jax.settings import Section, Trait, require, section, setting
 _MOST_DEVICES = 2**20
 
 WITHOUT_DEFAULTS = "none"
-"""The entry of ``mesh.compiler_options`` that drops the defaults of the devices."""
+"""The entry of ``mesh.compiler_options`` that disables the defaults of the devices."""
 
 
 def _options(given: Any) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def _options(given: Any) -> tuple[str, ...]:
 @section("mesh", Trait.FREE)
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    """The arrangement of devices; the product of the axes is their number."""
+    """The arrangement of devices; the product of the axes is the number of devices."""
 
     data: int = setting(
         -1, "devices that split the batch; -1: all remaining devices", low=-1,
@@ -45,8 +45,8 @@ class MeshConfig(Section):
     )  # fmt: skip
     fsdp: int = setting(
         0,
-        "devices that also split parameters and optimiser state; 0: as few as leave three quarters "
-        "of an accelerator's memory free",
+        "devices that also split parameters and optimiser state; 0: the smallest number that "
+        "leaves three quarters of an accelerator's memory free",
         low=0,
         high=_MOST_DEVICES,
     )
@@ -64,8 +64,8 @@ class MeshConfig(Section):
 
     compiler_options: tuple[str, ...] = setting(
         (),
-        "options of the compiler, name=value each, beside those that the devices have by default "
-        "(dlm_jax/distributed/compiler.py) or in their place; none: without those",
+        "compiler options, each name=value, added to or replacing the defaults of the devices "
+        "(dlm_jax/distributed/compiler.py); none: no defaults",
         hint=tuple[str, ...],
         parse=_options,
     )
@@ -76,11 +76,11 @@ class MeshConfig(Section):
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak figures of one chip.
+    """Peak performance of one chip.
 
     Attributes:
       name: prefix in the name of a topology.
-      flops: products in bfloat16, FLOP/s.
+      flops: matrix products in bfloat16, FLOP/s.
       clock: cycles/s of the compiler's estimates.
       memory: bytes.
       bandwidth: memory bandwidth, bytes/s.
@@ -105,8 +105,8 @@ CHIPS: dict[str, Chip] = {
 }
 """Chips by their name in JAX.
 
-Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the clock is that of the
-    compiler.
+Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the clock rate is
+the compiler's.
 """
 
 
@@ -119,7 +119,7 @@ _ALWAYS = ("data", "fsdp", "tensor")
 
 
 def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Sizes of the axes of a mesh: those of `AXES` that are not trivial, and data, fsdp, tensor."""
+    """Sizes of the axes of a mesh: the non-trivial axes of `AXES`, and data, fsdp and tensor."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     sizes["fsdp"] = max(1, sizes["fsdp"])
     inner = math.prod(size for axis, size in sizes.items() if axis != "data")
@@ -130,19 +130,19 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
     )
     if math.prod(sizes.values()) != num_devices:
         raise ValueError(
-            f"{asked} do not multiply to the {num_devices} devices present; "
+            f"{asked} do not multiply to {num_devices}, the number of devices; "
             f"{_fits(sizes, num_devices, num_slices)}"
         )
     if sizes["data"] % num_slices:
         raise ValueError(
-            f"{asked} do not leave whole slices to mesh.data, and there are {num_slices} slices; "
+            f"{asked} do not leave whole slices to mesh.data; there are {num_slices} slices; "
             f"{_fits(sizes, num_devices, num_slices)}"
         )
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in _ALWAYS}
 
 
 def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
-    """Meshes that fit, the most similar first."""
+    """Meshes that fit, most similar first."""
     kept = math.prod(sizes[axis] for axis in ("expert", "context"))
     found = []
     for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
@@ -163,7 +163,7 @@ def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
     """The default number of devices that split parameters and optimiser state.
 
     It is the smallest number that leaves three quarters of a device's memory free: gradients are
-    summed over the other devices anyway, and replicated parameters need no gather.
+    summed over the other devices in any case, and replicated parameters need no gather.
     """
     if device_bytes <= 0:
         return 1
@@ -175,8 +175,8 @@ def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
     """The devices in the shape of a mesh.
 
     Slices of a pod, which are joined by a slow network, are the outermost part of ``data``. Inside
-    a slice of TPUs neighbours in the mesh are neighbours on the torus, as far as every process
-    keeps one run of consecutive rows to feed; elsewhere those of a process are neighbours.
+    a TPU slice, neighbours in the mesh are neighbours on the torus, provided that each process
+    feeds consecutive rows. Otherwise the devices of a process are neighbours.
     """
     slices: dict[int, list[Any]] = defaultdict(list)
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
@@ -235,7 +235,7 @@ def topology_devices(name: str) -> list[Any]:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(
-            f"--topology={name} is not a topology; write the kind and the shape, such as v5e:4x4, "
+            f"--topology={name} is not a topology; use a kind and a shape, such as v5e:4x4, "
             "v5p:8x8x8 or, for two slices, v5p:4x4x4*2"
         )
     if importlib.util.find_spec("libtpu") is None:
@@ -253,7 +253,7 @@ def topology_devices(name: str) -> list[Any]:
     except Exception as error:  # noqa: BLE001 - libtpu has no error of its own
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
         raise ValueError(
-            f"--topology={name} is not known to the TPU compiler ({reason}); use v5e:4x4, "
+            f"--topology={name} is not supported by the TPU compiler ({reason}); use v5e:4x4, "
             "v5e:16x16, v5p:4x4x4 or v5p:8x8x8"
         ) from None
     return list(topology.devices)

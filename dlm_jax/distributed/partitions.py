@@ -1,12 +1,12 @@
 """Sharding on a mesh: a partition for each parameter by its path, and for each activation.
 
-``data`` splits the batch. ``fsdp`` also splits the batch, and the parameters with their optimiser
-state. ``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and
-the batch elsewhere. ``context`` splits the positions of a row.
+``data`` splits the batch. ``fsdp`` splits the batch, the parameters and their optimiser state.
+``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and the
+batch elsewhere. ``context`` splits the positions of a row.
 
 By default the compiler propagates the sharding of the parameters. With ``fsdp`` it would split
-hidden vectors by feature, so that every chip holds all rows and each product ends in a sum over all
-chips. Therefore every activation that a layer returns has a sharding constraint.
+hidden vectors by feature: every chip would hold all rows, and each product would end in a sum over
+all chips. Therefore every activation that a layer returns has a sharding constraint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch."""
 
 PLACES: dict[str, P] = {
-    # [B, L, D]: hidden vectors, what a layer adds to them, and their gradients.
+    # [B, L, D]: hidden vectors, residual updates, and their gradients.
     "hidden": P(ROWS, "context", None),
     # [B, L, H, K]: queries and the output of attention.
     "queries": P(ROWS, "context", "tensor", None),
@@ -39,7 +39,7 @@ PLACES: dict[str, P] = {
     # [B, L, ...]: inputs and outputs of the loss; the chips that share a row split its
     # positions.
     "losses": P(ROWS, ("context", "tensor")),
-    # [B, L]: tokens, which are embedded in place.
+    # [B, L]: tokens, which are embedded where they are stored.
     "tokens": P(ROWS, "context"),
     # [B, ...]: tokens, lengths and figures by row.
     "rows": P(ROWS),
@@ -71,9 +71,9 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
 
 
 def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
-    """``compute(*rows)`` of pytrees of rows, on every device for its own rows.
+    """Runs ``compute(*rows)`` on pytrees of rows; each device computes its own rows.
 
-    The first axis of every leaf is that of the rows, or of the parts of the rows.
+    The first axis of every leaf is the row axis, or the axis of parts of rows.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -86,15 +86,16 @@ def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
 def on_own_share(
     compute: Callable[..., jax.Array], params: Params, arrays: tuple[jax.Array, ...], *, kind: str
 ) -> jax.Array:
-    """``compute(params, *arrays)`` on every device for its own share of the arrays.
+    """Runs ``compute(params, *arrays)``; each device computes its own shard of the arrays.
 
     The parameters that `compute` reads are gathered once, outside its loops, and their gradient is
     summed over the devices once, in their own dtype.
 
     Args:
-      compute: independent along the axes that `kind` splits; its result is split as its arrays.
+      compute: must be independent along the axes that `kind` splits; the result is split like the
+          arrays.
       params: all parameters; those that it does not read are not moved.
-      arrays: arrays with the same leading dimensions, which `kind` splits.
+      arrays: arrays with equal leading dimensions, which `kind` splits.
       kind: kind of the arrays and of the result, a name in `PLACES`.
     """
     mesh = mesh_in_use()
@@ -160,7 +161,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(critic|scorer)_head/out/kernel$", P()),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
-    # Other heads are small, hence replicated.
+    # Other heads are small and therefore replicated.
     (r"(^|/)\w+_head/", P()),
 )
 """Path pattern and partition; the first match wins. Paths of optimiser moments end in the same
@@ -201,7 +202,7 @@ def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
     size = last - first
     if sum(stop - start for start, stop in starts) != size or batch_size % size or first % size:
         raise ValueError(
-            "mesh: the batch rows of this process are not one equal share of the batch; make "
+            "mesh: the batch rows of this process are not an equal share of the batch; make "
             "mesh.data * mesh.fsdp a multiple or a divisor of the number of processes"
         )
     return first // size, batch_size // size
@@ -210,8 +211,7 @@ def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
 def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """Partition of the parameter at `path` (``a/b/c``).
 
-    An axis of the mesh that does not divide its dimension is left out: that dimension is
-    replicated.
+    A dimension that is not divisible by its mesh axis is replicated.
     """
     for pattern, spec in RULES:
         if re.search(pattern, path):

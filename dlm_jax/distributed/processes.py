@@ -1,12 +1,12 @@
 """Agreement between the processes of one run, and detection of lost processes.
 
-No host of a run waits for a lost one: every process sends a heartbeat.
+Every process sends a heartbeat, so that no host of a run waits for a lost one.
 
-Collectives wait forever for a lost host. So every process writes a growing number to JAX's
-coordination service. Process 0 reads all of them; the others read its number and its verdict. A
-process that detects the loss or failure of another one prints one line and exits with `EXIT_LOST`,
-so that the scheduler restarts the job. If process 0 is lost, the service ends with it, and jaxlib
-ends the other processes.
+Collectives block forever if a host is lost. Every process therefore writes an increasing number to
+JAX's coordination service. Process 0 reads all of them; the others read only its number and its
+decision. A process that detects a lost or failed process prints one line and exits with
+`EXIT_LOST`, so that the scheduler restarts the job. If process 0 is lost, the service ends with it,
+and jaxlib ends the other processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from jax.experimental import multihost_utils
 
 
 def on_first_process(decide: Callable[[], Any]) -> Any:
-    """The result of ``decide`` on process 0, on every process; an error is raised on every process.
+    """Runs ``decide`` on process 0 and returns its result on every process; an error is raised on
+    every process.
 
     Every process must call it at the same point; it returns after process 0 has decided. The result
     must be JSON. Other processes raise an error of process 0 as `ValueError`.
@@ -54,7 +55,7 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
 
 
 def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
-    """The sum of integers over the shares of all processes, on each of them.
+    """The sum of integers over the shares of all processes, on every process.
 
     Every process must call it at the same point.
     """
@@ -100,16 +101,16 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
     for process, difference in enumerate(gathered(found)):
         if difference:
             raise ValueError(
-                f"process {process} has another {difference}; "
+                f"process {process} has a different {difference}; "
                 "start every process with the same config and program"
             )
 
 
 EXIT_LOST = 75
-"""Exit code of a process that ends because another one was lost (a temporary failure)."""
+"""Exit code of a process that ends because another process was lost (a temporary failure)."""
 
 PATIENCE = 25.0
-"""Seconds without a heartbeat after which a process counts as lost."""
+"""Seconds without a heartbeat after which a process is considered lost."""
 
 _INTERVAL = 1.0
 _DONE = "done"
@@ -165,7 +166,7 @@ class Watch:
             time.sleep(_INTERVAL)
 
     def _found(self) -> str:
-        """The loss that process 0 has detected; empty if there is none."""
+        """The message about a lost process from process 0; empty if there is none."""
         signs = dict(self._client.key_value_dir_get(_ALIVE))
         for process in range(1, self._count):
             reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
@@ -174,7 +175,7 @@ class Watch:
         return ""
 
     def _heard(self) -> str:
-        """The verdict of process 0, or the loss of process 0 itself."""
+        """The decision of process 0, or a message that process 0 itself is lost."""
         with contextlib.suppress(Exception):
             return self._client.key_value_try_get(_VERDICT)
         sign = ""
@@ -183,7 +184,7 @@ class Watch:
         return self._judged(0, sign)
 
     def _judged(self, process: int, sign: str) -> str:
-        """The reason why a process with this heartbeat counts as lost; empty if it does not."""
+        """The reason why a process with this heartbeat is considered lost; empty if it is not."""
         if sign == _DONE:
             return ""
         if sign.startswith(_LEFT):
@@ -198,12 +199,12 @@ class Watch:
 
     def _end(self, verdict: str) -> None:
         sys.stderr.write(
-            f"error: {verdict}; process {self._me} of {self._count} ends too: the same command "
-            "continues from the last checkpoint\n"
+            f"error: {verdict}; process {self._me} of {self._count} also ends: the same command "
+            f"resumes from the last checkpoint\n"
         )
         sys.stderr.flush()
         if self._me == 0:
-            # The service ends with this process, so the others must read the verdict before.
+            # The service ends with this process, so the others must read the verdict first.
             self._tell(verdict)
             time.sleep(5 * _INTERVAL)
         os._exit(EXIT_LOST)
@@ -211,10 +212,11 @@ class Watch:
 
 @contextlib.contextmanager
 def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """A context in which no process waits for a lost one; no effect in a single process.
+    """A context in which no process waits for a lost one; it has no effect in a single process.
 
     An exception that leaves the context ends the process at once, without the shutdown barrier of
-    JAX, which would wait for the others. If a lost process caused it, the exit code is `EXIT_LOST`.
+    JAX, which waits for the other processes. If a lost process caused it, the exit code is
+    `EXIT_LOST`.
     """
     if jax.process_count() == 1:
         yield

@@ -5,8 +5,8 @@ seeded by the request; those of causal models are exact. Results do not depend o
 on the order of requests, bit for bit.
 
 A pair runs in a program with a fixed number of rows, on a canvas that depends on its length only.
-Draws come in antithetic pairs of one random order: the first hides the first k tokens, the second
-hides the k-th and all later ones.
+Draws come in antithetic pairs of one random order: the first hides the first k tokens of the order,
+and the second hides the k-th and all later ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
     """A continuation with its context, which is cut on the left to fit the canvas.
 
-    Spaces at the end of the context belong to the continuation, as in lm-evaluation-harness.
+    Trailing spaces of the context belong to the continuation, as in lm-evaluation-harness.
     """
     encode = model.tokenizer.encode
     if is_chat:
@@ -70,7 +70,7 @@ def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = Fa
 
 
 def encoded(model: Model, context: str, *, is_chat: bool) -> np.ndarray:
-    """Ids of a context; in a chat the names of specials stand for them."""
+    """Ids of a context; in a chat, the names of special tokens are encoded as those tokens."""
     if is_chat and isinstance(model.tokenizer, HubTokenizer):
         return model.tokenizer.encode_marked(context)
     return model.tokenizer.encode(context)
@@ -78,7 +78,7 @@ def encoded(model: Model, context: str, *, is_chat: bool) -> np.ndarray:
 
 def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
     if not rest.size:
-        raise ValueError("the continuation has no token; give some text")
+        raise ValueError("the continuation has no tokens; pass some text")
     if rest.size > model.max_length:
         raise ValueError(
             f"continuation of {rest.size} tokens exceeds the model's canvas of {model.max_length}; "
@@ -93,7 +93,7 @@ def windows_of(model: Model, text: str) -> list[Pair]:
     """Windows of a text that score each token once; the last has the most context."""
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
-        raise ValueError("the text is empty; give one to score")
+        raise ValueError("the text is empty; pass a text to score")
     size = model.max_length
     found = [Pair(ids[first : first + size], 0) for first in range(0, ids.size, size)]
     rest = ids.size % size
@@ -104,7 +104,7 @@ def windows_of(model: Model, text: str) -> list[Pair]:
 
 _LENGTH = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the length in order of precedence, as in lm-evaluation-harness."""
+"""Names of the length argument in order of precedence, as in lm-evaluation-harness."""
 
 _READ = ("do_sample", "until", *_LENGTHS, "temperature")
 
@@ -137,11 +137,11 @@ class Asked(NamedTuple):
     """A requested text.
 
     Attributes:
-      context: text before it.
-      until: texts that end it; they are not part of it.
+      context: text before the generation.
+      until: stop strings, which are not part of the result.
       length: limit of new tokens; None: 256, as in lm-evaluation-harness.
       settings: settings of the row.
-      is_chat: whether names of special tokens in the context stand for them.
+      is_chat: whether names of special tokens in the context are encoded as those tokens.
       unread: ignored generation arguments that would have an effect in other models.
     """
 
@@ -162,7 +162,7 @@ def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -
     until = (until,) if isinstance(until, str) else until
     is_list = isinstance(until, list | tuple)
     if not is_list or not all(isinstance(text, str) for text in until):
-        raise ValueError(f"until={until!r} is not a list of texts; use ['\\n']")
+        raise ValueError(f"until={until!r} is not a list of strings; use ['\\n']")
     given = {name: value for name, value in given.items() if value is not None}
     does_sample = given.get("do_sample", False)
     if not isinstance(does_sample, bool):
@@ -248,7 +248,7 @@ Row = tuple[Pair, np.ndarray]
 
 
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
-    """Masks of a pair, bool ``[draws, n]``; a single one where one token is scored.
+    """Masks of a pair, bool ``[draws, n]``; a single mask if one token is scored.
 
     For a block-causal model they are drawn for each block separately.
     """
@@ -290,7 +290,7 @@ class Likelihoods:
             )
         if not model.process.is_masked:
             raise ValueError(
-                "the harness draws masks, and the model was trained with "
+                "the harness draws masks, but the model was trained with "
                 f"objective.process={model.process.name!r}; use dlm_jax.score"
             )
         if not 1 <= num_draws <= 1 << 16:
@@ -321,9 +321,9 @@ class Likelihoods:
         return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether the model writes each pair at temperature 0, most confident token first.
+        """Whether the model generates each pair at temperature 0, most confident token first.
 
-        A causal model writes from left to right.
+        A causal model decodes from left to right.
         """
         run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
@@ -430,14 +430,14 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: masks of each likelihood.
-      likelihood: of continuations: ``bound``, or ``chain``, which is exact: the tokens are written
-        from left to right (`dlm_jax.decide`), so that choices are compared without draws.
+      likelihood: likelihood of continuations: ``bound``, or ``chain``, which is exact: tokens are
+          decoded from left to right (`dlm_jax.decide`), so choices are compared without mask draws.
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
       seed: seed of masks and texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
       preset: name of a preset of the model.
-      model: a loaded model, in place of `checkpoint`.
+      model: a loaded model, instead of `checkpoint`.
       max_batch_size: ignored.
       device: ignored; JAX chooses it.
       **settings: settings of generated texts, by name (docs/settings.md).
@@ -476,7 +476,7 @@ class Evaluated:
         )
 
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether the model would write it."""
+        """The log-likelihood of each continuation, and whether greedy decoding generates it."""
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
         nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
@@ -484,7 +484,7 @@ class Evaluated:
         return found
 
     def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Minus the log-probability of each continuation, written from left to right."""
+        """Negative log-probability of each continuation, decoded from left to right."""
         rows = [decisions.Row(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
         return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
@@ -498,7 +498,7 @@ class Evaluated:
         return found
 
     def generate_until(self, requests: Instances) -> list[str]:
-        """Texts after their contexts; each row ends at the first of its stops."""
+        """Generated texts; each row ends at its first stop string."""
         asked = []
         for place, request in enumerate(requests):
             try:
@@ -542,5 +542,5 @@ class Evaluated:
     @property
     def _chat(self) -> Any:
         if self.model.chat is None:
-            raise ValueError("the model has no chat template; leave --apply_chat_template out")
+            raise ValueError("the model has no chat template; remove --apply_chat_template")
         return self.model.chat

@@ -45,8 +45,8 @@ def critic_head(setup: Setup) -> Head | None:
         )  # fmt: skip
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """uint32 seeds ``[B]`` for the draws that fill the canvas, and the number of judged
-        positions.
+        """uint32 seeds ``[B]`` for the draws that fill the canvas, and the number of positions in
+        the loss.
         """
         _, is_judged_BL = positions(example)
         seed_B = jax.random.bits(key, (example.shown_BL.shape[0],), jnp.uint32)
@@ -78,7 +78,7 @@ def critic_head(setup: Setup) -> Head | None:
 
 
 class CriticTargets(NamedTuple):
-    """The targets of the critic.
+    """Targets of the critic.
 
     Attributes:
       filled_BL: int32 canvas with its holes filled.
@@ -99,10 +99,10 @@ def critic_positions(
     mask_id: int,
     masked_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """True ``[B, L]`` at the holes to fill, and True ``[B, L]`` at the positions to judge.
+    """True ``[B, L]`` at the holes to fill, and True ``[B, L]`` at the positions in the loss.
 
-    The critic judges the supervised holes. Unless `masked_only`, it also judges the live
-    unsupervised positions, which hold the true text.
+    The loss covers the supervised holes. Unless `masked_only`, it also covers the live unsupervised
+    positions, which contain the true text.
     """
     is_live_BL = jnp.arange(shown_BL.shape[1])[None] < length_B[:, None]
     is_hole_BL = (shown_BL == mask_id) & is_supervised_BL
@@ -126,15 +126,17 @@ def critic_targets(
 def critic_loss(
     network: Network, params: Params, targets: CriticTargets, length_B: jax.Array, total: jax.Array
 ) -> Loss:
-    """Binary cross-entropy (nats) over the judged positions, after an additional trunk pass.
+    """Binary cross-entropy (nats) over the positions in the loss, after an additional forward of
+    the trunk.
 
-    Gradients flow into the trunk. `total` is the number of judged positions of the whole batch.
+    Gradients flow into the trunk. `total` is the number of positions in the loss of the whole
+    batch.
     """
     assert network.critic is not None
     hidden_BLD, _ = network.trunk(params, targets.filled_BL, length_B, None)
     logit_P = network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
     logit_BL = logit_P.reshape(targets.filled_BL.shape)
-    # -log sigmoid(x) where wrong, -log sigmoid(-x) where right.
+    # -log sigmoid(x) for wrong tokens, -log sigmoid(-x) for correct ones.
     loss_BL = jax.nn.softplus(jnp.where(targets.is_wrong_BL, -logit_BL, logit_BL))
     return Loss(jnp.sum(jnp.where(targets.is_judged_BL, loss_BL, 0.0)), total)
 

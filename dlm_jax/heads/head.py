@@ -114,8 +114,8 @@ class Head:
       init: ``(key) -> params``; None if `Network.init` creates them.
       metric: metric name of its loss; empty uses the name without ``_head``.
       reads_hidden: whether its loss reads `HeadInputs.hidden_BLD`.
-      trains_trunk: whether its gradient flows into other parameters. Otherwise the model trains bit
-        for bit as without the head.
+      trains_trunk: whether its gradient flows into other parameters. Otherwise the model trains as
+          without the head, bit for bit.
       joins_main: whether its parameters belong to the main optimiser group and train with it;
         `start`, `end` and `optimizer` are then ignored.
       start: first step of its training.

@@ -27,12 +27,14 @@ def sampler_head(setup: Setup) -> Head | None:
     share = settings.sampler_trunk_share
 
     def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
-        """Where the trunk has a prediction when it is shown the revealed holes."""
+        """True where the trunk has a prediction given the revealed holes."""
         is_hole_BL = (example.shown_BL == mask_id) & ~is_revealed_BL
         return is_hole_BL & example.is_supervised_BL()
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, ...]:
-        """The holes revealed to their neighbours, and the numbers of supervised and asked ones."""
+        """The holes revealed to their neighbours, and the numbers of supervised holes and of holes
+        in the divergence.
+        """
         is_revealed_BL = jax.random.uniform(key, example.shown_BL.shape) < settings.sampler_reveal
         num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
         if not share:
@@ -57,7 +59,7 @@ def sampler_head(setup: Setup) -> Head | None:
             network, params, read, example.shown_BL, tokens_BL, example.batch.length_B,
             is_revealed_BL, is_asked_BL(example, is_revealed_BL), num_asked[0], mask_id=mask_id,
         )  # fmt: skip
-        # Both are means, of which the weight of the first makes one.
+        # Both are means, so their sum with the weight of the first is a mean too.
         scale = num_supervised / jnp.maximum(taught.weight, 1.0)
         return Loss((1.0 - share) * plain.sum + share * scale * taught.sum, num_supervised)
 
@@ -70,10 +72,10 @@ class SamplerInputs(NamedTuple):
     """Inputs of the sampler head at each position, without gradients.
 
     Attributes:
-      left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors where
-        there is no neighbour.
+      left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors for
+          missing neighbours.
       hidden_BLD: the trunk's hidden vectors.
-      right_BLCD: as `left_BLCD`, to the right.
+      right_BLCD: like `left_BLCD`, to the right.
     """
 
     left_BLCD: jax.Array
@@ -171,22 +173,23 @@ def trunk_loss(
     *,
     mask_id: int,
 ) -> Loss:
-    """Mean divergence (nats) of the sampler head from the trunk's one-at-a-time law.
+    """Mean divergence (nats) of the sampler head from the trunk's one-at-a-time distribution.
 
     ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R beside i}) )`` for the canvas z and the
-    revealed tokens x_R: the trunk runs once more where they are shown. With ADJUST (Bansal &
-    Sanghavi 2025) a head is trained for the law that drawing one position at a time would have.
+    revealed tokens x_R: the trunk runs once more with the revealed tokens shown. As in ADJUST
+    (Bansal & Sanghavi 2025), a head is trained for the distribution of sampling one position at a
+    time.
 
     Args:
-      network: with a sampler head.
-      params: only the head's own get a gradient.
-      inputs: of the head, from `prepare_sampler_inputs`.
+      network: network with a sampler head.
+      params: all parameters; only those of the head get a gradient.
+      inputs: inputs of the head, from `prepare_sampler_inputs`.
       shown_BL: int32 canvas z.
       tokens_BL: int32 true tokens.
       length_B: int32 live tokens.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
-      is_asked_BL: True at the holes in the loss, none of them revealed.
-      total: their number in the whole batch.
+      is_asked_BL: True at the holes in the loss; none of them is revealed.
+      total: number of these holes in the whole batch.
       mask_id: the id of MASK.
     """
     assert network.sampler_readout is not None

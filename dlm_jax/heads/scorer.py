@@ -1,6 +1,6 @@
 """The scorer head, which predicts the corrupted share of a text.
 
-Scored texts have no holes, so a corrupted token is a wrong token, never MASK.
+Scored texts have no holes, so corrupted tokens are wrong tokens, never MASK.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scorer_head(setup: Setup) -> Head | None:
         return None
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[CorruptedRows, jax.Array]:
-        """Corrupted rows with their shares, and the number of rows that count."""
+        """Corrupted rows with their shares, and the number of rows in the loss."""
         rows = corrupt(example.batch, key, setup.config.objective, setup.text_ids)
         return rows, jnp.sum(rows.weight_B)
 
@@ -53,7 +53,7 @@ class CorruptedRows(NamedTuple):
       shown_BL: int32 canvas that the trunk reads.
       length_B: int32 live tokens.
       share_B: float32 in [0, 1], share of free positions with a wrong token.
-      weight_B: float32, 1 for rows with a free position; the others do not count.
+      weight_B: float32, 1 for rows with a free position; 0 for others.
     """
 
     shown_BL: jax.Array
@@ -70,9 +70,9 @@ def corrupt(
     Each row uses one corruption pattern, with a share that is uniform up to ``max_ratio`` for
     ``random`` and ``sticky``. In half of the rows the new tokens are drawn uniformly from
     `random_ids`. In the others they are copied from random positions of other rows. They then have
-    the frequencies of true text, and only their context reveals them. A copied token that is not in
-    `random_ids` (such as EOS) is replaced by a random id. A token equal to the true one is not
-    wrong.
+    the token frequencies of real text and are detectable only from context. A copied token that is
+    not in `random_ids` (such as EOS) is replaced by a random id. A token equal to the true one is
+    not wrong.
     """
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
     num_rows, num_positions = batch.tokens_BL.shape
@@ -114,14 +114,16 @@ def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: ja
 
     As for the squared error, the minimum is where the sigmoid of the logit equals the mean share.
     Unlike the squared error, its gradient does not vanish for confident wrong scores. `total` is
-    the number of rows of the whole batch that count.
+    the number of rows in the loss of the whole batch.
     """
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
     return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
 
 
 def binary_cross_entropy(logit_B: jax.Array, share_B: jax.Array) -> jax.Array:
-    """``-s log p - (1 - s) log(1 - p)`` in nats ``[B]``, ``p`` the sigmoid of the logit."""
+    """``-s log p - (1 - s) log(1 - p)`` in nats ``[B]``, where ``p`` is the sigmoid of the
+    logit.
+    """
     return jax.nn.softplus(logit_B) - share_B * logit_B
 
 
@@ -151,8 +153,8 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens are drawn from other rows, so the rows of a batch share their noise. It depends on
-    the key and the index of the first row.
+    Wrong tokens are drawn from other rows, so the rows of a batch share their noise. This noise
+    depends on the key and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
@@ -162,14 +164,14 @@ def errors(
 
 
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
-    """Means over the rows that count, under their metric names.
+    """Means over the rows with a free position, by metric name.
 
     ``squared_error`` with its ``standard_error`` (absent for a single row),
     ``constant_squared_error`` of the best constant prediction, and ``cross_entropy``.
 
     Args:
       found: arrays of N rows.
-      free_N: free positions of each row; not all 0.
+      free_N: number of free positions of each row; not all 0.
     """
     squared_N, entropy_N, share_N = (np.asarray(x, np.float64)[free_N > 0] for x in found)
     mean, error = ratio_and_error(squared_N, np.ones(len(squared_N)))

@@ -1,1 +1,1 @@
-"""A loaded model and its requests: the only subpackage that turns settings into functions."""
+"""A loaded model and its requests: the only subpackage that maps settings to functions."""

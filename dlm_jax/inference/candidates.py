@@ -25,8 +25,9 @@ class Candidates(NamedTuple):
       first: position of the first token that was not given.
       ids: int32 ``[n]`` candidates.
       logits: float32 ``[n]``, after the chain.
-      logprobs: float32 ``[n]``, log-probability in nats of each candidate among all survivors.
-      num_survivors: number of survivors; more than ``n`` if the list is truncated.
+      logprobs: float32 ``[n]``, log-probability in nats of each candidate over all remaining
+          candidates.
+      num_survivors: number of remaining candidates; more than ``n`` if the list is truncated.
       is_greedy: whether the temperature of the row is 0.
       uniform: a number in [0, 1), derived from the seed of the row, the position and the step.
     """
@@ -111,7 +112,7 @@ def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
 
 
 HostSampler = Callable[[Candidates], int]
-"""Chooses one of ``candidates.ids``; it may also be `Accepting`, `Resetting`, or both."""
+"""Returns one of ``candidates.ids``; it may also be `Accepting`, `Resetting`, or both."""
 
 
 @runtime_checkable
@@ -136,7 +137,7 @@ class Resetting(Protocol):
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Index within the candidates of the id that `sampler` chose."""
+    """Index within the candidates of the id that `sampler` returned."""
     where = f"row {candidates.row}: the host sampler"
     at = f"at position {candidates.index}"
     token = called(functools.partial(sampler, candidates), f"{where} failed {at}")
@@ -147,8 +148,8 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
     (places,) = np.nonzero(candidates.ids == int(token)) if is_id else ([],)
     if not len(places):
         raise ValueError(
-            f"{where} chose {shown(token)} {at}, which is none of its "
-            f"{len(candidates.ids)} candidates; choose one of candidates.ids"
+            f"{where} chose {shown(token)} {at}, which is not one of its {len(candidates.ids)} "
+            f"candidates; return one of candidates.ids"
         )
     return int(places[0])
 
@@ -165,6 +166,6 @@ def called(fn: Callable[[], Any], failure: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A user value in an error message: only the type if it is not a number or text."""
+    """A user value in an error message: only the type unless it is a number or a string."""
     is_plain = value is None or isinstance(value, str | int | float | np.integer)
     return repr(value)[:60] if is_plain else f"a {type(value).__name__}"

@@ -1,9 +1,9 @@
-"""Decisions: the probability of each of several labels, exact under one order of decoding.
+"""Decisions: the exact probability of each of several labels under one decoding order.
 
 The canvas of a label has one hole per token, so labels of different lengths have different
-canvases, and no end token is read. Tokens are decoded one at a time, each from the canvas that
-holds the earlier ones. Labels share the canvases of their common prefixes, and all labels of one
-token share one forward.
+canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas with
+the earlier ones. Labels share the canvases of their common prefixes, and all labels of one token
+share one forward.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from dlm_jax.store.files import replacing
 from dlm_jax.types import Network, Params
 
 SLOT = re.compile(r"<slot:(\w+)>")
-"""The marker of a slot in a prompt whose choices have names."""
+"""The marker of a named slot in a prompt."""
 
 ORDERS = ("left_to_right", "mean")
 """Orders in which the tokens of a label are decoded: left to right, or the mean over all orders."""
 
 MOST_ORDERED = 8
-"""Tokens of a combination of labels with ``order="mean"``, which takes ``2^n - 1`` forwards."""
+"""Maximum tokens of a combination of labels with ``order="mean"``, which takes ``2^n - 1``
+forwards."""
 
 MOST_JOINT = 4096
-"""Maximum number of combinations of labels that are enumerated; above it, some are drawn."""
+"""Maximum number of combinations of labels that are enumerated; above it, combinations are
+drawn."""
 
 YES_NO = ("yes", "no")
 
@@ -67,13 +69,14 @@ class Decision:
 
     Attributes:
       choices: labels of each slot by name; ``""`` is the slot after the prompt.
-      combinations: ``C`` combinations of one label per slot: all, or those that were drawn.
+      combinations: ``C`` combinations of one label per slot: all combinations, or the drawn ones.
       logprobs: float64 ``[C]``, log-probability of each in nats under the order. The probabilities
         may sum to less than 1, because other texts are possible.
       probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
         model are not finite.
       num_draws: number of drawn combinations, with repeats; 0: all are enumerated.
-      squares: float64 ``[C]``, sum of the squared weights of the draws of each; 0 if enumerated.
+      squares: float64 ``[C]``, sum of the squared weights of the draws of each combination; 0 if
+          enumerated.
     """
 
     choices: Mapping[str, tuple[str, ...]]
@@ -89,7 +92,7 @@ class Decision:
 
     @property
     def best(self) -> dict[str, str]:
-        """The labels of the most likely combination by slot; ties go to the first."""
+        """The labels of the most likely combination by slot; the first wins ties."""
         return dict(
             zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
         )
@@ -118,7 +121,9 @@ class Decision:
         if values is None:
             values = [_number(label) for label in labels]
         if len(values) != len(labels):
-            raise SettingError("values", list(values), f"has no number for each of {len(labels)}")
+            raise SettingError(
+                "values", list(values), f"does not have {len(labels)} numbers, one per label"
+            )
         value_of = dict(zip(labels, values, strict=True))
         place = list(self.choices).index(slot)
         each = np.array([value_of[one[place]] for one in self.combinations], np.float64)
@@ -173,10 +178,10 @@ def decide(
     and to float tolerance otherwise.
 
     Args:
-      model: from `dlm_jax.load`, or your own.
+      model: from `dlm_jax.load`, or custom.
       prompts: one or several texts.
-      choices: at least two labels, or a mapping from slot names to labels, for all prompts or for
-        each. Integers are written as digits.
+      choices: at least two labels, or a mapping from slot names to labels, for all prompts or one
+          per prompt. Integers are written as digits.
       order: ``left_to_right``, or ``mean``: the log of the mean probability over all orders of the
         tokens, for at most 8 tokens.
       temperature: above 0; 1 uses the probabilities of the model.
@@ -192,7 +197,7 @@ def decide(
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
-        raise SettingError("prompts", UNSET, "are none", "give at least one")
+        raise SettingError("prompts", UNSET, "are none", "pass at least one")
     several = _each(choices, len(texts))
     heat = _temperature(model, temperature, task, calibration, order)
     asked = []
@@ -229,11 +234,11 @@ class Question(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest labels of all slots together."""
+        """Total length of the longest labels of all slots."""
         return sum(max(map(len, own)) for own in self.labels)
 
     def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
-        """The row with these tokens in the slots; its places are those of all slots or one slot."""
+        """The row with these tokens in the slots; its places cover all slots or one slot."""
         pieces, places, at = [self.parts[0]], [], len(self.parts[0])
         for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
             if slot in (None, number):
@@ -244,7 +249,7 @@ class Question(NamedTuple):
 
 
 def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
-    """A prompt, as text or ids, with its choices, checked.
+    """A prompt, as text or ids, with its choices, validated.
 
     Args:
       model: model with the tokenizer and canvas.
@@ -256,7 +261,9 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
         given = prompt if isinstance(prompt, np.ndarray) else encode(_text("prompt", prompt))
         parts, named = [given, encode("")], {"": choices}
     elif isinstance(prompt, np.ndarray):
-        raise SettingError("choices", UNSET, "have names, and ids have one slot", "give a list")
+        raise SettingError(
+            "choices", UNSET, "have names, but ids have a single slot", "pass a list"
+        )
     else:
         parts, named = _slots(model, _text("prompt", prompt), choices)
     known = {name: _checked(name, labels) for name, labels in named.items()}
@@ -265,14 +272,14 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     length = sum(map(len, parts)) + made.num_tokens
     if length > model.max_length:
         raise SettingError(
-            "prompt", UNSET, f"with its labels has {length} tokens, and the canvas of the model "
-            f"holds {model.max_length}", "shorten it",
+            "prompt", UNSET, f"with its labels has {length} tokens, but the canvas of the model "
+            f"has {model.max_length}", "shorten it",
         )  # fmt: skip
     sees_behind = not model.is_causal and not model.network.block_length
     if not sees_behind and any(len(part) for part in parts[1:]):
         raise SettingError(
-            "prompt", UNSET, "has text behind a slot, which a causal or block-causal model does "
-            "not see", "put one slot at its end",
+            "prompt", UNSET, "has text after a slot, which a causal or block-causal model does "
+            "not attend to", "use a single slot at the end",
         )  # fmt: skip
     return made
 
@@ -401,7 +408,7 @@ def logprobs(
 
 
 def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
-    """Indices of the reads of a row, one per place."""
+    """Indices of the log-probabilities that a row reads, one per place."""
     places = np.asarray(row.places)
     found = []
     for count, place in enumerate(places):
@@ -525,14 +532,15 @@ def _read(
 
 
 def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The temperature with the least negative log-likelihood of the right labels, in [0.01, 100].
+    """The temperature with the lowest negative log-likelihood of the correct labels, in [0.01,
+    100].
 
     The cost is convex in its inverse (Guo et al. 2017, On calibration of modern neural networks,
     4.2).
 
     Args:
       logprobs: `Decision.logprobs` of each line.
-      right: index of the right label of each line.
+      right: index of the correct label of each line.
     """
 
     def cost(log_temperature: float) -> float:
@@ -545,7 +553,7 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
 
 
 def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The mean negative log-probability of the right labels, nats per line."""
+    """The mean negative log-probability of the correct labels, nats per line."""
     chosen = np.array([own[k] for own, k in zip(probabilities, right, strict=True)])
     return float(-np.log(np.maximum(chosen, np.finfo(np.float64).tiny)).mean())
 
@@ -568,11 +576,11 @@ def expected_calibration_error(
 def write_calibration(
     path: str | os.PathLike[str], model: Model, task: str, **facts: str | float
 ) -> None:
-    """Adds a task to a file of temperatures, or replaces it there.
+    """Adds or replaces a task in a file of temperatures.
 
     Args:
       path: JSON file, created if it does not exist.
-      model: model of the temperatures.
+      model: model that the temperature applies to.
       task: name of the task.
       facts: ``temperature``, ``order`` and further facts of the task.
     """
@@ -588,8 +596,8 @@ def read_calibration(
     """The temperatures of a file by task.
 
     Args:
-      path: file of `write_calibration`.
-      model: model with the vocabulary of the file.
+      path: file from `write_calibration`.
+      model: model that the file must match.
       order: order of the fitted temperatures to return; None: all.
     """
     tasks = _calibrated(path, model)
@@ -609,10 +617,12 @@ def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[st
             if facts["order"] not in ORDERS:
                 raise ValueError(f"order={brief(facts['order'])} is unknown")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"is not a calibration ({error})"
+        why = (
+            error.strerror if isinstance(error, OSError) else f"is not a calibration file ({error})"
+        )
         raise SettingError("calibration", str(path), str(why), "make it with --fit") from None
     if vocabulary != model.vocabulary:
-        raise SettingError("calibration", str(path), "is that of another model", "fit it again")
+        raise SettingError("calibration", str(path), "belongs to another model", "fit it again")
     return tasks
 
 
@@ -621,11 +631,11 @@ def _temperature(
     calibration: str | os.PathLike[str] | Mapping[str, float] | None, order: str,
 ) -> float:  # fmt: skip
     if (task is None) != (calibration is None):
-        raise SettingError("task", task, "and calibration go together", "give both, or neither")
+        raise SettingError("task", task, "and calibration go together", "pass both, or neither")
     if task is None or calibration is None:
         return temperature
     if temperature != 1.0:
-        raise SettingError("temperature", temperature, "is that of the task", "drop one of them")
+        raise SettingError("temperature", temperature, "belongs to the task", "remove one of them")
     if not isinstance(calibration, Mapping):
         calibration = read_calibration(calibration, model, order=order)
     return temperature_of(task, calibration)
@@ -634,7 +644,7 @@ def _temperature(
 def temperature_of(task: str, calibration: Mapping[str, float]) -> float:
     if task not in calibration:
         known = ", ".join(sorted(calibration)) or "none"
-        raise SettingError("task", task, "has no temperature of this order", f"known: {known}")
+        raise SettingError("task", task, "has no temperature for this order", f"known: {known}")
     return calibration[task]
 
 
@@ -659,19 +669,22 @@ def _check(
     if order == "left_to_right":
         return
     if model.is_causal:
-        raise SettingError("order", order, "is not that of a causal model", "use left_to_right")
+        raise SettingError(
+            "order", order, "is not supported by a causal model", "use left_to_right"
+        )
     for one in asked:
         if one.num_tokens > MOST_ORDERED or one.num_joint > MOST_JOINT:
             raise SettingError(
-                "order", order, f"is for {MOST_ORDERED} tokens and {MOST_JOINT} combinations, and "
-                f"the labels have {one.num_tokens} and {one.num_joint}", "use left_to_right",
+                "order", order, f"is limited to {MOST_ORDERED} tokens and {MOST_JOINT} "
+                f"combinations, but the labels have {one.num_tokens} and {one.num_joint}",
+                "use left_to_right",
             )  # fmt: skip
 
 
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
     """The choices of each prompt."""
     if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
-        raise SettingError("choices", choices, "are not a list of labels", "give at least two")
+        raise SettingError("choices", choices, "are not a list of labels", "pass at least two")
     are_several = not isinstance(choices, Mapping) and any(
         isinstance(one, Sequence | Mapping) and not isinstance(one, str) for one in choices
     )
@@ -684,7 +697,7 @@ def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
 
 def _text(name: str, text: Any) -> str:
     if not isinstance(text, str):
-        raise SettingError(name, text, "is not a text", "use a string")
+        raise SettingError(name, text, "is not a string", "use a string")
     return text
 
 
@@ -696,11 +709,11 @@ def _slots(
     for name in (*names, *choices):
         if names.count(name) != 1 or name not in choices:
             raise SettingError(
-                "choices", UNSET, f"and prompt do not agree about the slot {name!r}",
-                f"write <slot:{name}> once, and give its labels",
+                "choices", UNSET, f"and prompt disagree about the slot {name!r}",
+                f"write <slot:{name}> once, and pass its labels",
             )  # fmt: skip
     if not names:
-        raise SettingError("choices", UNSET, "name no slot", "give a list of labels")
+        raise SettingError("choices", UNSET, "name no slot", "pass a list of labels")
     pieces = SLOT.split(prompt)[::2]
     return [model.tokenizer.encode(text) for text in pieces], {n: choices[n] for n in names}
 
@@ -713,8 +726,8 @@ def _checked(slot: str, labels: Any) -> tuple[str, ...]:
     for label in labels:
         is_int = isinstance(label, int) and not isinstance(label, bool)
         if not is_int and (not isinstance(label, str) or not label):
-            why = "holds an empty label" if label == "" else "holds a label that is not a text"
-            raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "drop it")
+            why = "holds an empty label" if label == "" else "has a label that is not a string"
+            raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "remove it")
         if str(label) in found:
             why = f"{where[1:]} holds {brief(str(label))} twice".lstrip()
             raise SettingError("choices", list(labels), why, "keep one")
@@ -734,8 +747,8 @@ def _ids(model: Model, slot: str, labels: Sequence[str]) -> list[np.ndarray]:
             raise SettingError("choices", label, f"cannot be written: {error}") from None
         other = known.setdefault(ids.tobytes(), label)
         if other != label or not ids.size:
-            why = f"has the tokens of {brief(other)}" if ids.size else "has no token"
-            raise SettingError("choices", label, why, "drop it")
+            why = f"has the same tokens as {brief(other)}" if ids.size else "has no token"
+            raise SettingError("choices", label, why, "remove it")
         made.append(ids)
     return made
 
@@ -745,7 +758,7 @@ def _number(label: str) -> float:
         return float(label)
     except ValueError:
         raise SettingError(
-            "choices", label, "is not a number, as a scale requires", "give values"
+            "choices", label, "is not a number, which a scale requires", "pass values"
         ) from None
 
 

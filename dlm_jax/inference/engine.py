@@ -1,8 +1,8 @@
 """The sampling engine. It accepts requests at any time and returns rows as they end.
 
-`dlm_jax.inference.scheduler` decides which request gets which slot of which program, and
-`dlm_jax.inference.slots` runs the rows; the engine joins them, between threads and processes. Each
-call of `Engine.step` serves one queue: a call of its compiled loop.
+`dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
+runs the rows. The engine combines them across threads and processes. Each call of `Engine.step`
+serves one queue by one call of its compiled loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _QUEUES_PER_PROGRAM = 4
 
 
 class EngineFullError(ValueError):
-    """The queue is full; try again when some requests have begun."""
+    """The queue is full; retry when some requests have started."""
 
 
 class Engine:
@@ -57,14 +57,14 @@ class Engine:
       model: from `load`, or a custom one.
       batch_size: maximum number of rows of one program that run at once, rounded up to a multiple
         of the devices that shard them.
-      sizes: allowed numbers of slots of a program. Each size is compiled on first use. With
-        ``(batch_size,)`` every row is reproducible bit for bit. Default: `batch_size`, an eighth of
-        it, and so on.
-      canvases: canvas lengths of programs. A request runs on the shortest canvas that holds it.
+      sizes: allowed slot counts of programs. Each size is compiled on first use. With
+        ``(batch_size,)`` every row is reproducible bit for bit. Default: `batch_size` divided by
+        powers of 8.
+      canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
         Default: powers of two from 64.
       max_waiting: maximum number of waiting requests; None for no limit.
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
-        If all are busy, one is drained so that another kind of request can run.
+        If all are busy, one is drained so that a different kind of request can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
         ``cache="exact"`` and the same beginning reuse them. A row that finds its prefix equals one
@@ -206,12 +206,13 @@ class Engine:
           request: from `make_requests`.
           priority: requests of higher priority are served first within a queue.
           is_watched: whether `step` returns the row while it runs.
-          number: ticket number, which host samplers and errors use to name the row. It must exceed
+          number: ticket number, which host samplers and errors use to identify the row. It must
+              exceed
             all earlier ticket numbers. Default: the next number.
 
         Raises:
-          ValueError: the engine is closed, the request has fewer steps than blocks, no canvas holds
-            it, or the number is too small. `EngineFullError` if the queue is full. Other requests
+          ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
+              it, or the number is too small. `EngineFullError` if the queue is full. Other requests
             are not affected.
         """
         check_canvas(request, self._facts, mask_id=self._mask_id)
@@ -219,8 +220,8 @@ class Engine:
             self._check_open()
             if not self.has_room:
                 raise EngineFullError(
-                    f"max_waiting={self._max_waiting} requests wait already; submit again when "
-                    "some have begun"
+                    f"max_waiting={self._max_waiting} requests are waiting; retry when some have "
+                    f"started"
                 )
             number = self._next_number if number is None else number
             if number < self._next_number:
@@ -244,26 +245,27 @@ class Engine:
             if ticket not in self._entries:
                 is_known = 0 <= ticket.number < self._next_number
                 raise ValueError(
-                    f"request {ticket.number} has ended; only one that waits or runs can be "
-                    "cancelled"
+                    f"request {ticket.number} has ended; only waiting or running requests can be "
+                    f"cancelled"
                     if is_known
                     else f"{ticket} is not a ticket of this engine"
                 )
             entry, queue = self._entries[ticket]
             if entry.is_cancelled:
-                raise ValueError(f"request {ticket.number} has been cancelled before")
+                raise ValueError(f"request {ticket.number} is already cancelled")
             queue.cancel(entry)
             self._cancelled.append((entry, queue))
 
     def step(self, num_steps: int | None = None) -> Step:
         """Serves the next queue that has a program, and returns the rows that have ended.
 
-        It returns at once when there is nothing to do.
+        It returns immediately if there is no work.
 
         Args:
           num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
-            slots have ended while other requests wait. 0 only fills free slots. Default: 8, or 1 if
-            a row is watched.
+              rows have ended while other requests wait. With 0 it only fills free slots. Default:
+              8,
+            or 1 if a row is watched.
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
@@ -322,10 +324,10 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ValueError("the engine is closed; make another one")
+            raise ValueError("the engine is closed; create a new one")
 
     def _queue_of(self, request: Request) -> Queue:
-        """The queue of a request, created if no bucket holds it."""
+        """The queue of a request, created if no bucket fits it."""
         static, canvas = static_of(request), self._canvas(request)
         for queue in self._queues.get(static, ()):
             is_near = queue.is_reserved or queue.bucket.canvas == canvas
@@ -333,8 +335,9 @@ class Engine:
                 return queue
         if self._scheduler.is_together:
             raise ValueError(
-                "an engine on the devices of several processes runs the requests that all of them "
-                "have reserved; call `reserve` first, with the same ones everywhere"
+                "an engine on the devices of several processes only runs requests that all "
+                "processes have reserved; call `reserve` first with the same requests in every "
+                "process"
             )
         if sum(map(len, self._queues.values())) >= self._limit:
             kept = {static: [queue for queue in queues if queue.is_busy or queue.is_reserved]
@@ -362,15 +365,15 @@ class Engine:
             if canvas >= request.room:
                 return canvas
         raise ValueError(
-            f"the request may fill {request.room} positions, and the longest canvas is "
-            f"{self._canvases[-1]}; ask for less, or give the engine a longer one"
+            f"the request may fill {request.room} positions, but the longest canvas is "
+            f"{self._canvases[-1]}; request fewer, or create the engine with a longer canvas"
         )
 
     def _num_shares(self, static: Static) -> int:
         if static.needs_host and self._scheduler.is_together:
             raise ValueError(
-                "host samplers and read-back look at whole rows in one process; drop them, or the "
-                "other processes"
+                "host samplers and read-back need whole rows in one process; remove them, or use "
+                "a single process"
             )
         return 1 if static.needs_host else num_shares(self._rows)
 
@@ -422,7 +425,7 @@ class Engine:
         if not self._scheduler.is_together:
             queue.totals = queue.counts()
         todo = queue.totals
-        # A watched row is shown before its first step.
+        # Show a watched row before its first step.
         is_shown_first = todo.fills + todo.evicted > 0 and self._fill(queue)
         if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
             return
@@ -494,7 +497,7 @@ class Engine:
 
 
 def _eighths(batch_size: int) -> list[int]:
-    """The number, an eighth of it, and so on down to 1."""
+    """The number divided by powers of 8, down to 1."""
     sizes = [batch_size]
     while isinstance(batch_size, int) and sizes[-1] > 1:
         sizes.append(max(1, sizes[-1] // 8))
@@ -519,13 +522,14 @@ def _prefixes(model: Model, mib: int, *, is_split: bool) -> Prefixes | None:
 def _check_counts(name: str, values: Sequence[int]) -> None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SettingError(name, value, "must be at least 1, a whole number")
+            raise SettingError(name, value, "must be an integer of at least 1")
 
 
 class AsyncEngine:
     """An `Engine` that runs in its own thread while there is work.
 
-    Use it as an asynchronous context manager. An exception of a method affects no other request.
+    Use it as an asynchronous context manager. An exception in a method does not affect other
+    requests.
 
     Args:
       engine: the engine, which only this object may step; leaving the context closes it.
@@ -547,7 +551,9 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests run: entered, and neither closed nor failed."""
+        """Whether requests can run: the context is entered, and the engine is neither closed nor
+        failed.
+        """
         return self._driver is not None and not self._driver.done()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -563,7 +569,7 @@ class AsyncEngine:
         Cancelling the caller cancels the request.
 
         Raises:
-          ValueError: as `Engine.submit`, except for a full queue.
+          ValueError: as for `Engine.submit`, except for a full queue.
         """
         async with self._submitted(request, priority, is_watched=False) as told:
             return _row(await told.get())
@@ -601,7 +607,7 @@ class AsyncEngine:
         finally:
             await asyncio.to_thread(self._thread.shutdown)
             self.engine.close()
-            await self._fail(ValueError("the engine is closed; make another one"))
+            await self._fail(ValueError("the engine is closed; create a new one"))
 
     @contextlib.asynccontextmanager
     async def _submitted(
@@ -627,8 +633,9 @@ class AsyncEngine:
     ) -> Ticket:
         while True:
             if self._is_closing:
-                raise ValueError("the engine is closed, or has failed; make another one")
-            # No other task runs between the two, so that tasks waiting for room wake up.
+                raise ValueError("the engine is closed, or has failed; create a new one")
+            # No other task runs between these two statements, so that tasks waiting for room wake
+            # up.
             async with self._room:
                 try:
                     ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
@@ -650,7 +657,7 @@ class AsyncEngine:
             if not self.engine.is_busy:
                 await self._work.wait()
                 continue
-            # The turn continues in its thread even if this task is cancelled; `close` waits for it.
+            # The call continues in its thread even if this task is cancelled; `close` waits for it.
             try:
                 turn = loop.run_in_executor(self._thread, self._until_told)
                 step = await asyncio.shield(turn)
@@ -682,7 +689,7 @@ class AsyncEngine:
                 return step
 
     async def _fail(self, error: Exception) -> None:
-        """Notifies all callers that wait for a row or for room in the queue."""
+        """Notifies all callers that wait for a row or for space in the queue."""
         for told in self._told.values():
             told.put_nowait(error)
         self._told.clear()

@@ -25,18 +25,18 @@ from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 
 MOST_ROWS = 1 << 20
-"""Rows of one call at most."""
+"""Maximum rows of one call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts(Generation):
     """A `Generation` with its rows decoded.
 
-    Rows end with the first generated EOS, which adds no text.
+    Rows end with the first generated EOS, which decodes to no text.
 
     Attributes:
       texts: prompt and continuation of each row.
-      programs: shapes of the programs that were compiled.
+      programs: shapes of the compiled programs.
     """
 
     texts: tuple[str, ...]
@@ -60,12 +60,13 @@ def generate(
 ) -> Texts:
     """Generates `num_samples` continuations of each prompt.
 
-    Sample ``i`` has the seed ``seed + i`` and can be reproduced alone. If the devices of the model
-    belong to several processes, all processes must make the same call, and each receives all texts.
+    Sample ``i`` has the seed ``seed + i`` and can be reproduced separately. If the devices of the
+    model belong to several processes, all processes must make the same call, and each receives all
+    texts.
 
     Args:
-      model: from `load`, or your own `Model`.
-      prompts: texts, which are kept unchanged, or mappings. A mapping has ``prompt`` and any
+      model: from `load`, or a custom `Model`.
+      prompts: strings, which are kept unchanged, or mappings. A mapping has ``prompt`` and any
         settings of this prompt, including ``seed`` (of its first sample), ``max_length``,
         ``host_sampler`` and ``read_back``. Instead of ``prompt`` it may have ``template``, a text
         with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK is a
@@ -73,10 +74,9 @@ def generate(
         `dlm_jax.inference.request.make_canvas`.
       num_samples: rows of each prompt, next to each other in the result.
       seed: random seed of the first row.
-      max_length: maximum number of tokens of a row, including its prompt. Default: that of the
-        model.
+      max_length: maximum number of tokens of a row, including its prompt. Default: the model's.
       batch_size: rows that run at once.
-      host_sampler: Python function that chooses the tokens of all rows from
+      host_sampler: Python function that selects the tokens of all rows from
         `dlm_jax.inference.candidates.Candidates`, the candidates after the chain of the row.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
       trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). It takes 25
@@ -94,11 +94,11 @@ def generate(
 
     Raises:
       ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
-        encoded; the message names the prompt if there are several. A host sampler that does not
-        choose a candidate also raises it; the message names row and position.
+        encoded; the message names the prompt if there are several. Also raised if a host sampler
+        does not return a candidate; the message names row and position.
     """
     if not isinstance(max_candidates, int) or max_candidates < 1:
-        raise SettingError("max_candidates", max_candidates, "must be at least 1, a whole number")
+        raise SettingError("max_candidates", max_candidates, "must be an integer of at least 1")
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
@@ -142,7 +142,7 @@ def _run(
         if on_commits is not None:
             ended += sum(row.num_generated for row in finished.values())
             now = ended + engine.num_committed()
-            # Remasking lowers the number; a progress bar must not go backwards.
+            # Remasking lowers the count, but a progress bar must not go backwards.
             on_commits(max(0, now - told))
             told = max(now, told)
     return rows
@@ -192,15 +192,15 @@ def all_requests(
 ) -> list[Request]:
     """The rows of all prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
-        raise SettingError("num_samples", num_samples, "must be at least 1, a whole number")
+        raise SettingError("num_samples", num_samples, "must be an integer of at least 1")
     if isinstance(prompts, str | Mapping):
         raise SettingError("prompts", prompts, "is one prompt", "put it in a list")
     if num_samples * len(prompts) > MOST_ROWS:
         raise SettingError(
             "num_samples",
             num_samples,
-            f"of {len(prompts)} prompts are more than {MOST_ROWS} rows",
-            "ask for them in several calls",
+            f"for {len(prompts)} prompts exceed {MOST_ROWS} rows",
+            "split them into several calls",
         )
     requests: list[Request] = []
     for index, prompt in enumerate(prompts):
@@ -217,11 +217,11 @@ def all_requests(
         raise SettingError(
             "trace",
             True,
-            "needs rows that run in one program, and these differ in static settings",
+            "requires rows that run in one program, but these differ in static settings",
             "sample them in several calls",
         )
     if not requests:
-        raise ValueError("there is nothing to generate; give at least one prompt")
+        raise ValueError("there is nothing to generate; pass at least one prompt")
     return only_chains_in_use(requests)
 
 
@@ -235,7 +235,9 @@ def _raise_first(rows: Iterable[Row]) -> None:
 def _engine_for(
     model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
 ) -> Engine:
-    """An engine for these requests only, with as few programs and slots as they need."""
+    """An engine for these requests only, with the smallest sufficient number of programs and
+    slots.
+    """
     engine = Engine(model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None)
     engine.reserve(requests, on_one_canvas=True)
     return engine
@@ -245,7 +247,7 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     """Where each part of a chain runs (device or host), one line per part.
 
     Args:
-      model: source of recommended settings, used where none is given.
+      model: source of recommended settings, used where no value is given.
       host_sampler: host sampler of the row, if any.
       **settings: as for `generate`.
     """
@@ -255,7 +257,7 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     if host_sampler is None:
         return "\n".join([*lines, "draw: device"])
     name = getattr(host_sampler, "__name__", type(host_sampler).__name__)
-    return "\n".join([*lines, f"choice among the survivors: host ({name})"])
+    return "\n".join([*lines, f"choice among the remaining candidates: host ({name})"])
 
 
 def canvases(
@@ -267,14 +269,16 @@ def canvases(
 ) -> Iterator[dict[int, Row]]:
     """Yields rows by request index, before the first step and after every `every` steps.
 
-    With ``"block"`` it yields a row after each finished block. The last yield of a row follows its
-    end, cut at its first EOS. Programs take turns.
+    With ``"block"`` it yields a row after each finished block. The last yield of a row is its final
+    result, cut at its first EOS. Programs take turns.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
         raise SettingError("every", every, "must be at least 1, or 'block'")
     if spans_processes(split_rows(model.params)):
-        raise ValueError("canvases are shown in one process; use `generate`, or drop the others")
+        raise ValueError(
+            "canvases can only be shown in a single process; use `generate`, or one process"
+        )
     num_steps = 1 if every == "block" else int(every)
     with _engine_for(model, requests, batch_size=batch_size) as engine:
         for request in requests:

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 DEPTH = 3
-"""How often a rule is entered inside of itself."""
+"""Maximum nesting of a rule inside itself."""
 
 _RULE = re.compile(r"([A-Za-z][\w-]*)[ \t]*::=")
 _BEGIN = re.compile(rf"(?:\s|#[^\n]*\n)*{_RULE.pattern}")
@@ -28,9 +28,9 @@ class _Part(NamedTuple):
 
     Attributes:
       kind: ``any`` of the parts, ``all`` of them in order, ``text``, ``name`` or ``times``.
-      text: a regular expression, the name of a rule, or how often the part comes.
+      text: a regular expression, the name of a rule, or the number of repetitions of the part.
       parts: its parts.
-      line: where it stands.
+      line: line number.
     """
 
     kind: str
@@ -40,21 +40,22 @@ class _Part(NamedTuple):
 
 
 def is_grammar(text: str) -> bool:
-    """Whether a text begins with a rule ``name ::= ...``, perhaps behind comments."""
+    """Whether a text begins with a rule ``name ::= ...``, possibly after comments."""
     return _BEGIN.match(text) is not None
 
 
 def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15) -> str:
-    """The regular expression of the texts of a grammar's rule ``root``.
+    """The regular expression of the texts that the rule ``root`` of a grammar matches.
 
     Args:
       grammar: rules ``name ::= ...`` of ``"text"``, ``[sets]``, ``.``, names of rules, groups,
         ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
       depth: maximum nesting of a rule inside itself.
-      longest: maximum number of characters of the expression.
+      longest: maximum length of the expression in characters.
 
     Raises:
-      ValueError: the grammar is broken, lacks a rule, or outgrows `longest`; the line is named.
+      ValueError: the grammar is invalid, lacks a rule, or exceeds `longest`; the message names the
+          line.
     """
     try:
         rules = _Parser(grammar).rules()
@@ -62,9 +63,9 @@ def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15
             raise ValueError("the grammar has no rule 'root'; add it")
         found = _Written(rules, depth, longest).rule("root", 0)
     except RecursionError:
-        raise ValueError("the grammar is nested too deep") from None
+        raise ValueError("the grammar is nested too deeply") from None
     if found is None:
-        raise ValueError(f"the grammar has no text that nests {depth} deep at most")
+        raise ValueError(f"the grammar has no text with a nesting depth of at most {depth}")
     return found
 
 
@@ -78,7 +79,7 @@ class _Parser:
             found = _TOKEN.match(grammar, place)
             if found is None:
                 told = grammar[place : place + 20].split("\n")[0]
-                raise ValueError(f"line {line} of the grammar cannot be read at {told!r}")
+                raise ValueError(f"line {line} of the grammar cannot be parsed at {told!r}")
             if found.lastgroup != "space":
                 self._tokens.append((str(found.lastgroup), found[0], line))
             line += found[0].count("\n")
@@ -90,7 +91,7 @@ class _Parser:
         while self._skipped_lines():
             kind, text, line = self._tokens[self._place]
             if kind != "rule":
-                raise ValueError(f"line {line} of the grammar begins no rule: {text!r}")
+                raise ValueError(f"line {line} of the grammar does not begin a rule: {text!r}")
             self._place += 1
             name = text.removesuffix("::=").strip()
             if name in made:
@@ -105,7 +106,7 @@ class _Parser:
         return self._place < len(self._tokens)
 
     def _sees(self, sign: str, *, is_inside: bool) -> bool:
-        """Whether the next token is the sign; a line may end before it."""
+        """Whether the next token is this sign, possibly on the next line."""
         place = self._place
         if not self._skipped_lines():
             self._place = place
@@ -138,13 +139,13 @@ class _Parser:
             self._place += 1
             if kind == "times":
                 if not parts:
-                    raise ValueError(f"line {line} of the grammar repeats nothing: {text!r}")
+                    raise ValueError(f"line {line} of the grammar has nothing to repeat: {text!r}")
                 parts.append(_Part("times", text, (parts.pop(),), line))
             elif kind == "sign" and text == "(":
                 parts.append(self._choice(is_inside=True))
                 if not self._sees(")", is_inside=True):
                     raise ValueError(
-                        f"line {line} of the grammar opens a group that nothing closes"
+                        f"line {line} of the grammar opens a group that is never closed"
                     )
                 self._place += 1
             else:
@@ -158,7 +159,7 @@ def _regex(kind: str, text: str) -> str:
     if kind == "name":
         return text
     if kind == "set":
-        # The only sign of a set that `re` reads in another way.
+        # The only character of a set that `re` interprets differently.
         return "[" + text[1:-1].replace("[", "\\[") + "]"
     if kind == "sign":
         return "(.|\\n)"
@@ -172,7 +173,7 @@ def _regex(kind: str, text: str) -> str:
 
 
 class _Written:
-    """Rules written out as expressions; None for one without a text within the depth."""
+    """Rules expanded to expressions; None for a rule without a text within the depth."""
 
     def __init__(self, rules: dict[str, _Part], depth: int, longest: int):
         self._rules, self._depth, self._longest = rules, depth, longest
@@ -182,7 +183,7 @@ class _Written:
     def rule(self, name: str, line: int) -> str | None:
         if name not in self._rules:
             raise ValueError(
-                f"line {line} of the grammar names {name!r}, which is not one of its rules"
+                f"line {line} of the grammar refers to {name!r}, which is not one of its rules"
             )
         if self._entered.count(name) > self._depth:
             return None
@@ -194,7 +195,9 @@ class _Written:
             self._entered.pop()
 
     def _loop(self, name: str) -> _Part | None:
-        """The rule without its call of itself, if that stands at one end of its ways alone."""
+        """The rule without its recursive call, if the call is always at the same end of its
+        alternatives.
+        """
         ways = self._rules[name].parts
         base = [way for way in ways if not _calls(way, name)]
         again = [way for way in ways if _calls(way, name)]
@@ -217,8 +220,8 @@ class _Written:
         if self._visited > self._longest or len(found or "") > self._longest:
             name = self._entered[-1]
             raise ValueError(
-                f"rule {name!r} of the grammar has more than {self._longest} characters or parts, "
-                "written out; nest it less"
+                f"rule {name!r} of the grammar expands to more than {self._longest} characters or "
+                f"parts; nest it less"
             )
         return found
 

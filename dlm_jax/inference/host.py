@@ -3,7 +3,7 @@
 The chain runs on the device for all rows. For a row with a host sampler (a Python function), only
 the candidates after the chain are copied to the host. The draws of other rows stay on the device.
 Read-back returns, for each position, the sampled token, its probability, the number of candidates
-that survived the chain, and the largest of them with their logits.
+that remain after the chain, and the largest of them with their logits.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ReadBack(NamedTuple):
       probability_N: probability of the token under the softmax of the final logits.
       num_candidates_N: int32, number of finite logits. If it exceeds K, `top_*` holds only the
         largest.
-      top_ids_NK: int32, the K largest candidates, largest first; V where there are fewer.
-      top_logits_NK: their logits; -inf where there are fewer.
+      top_ids_NK: int32, the K largest candidates, largest first; padded with V.
+      top_logits_NK: their logits, padded with -inf.
     """
 
     token_N: Array
@@ -149,7 +149,9 @@ class HostLoop:
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
         if program.rows is not None:
-            raise ValueError("program.rows splits the rows, which a host reads whole; use None")
+            raise ValueError(
+                "program.rows splits the rows, but the host needs whole rows; use None"
+            )
         self.compiled: list[str] = []
         self.program = program
         jit = functools.partial(
@@ -268,7 +270,7 @@ class HostLoop:
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
-        # A padding position of the chunk may hold a token of probability 0.
+        # A padding position of the chunk may have a token with probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):
@@ -317,7 +319,7 @@ def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """The survivors at the position with this index."""
+    """The remaining candidates at the position with this index."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -354,7 +356,7 @@ def _survivors(
     *,
     size: int,
 ) -> _Survivors:
-    """The `size` largest logits after the chain at each position, and the device's draw."""
+    """The `size` largest logits after the chain at each position, and the draw of the device."""
     at = _at(inputs, places_P, is_real_P)
     clean_PV = inputs.output.logits(program.network, params, places_P)
     chain = chain_now(state)
@@ -382,7 +384,7 @@ def _choose(
     ids_P: jax.Array,
     final_logprob_P: jax.Array,
 ) -> StepInputs:
-    """The inputs with the proposals of the host, scored like those of the device."""
+    """The inputs with proposals from the host, scored like device proposals."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
     old = inputs.filled.proposal
@@ -399,14 +401,14 @@ PATIENCE = 10.0
 def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
     """A host sampler that constrains a row to full matches of `pattern`.
 
-    Each position takes a candidate after which the text is still a prefix of a match.
+    Each position gets a candidate with which the text is still a prefix of a match.
     `Candidates.choose` selects it, by the temperature and seed of the row. The last position, and
-    any id without text such as EOS, must complete the match. There is no look-ahead: a pattern that
-    needs more or fewer tokens than remain in the row raises an error. Given tokens at the start of
-    the row are not part of the text.
+    any id without text, such as EOS, must complete the match. There is no look-ahead: a pattern
+    that needs more or fewer tokens than remain in the row raises an error. Given tokens at the
+    start of the row are not part of the text.
 
     A row with such a sampler needs ``order="left_to_right"`` and a step for every new token.
-    If tokens are parts of characters, an unfinished character counts as U+FFFD.
+    If tokens are parts of characters, an unfinished character is read as U+FFFD.
 
     Args:
       pattern: regular expression of the module `regex`, which accepts the syntax of `re`.
@@ -438,7 +440,7 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
         except TimeoutError:
             raise ValueError(
                 f"row {candidates.row}: pattern={pattern!r} takes more than {PATIENCE:g} s at "
-                f"position {candidates.index}; write one without repeats inside repeats"
+                f"position {candidates.index}; avoid nested repeats"
             ) from None
 
     choose.__name__ = f"matching {pattern!r}"
@@ -449,6 +451,6 @@ def _check_order(candidates: Candidates) -> None:
     holes = np.flatnonzero(candidates.is_hole[: candidates.index])
     if holes.size:
         raise ValueError(
-            f"row {candidates.row}: position {candidates.index} has a hole on its left, at "
+            f"row {candidates.row}: position {candidates.index} has a hole on its left at "
             f"{holes[0]}; use order='left_to_right' and as many steps as new tokens"
         )

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 DEPTH = 3
-"""How often a reference is followed inside of itself."""
+"""Maximum nesting of a reference inside itself."""
 
 _ANY_DEPTH = 2
 _MOST_PARTS = 1 << 14
@@ -74,19 +74,19 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
       depth: maximum nesting of a reference inside itself.
 
     Raises:
-      ValueError: the schema has an unsupported keyword or value, or allows nothing.
+      ValueError: the schema has an unsupported keyword or value, or matches nothing.
     """
     try:
         pattern = _Schema(schema, depth).value(schema, "#")
     except RecursionError:
-        raise ValueError("the schema cannot be used: it is nested too deep") from None
+        raise ValueError("the schema cannot be used: it is nested too deeply") from None
     if pattern is None:
-        raise ValueError(f"the schema cannot be used: at #: no value fits, {depth} levels deep")
+        raise ValueError(f"the schema cannot be used: at #: no value matches within {depth} levels")
     return pattern
 
 
 def regex_of_objects() -> str:
-    """The regular expression of JSON objects that are nested up to two deep."""
+    """The regular expression of JSON objects nested up to two levels deep."""
     text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
     plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
     value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
@@ -103,7 +103,7 @@ def _refused(where: str, why: str) -> ValueError:
 
 
 class _Schema:
-    """The patterns of a schema's parts; None for one that allows nothing within the depth."""
+    """The patterns of a schema's parts; None for a part that matches nothing within the depth."""
 
     def __init__(self, root: Any, depth: int):
         self._root, self._depth = root, depth
@@ -114,7 +114,7 @@ class _Schema:
         self._visited += 1
         found = self._value(schema, where)
         if self._visited > _MOST_PARTS or len(found or "") > _LONGEST:
-            raise _refused(where, "it is too large, written out; use fewer references")
+            raise _refused(where, "its expansion is too large; use fewer references")
         return found
 
     def _value(self, schema: Any, where: str) -> str | None:
@@ -149,15 +149,17 @@ class _Schema:
             raise _refused(where, f"type={json.dumps(kinds)[:60]} names no types")
         for kind in kinds:
             if not isinstance(kind, str) or kind not in _OF_TYPE:
-                raise _refused(where, f"type {kind!r} is not known; use one of {sorted(_OF_TYPE)}")
+                raise _refused(
+                    where, f"type {kind!r} is not supported; use one of {sorted(_OF_TYPE)}"
+                )
         known = {name for kind in kinds for name in _OF_TYPE[kind]} | _NOTES | {"type"}
         for name in schema:
             if name not in known and not str(name).startswith("x-"):
-                raise _refused(where, f"{name!r} is not kept; drop it")
+                raise _refused(where, f"{name!r} is not supported; remove it")
         return _either([self._typed(kind, schema, where) for kind in kinds])
 
     def _guessed(self, schema: Mapping[str, Any]) -> list[str]:
-        """The types of a schema without a type: those that its keywords are about, or any."""
+        """The types of a schema without a type: those implied by its keywords, or any."""
         found = [
             kind
             for kind, names in _OF_TYPE.items()
@@ -191,17 +193,17 @@ class _Schema:
             self._followed.pop()
 
     def _resolved(self, schema: Any, where: str) -> Any:
-        """What a reference in a conjunction stands for."""
+        """The schema that a reference in a conjunction resolves to."""
         for _ in range(_MOST_LINKS):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
             rest = {k: v for k, v in schema.items() if k != "$ref"}
             schema = _joined([rest, self._target(schema["$ref"], where)], where)
-        raise _refused(where, "references lead to no schema")
+        raise _refused(where, "references do not resolve to a schema")
 
     def _target(self, name: Any, where: str) -> Any:
         if not isinstance(name, str) or not re.match("#(/|$)", name):
-            raise _refused(where, f"$ref {name!r} is not in this schema; write it out")
+            raise _refused(where, f"$ref {name!r} is not in this schema; inline it")
         found = self._root
         for part in name[1:].split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -217,7 +219,7 @@ class _Schema:
             values = [value for value in values if value in _listed(schema, "enum", where)]
         for name in schema:
             if name not in {"const", "enum", "type"} | _NOTES:
-                raise _refused(where, f"{name!r} beside constants is not kept; drop it")
+                raise _refused(where, f"{name!r} next to constants is not supported; remove it")
         if "type" in schema:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             values = [value for value in values if _is_of(value, kinds)]
@@ -227,7 +229,9 @@ class _Schema:
         low, high = _range(schema, "minLength", "maxLength", where)
         form, pattern = schema.get("format"), schema.get("pattern")
         if form is not None and (not isinstance(form, str) or form not in _FORMATS):
-            raise _refused(where, f"format {form!r} is not known; use one of {sorted(_FORMATS)}")
+            raise _refused(
+                where, f"format {form!r} is not supported; use one of {sorted(_FORMATS)}"
+            )
         if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
             raise _refused(where, "pattern, format and lengths exclude each other; keep one")
         if form is not None:
@@ -248,7 +252,7 @@ class _Schema:
         ]
         if first:
             if "items" in schema and schema["items"] is not False and low > len(first):
-                raise _refused(where, "items behind prefixItems are not kept; drop them")
+                raise _refused(where, "items after prefixItems are not supported; remove them")
             if low > len(first) or None in first:
                 return None
             if high is not None and high < len(first):
@@ -276,7 +280,7 @@ class _Schema:
             )
             if low > 1:
                 raise _refused(
-                    where, f"minProperties={low} is not kept without properties; name them"
+                    where, f"minProperties={low} is not supported without properties; add them"
                 )
             return _members(value, low, high)
         named = dict(named) | {name: others for name in needed if name not in named}
@@ -297,7 +301,9 @@ class _Schema:
             if low == most:
                 pairs = [(pair, True) for pair, _ in pairs]
             else:
-                raise _refused(where, "minProperties or maxProperties select properties; drop them")
+                raise _refused(
+                    where, "minProperties or maxProperties select properties; remove them"
+                )
         return _sequence(pairs)
 
 
@@ -305,7 +311,7 @@ _MOST_LINKS = 32
 
 
 def _any_value(depth: int) -> str:
-    """Any value, nested so deep."""
+    """Any value of this nesting depth."""
     plain = [_STRING, _NUMBER, "(true|false)", "null"]
     return (
         _either([*plain, _listing(_inner(depth), 0, None), _members(_inner(depth), 0, None)]) or ""
@@ -320,7 +326,7 @@ def _inner(depth: int) -> str:
 
 
 def _listing(item: str | None, low: int, high: int | None) -> str:
-    """An array of as many items."""
+    """An array with this number of items."""
     if item is None or high == 0:
         return r"\[[ ]?\]" if low == 0 else "[^\\s\\S]"
     rest = f"(,[ ]?{_grouped(item)}){_times(max(low - 1, 0), None if high is None else high - 1)}"
@@ -328,7 +334,7 @@ def _listing(item: str | None, low: int, high: int | None) -> str:
 
 
 def _members(value: str | None, low: int, high: int | None) -> str:
-    """An object of as many pairs with any names."""
+    """An object with this number of pairs with arbitrary names."""
     if value is None or high == 0:
         return r"\{[ ]?\}"
     pair = f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
@@ -337,7 +343,7 @@ def _members(value: str | None, low: int, high: int | None) -> str:
 
 
 def _sequence(pairs: Sequence[tuple[str, bool]]) -> str:
-    """An object of pairs in this order, of which the optional ones may be missing."""
+    """An object of pairs in this order, where optional pairs may be missing."""
     rests = [""]
     for pair, is_needed in reversed(pairs):
         rests.append(f"([ ]?,{pair}){'' if is_needed else '?'}{rests[-1]}")
@@ -374,9 +380,7 @@ def _range(schema: Mapping[str, Any], low: str, high: str, where: str) -> tuple[
     for name in (low, high):
         value = schema.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise _refused(
-                where, f"{name}={json.dumps(value)[:40]} must be an integer of 0 or more"
-            )
+            raise _refused(where, f"{name}={json.dumps(value)[:40]} must be a non-negative integer")
     return schema.get(low, 0), schema.get(high)
 
 
@@ -416,7 +420,7 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
                     return False
                 made[name] = left
             else:
-                raise _refused(where, f"two of {name!r} for one value are not kept; write one")
+                raise _refused(where, f"two of {name!r} for one value are not supported; use one")
     return made
 
 
@@ -447,7 +451,7 @@ def _literal(value: Any) -> str:
 
 
 def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | None:
-    """Numbers within bounds; those with bounds have no exponent."""
+    """Numbers within bounds; bounded numbers have no exponent."""
     bounds: dict[str, Decimal] = {}
     for name in _OF_TYPE["number"]:
         value = schema.get(name)
@@ -457,7 +461,7 @@ def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | N
             raise _refused(where, f"{name}={json.dumps(value)[:40]} must be a number")
         bounds[name] = Decimal(str(value))
     if bounds.pop("multipleOf", Decimal(1)) != 1 or ("multipleOf" in schema and not is_whole):
-        raise _refused(where, "multipleOf is not kept; drop it")
+        raise _refused(where, "multipleOf is not supported; remove it")
     if not bounds:
         return _INTEGER if is_whole else _NUMBER
     low = max(
@@ -479,7 +483,9 @@ def _negated(bound: _Bound) -> _Bound:
 
 
 def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
-    """Digits of the numbers from 0 on between two bounds, each with whether it is excluded."""
+    """Digits of the non-negative numbers between two bounds; each bound states whether it is
+    excluded.
+    """
     if low is None or low[0] < 0:
         low = Decimal(0), False
     if high is not None and (high[0] < low[0] or (high[0] == low[0] and (low[1] or high[1]))):
@@ -501,7 +507,7 @@ def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
     last, rest = _split(high[0])
     top = _fraction(rest, high[1], is_up=False)
     if first == last:
-        # Few digits: each fraction that both bounds allow, by the first that tells them apart.
+        # Short fractions between both bounds, by the first digit that differs.
         return _with(first, _within(after, low[1], rest, high[1]))
     middle = f"({_between(first + 1, last - 1)}){many}" if last - first > 1 else None
     return _either([_with(first, bottom), middle, _with(last, top)])
@@ -517,7 +523,9 @@ def _with(whole: int, fraction: str | None) -> str | None:
 
 
 def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """Fractions, with their point, from these digits up, or down to none."""
+    """Fractions with their decimal point, at least or at most these digits; at most includes
+    none.
+    """
     if is_up:
         found = _up(digits, is_excluded)
         if not digits and not is_excluded:
@@ -530,7 +538,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """Digits that are as much as these, or more; not none."""
+    """Non-empty digits of at least this value."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -539,7 +547,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """Digits, not none, that are as much as these, or less."""
+    """Non-empty digits of at most this value."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]
@@ -551,7 +559,7 @@ def _down(digits: str, is_excluded: bool) -> str | None:
 
 
 def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
-    """Fractions between two, with their point."""
+    """Fractions between two bounds, with their decimal point."""
     size = max(len(low), len(high))
     shared = 0
     low, high = low.ljust(size, "0"), high.ljust(size, "0")
@@ -589,7 +597,7 @@ def _between(low: int, high: int | None) -> str:
 
 
 def _same_size(low: str, high: str) -> str:
-    """Strings of digits from one to the other, of their size."""
+    """Digit strings of equal length from one to the other."""
     if low == high:
         return low
     size = len(low)
@@ -613,9 +621,9 @@ def _same_size(low: str, high: str) -> str:
 
 
 def _in_string(pattern: Any, where: str) -> str:
-    """A pattern for text inside of quotes, where some characters are escaped."""
+    """A pattern for text inside quotes, where some characters are escaped."""
     if not isinstance(pattern, str):
-        raise _refused(where, "pattern must be a text")
+        raise _refused(where, "pattern must be a string")
     parser: Any = importlib.import_module("re._parser")
     kept: list[str] = []
 
@@ -632,7 +640,7 @@ def _in_string(pattern: Any, where: str) -> str:
 
 
 def without_anchors(items: Any, *, is_first: bool, is_last: bool) -> list[tuple[Any, Any]]:
-    """Parsed items of a pattern without the anchors that stand at the ends of the text."""
+    """Parsed items of a pattern without the anchors at its ends."""
     items = list(items)
     while is_first and items and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
         items.pop(0)
@@ -655,7 +663,7 @@ _PRIVATE = 0x10F000
 
 
 class _Printed:
-    """Parsed patterns as text again, their sets without what a JSON string escapes."""
+    """Parsed patterns as text, with sets that exclude what a JSON string escapes."""
 
     def __init__(self, kept: list[str], where: str):
         self._kept, self._where = kept, where
@@ -674,7 +682,7 @@ class _Printed:
             return self._set([(str(kind), value) for kind, value in given])
         if op == "SUBPATTERN":
             if given[1] or given[2]:
-                raise _refused(self._where, "flags in a pattern are not known")
+                raise _refused(self._where, "flags in a pattern are not supported")
             return f"({self.items(given[3])})"
         if op == "BRANCH":
             return f"({'|'.join(self.items(one) for one in given[1])})"
@@ -684,7 +692,7 @@ class _Printed:
         return self._unknown(op)
 
     def _unknown(self, op: str) -> str:
-        raise _refused(self._where, f"{op} in a pattern is not known")
+        raise _refused(self._where, f"{op} in a pattern is not supported")
 
     def _literal(self, code: int) -> str:
         if 0 <= code - _PRIVATE < len(self._kept):
@@ -706,14 +714,14 @@ class _Printed:
                 found.append(f"[^{member}{_UNSAFE}]")
             elif kind == "CATEGORY":
                 member = self._member((kind, value))
-                # Of spaces, those alone that a string holds as they are.
+                # Only the white space that a JSON string contains unescaped.
                 found.append(r"[^\S\x00-\x1F]" if member == r"\s" else member)
             else:
                 found.append(self._between(*value))
         return f"({'|'.join(found)})" if len(found) > 1 else found[0]
 
     def _between(self, low: int, high: int) -> str:
-        """A range without quotes and backslashes, which are written out."""
+        """A range without quotes and backslashes, which are escaped separately."""
         found, low = [], max(low, 0x20)
         for code in (0x22, 0x5C):
             if low <= code <= high:
@@ -737,6 +745,6 @@ class _Printed:
 
 
 def _code(code: int) -> str:
-    """A character as it is, or escaped where it could mean something."""
+    """A character, escaped if it has a special meaning."""
     one = chr(code)
     return one if one.isalnum() or one in " _" or code > 0x9F else f"\\x{code:02x}"

@@ -46,7 +46,7 @@ from dlm_jax.types import Network, Params
 class Model:
     """A network with its parameters, its tokenizer, and recommended sampling settings.
 
-    Build one from your own functions to sample from any network; see docs/own_rules.md.
+    Construct one from custom functions to sample from any network; see docs/own_rules.md.
 
     Attributes:
       network: the model as pure functions.
@@ -54,16 +54,16 @@ class Model:
       tokenizer: text to ids and back.
       sample: default settings of a call.
       max_length: length in tokens of the longest training canvas.
-      is_causal: whether it is autoregressive, with exact likelihoods.
-      config: the config of its training; None for a custom network.
-      more_eos_ids: ids that end a generation, besides the tokenizer's EOS.
+      is_causal: whether it is autoregressive and has exact likelihoods.
+      config: the training config; None for a custom network.
+      more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
       presets: settings by name, such as the decoding loops of the reference code of a published
         model. `PRESETS` are available for every model.
       chat: chat template of an instruction-tuned model; None if there is none.
-      family: the family of a published model; empty for any other.
+      family: the family of a published model; empty for other models.
       untrained: heads (``sampler``, ``critic``) that are not trained yet.
       corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
-      compiler_options: of its programs, as ``mesh.compiler_options``.
+      compiler_options: compiler options of its programs, as in ``mesh.compiler_options``.
     """
 
     network: Network
@@ -93,13 +93,15 @@ class Model:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads besides the LM head (``sampler``, ``critic``), trained or not."""
+        """The heads other than the LM head (``sampler``, ``critic``), trained or not."""
         has = {"sampler": self.network.sampler_readout, "critic": self.network.critic}
         return tuple(name for name, head in has.items() if head is not None)
 
     @property
     def fills_in_waves(self) -> bool:
-        """Whether ``fill="auto"`` resolves to the wavefront. It requires a trained sampler head."""
+        """Whether ``fill="auto"`` resolves to the wavefront. This requires a trained sampler
+        head.
+        """
         return "sampler" in self.heads and "sampler" not in self.untrained
 
     @property
@@ -110,12 +112,12 @@ class Model:
 
     @property
     def process(self) -> Process:
-        """The forward process it was trained with; the masked one for a custom network."""
+        """The forward process of the training; the masked one for a custom network."""
         return (ObjectiveConfig() if self.config is None else self.config.objective).noise_process
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
-        """Ids that the noise of its process may show."""
+        """Ids that the noise of the process may contain."""
         return noise_ids(self.tokenizer)
 
     @property
@@ -132,7 +134,7 @@ class Model:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """A fingerprint of its tokenizer, 16 hex digits."""
+        """A fingerprint of the tokenizer, as 16 hex digits."""
         told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
         return hashlib.sha256(told).hexdigest()[:16]
 
@@ -192,27 +194,27 @@ def load(
     quantize: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """Loads the model of a run, a weights file, a published directory, the hub or this package.
+    """Loads the model of a run, a weights file, a published directory, the Hub or this package.
 
     Args:
       path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
-        dlm_jax.export``; a directory in hub layout with config.json, safetensors and a tokenizer
-        (docs/published.md); the name of a model that ships with the package; or a hub id,
-        ``org/name`` or ``org/name@revision``, which needs the extra ``hub``. Existing paths take
-        precedence over the hub. None loads ``shakespeare``.
+        dlm_jax.export``; a directory in Hub layout with config.json, safetensors and a tokenizer
+        (docs/published.md); the name of a model that ships with the package; or a Hub id,
+        ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
+        precedence over the Hub. None loads ``shakespeare``.
       mesh: devices that shard the parameters and the sampled rows, or their number along each axis.
-        Each shard of a parameter is read directly onto its device. None is one device.
+        Each shard of a parameter is read directly onto its device. None is a single device.
       dtype: dtype of the parameters, one of `DTYPES`, and of the computation of a published model.
         None is float32, or the stored dtype of a published model.
-      quantize: keeps the matrices of the blocks in 8 bits, to sample and score: ``int8``, or
-        ``int8_dynamic``, which rounds the inputs of their products too. Those of a published
-        directory are quantised one after the other, as they are read.
-      report: called with one line if a damaged checkpoint was skipped, and with one that lists
-        the settings that a published directory recommends.
+      quantize: keeps the matrices of the blocks in 8 bits for sampling and scoring: ``int8``, or
+          ``int8_dynamic``, which also rounds the inputs of their products. Matrices of a published
+          directory are quantised one by one as they are read.
+      report: called with a line about each skipped damaged checkpoint, and with a line that lists
+          the recommended settings of a published directory.
 
     Raises:
       ValueError: the path has no usable model, the mesh does not fit the devices, the dtype is
-        unknown, or JAX has settings that change results. The message names the fault and the
+        unknown, or JAX has settings that change results. The message names the problem and the
         remedy.
     """
     check_settings()
@@ -325,17 +327,17 @@ def export(
     settings are written to generation_config.json. The directory is created atomically.
 
     Args:
-      model: from `dlm_jax.load`: a published model, or a run that began with one.
+      model: from `dlm_jax.load`: a published model, or a run initialised from one.
       path: a directory that does not exist.
       family: output family (`docs/published.md`). None is the family of the loaded model, or the
         first that can express all of its settings.
       max_shard_bytes: maximum size in bytes of a weights file.
     """
     if model.config is None:
-        raise ValueError("the model is a network of your own, which no published family describes")
+        raise ValueError("the model is a custom network, which no published family can describe")
     if is_quantized(model.params):
         raise ValueError(
-            "the model is quantised, which no published family stores; load it without quantize"
+            "the model is quantised, which no published family can store; load it without quantize"
         )
     config = model.config
     params = merged(model.params, config.model)

@@ -78,15 +78,15 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
     for name in sorted(rows):
         if len(settings[name]) != num_rows:
             raise ValueError(
-                f"{name} has {len(settings[name])} values, and the rows are {num_rows}; give one "
-                "value, or one for each row"
+                f"{name} has {len(settings[name])} values for {num_rows} rows; pass one value, or "
+                f"one per row"
             )
     own = tuple(name for name in table.transforms if name not in BUILT_IN.transforms)
     return OwnRules(table, settings, frozenset(rows), own)
 
 
 def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
-    """Whether a scalar setting was given one value per row."""
+    """Whether a scalar setting has one value per row."""
     setting = table.settings.get(name)
     if setting is None or setting.is_list:
         return False
@@ -94,7 +94,7 @@ def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy scalar as a Python number; anything else unchanged."""
+    """A NumPy scalar as a Python number; other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -112,14 +112,16 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
         if value is None or is_setting:
             continue  # the setting with this name rejects invalid values
         if kind == "transforms" and not isinstance(value, list | tuple):
-            raise ValueError(f"transforms is {_shown(value)}; give a list of rule objects")
+            raise ValueError(f"transforms is {_shown(value)}; pass a list of rule objects")
         for given in [*value] if isinstance(value, list | tuple) else [value]:
             if not isinstance(given, base):
                 remedy = "; use order=... for a name" if kind == "commit" else ""
-                raise ValueError(f"{kind} is {_shown(given)}, which is no {base.__name__}{remedy}")
+                raise ValueError(
+                    f"{kind} is {_shown(given)}, which is not a {base.__name__}{remedy}"
+                )
             found.append((kind, given))
         if selector != kind and selector in layer:
-            raise ValueError(f"{kind} and {selector} name a rule both; give one of them")
+            raise ValueError(f"{kind} and {selector} both name a rule; pass only one")
     return found
 
 
@@ -136,14 +138,16 @@ def _settings(
         fields = given.as_settings()
         for name in fields:
             if name in layer and name != kind:
-                raise ValueError(f"{name} is given, and {kind} has it too; give it once")
+                raise ValueError(f"{name} is given twice, also by {kind}; pass it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
-            # A field at its default counts as not given if another rule sets it.
+            # A field at its default is treated as not given if another rule sets it.
             if np.array_equal(told[name], table.settings[name].default):
                 told.pop(name)
             elif not np.array_equal(fields[name], table.settings[name].default):
-                raise ValueError(f"{name} is given by two rules, differently; give both the same")
+                raise ValueError(
+                    f"{name} has different values in two rules; use the same value in both"
+                )
         told = fields | told
         if kind == "transforms":
             name = name_of(table, kind, type(given))
@@ -155,7 +159,7 @@ def _settings(
             settings |= {"edit": True} if kind == "edit" else {}
     settings |= told
     if layer.get("transforms") is not None:
-        # Only these: recommended values of other transforms are disabled.
+        # Only these transforms are active: recommended values of others are disabled.
         parts = (cls for classes in table.transforms.values() for cls in classes)
         off = {s.name: s.default for cls in parts for s in cls.settings()}
         settings = off | settings | {"chain": tuple(chain)}
@@ -181,11 +185,14 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
             raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
         return found
     if rules is not None and not isinstance(rules, list | tuple):
-        raise ValueError(f"rules is {_shown(rules)}; give a list of classes, or a module of them")
+        raise ValueError(
+            f"rules is {_shown(rules)}; pass a list of classes, or a module with classes"
+        )
     for cls in rules or ():
         if not isinstance(cls, type) or not issubclass(cls, Rule):
             raise ValueError(
-                f"rules has {cls!r}, which is not a rule; give classes under dlm_jax.rule that "
+                f"rules has {cls!r}, which is not a rule; pass classes decorated by dlm_jax.rule "
+                f"that "
                 "subclass CommitRule, LogitTransform, ..."
             )
     return tuple(rules or ())
@@ -201,20 +208,22 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
             continue
         known: Mapping[str, Any] = getattr(table, kind)
         if cls.name in known or cls.name == "none":
-            raise ValueError(f"rule {cls.__name__} has the name {cls.name!r}, which is taken")
+            raise ValueError(
+                f"rule {cls.__name__} has the name {cls.name!r}, which is already taken"
+            )
         entry = (cls,) if kind == "transforms" else cls
         table = replace(table, **{kind: {**known, cls.name: entry}})
-    # A setting that is true or false has a flag that says no.
+    # A boolean setting also has a negated flag.
     opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
     for name in table.settings:  # which refuses those that are declared twice
         is_taken = name in RESERVED or name in opposites or not name.isidentifier()
         if name not in BUILT_IN.settings and is_taken:
-            raise ValueError(f"a setting cannot have the name {name!r}; give it another")
+            raise ValueError(f"a setting cannot have the name {name!r}; choose another")
     return table
 
 
 def name_of(table: RuleTable, kind: str, cls: type[Rule]) -> str:
-    """The name of a rule in its table; empty if it is not there."""
+    """The name of a rule in its table; empty if it is not in the table."""
     for name, entry in getattr(table, kind).items():
         if cls is entry or (isinstance(entry, tuple) and cls in entry):
             return name
@@ -226,7 +235,7 @@ def _kind(cls: type[Rule]) -> str:
     if kind is None or not _is_registered(cls):
         bases = ", ".join(slot.base.__name__ for slot in _KINDS.values())
         raise ValueError(
-            f"rule {cls.__name__} is of no kind; put it under dlm_jax.rule and subclass one of "
+            f"rule {cls.__name__} has no kind; decorate it with dlm_jax.rule and subclass one of "
             f"{bases}"
         )
     base = _KINDS[kind].base
@@ -240,13 +249,13 @@ def _kind(cls: type[Rule]) -> str:
     needs_row = kind in ("transforms", "remask", "edit") and cls.is_active is base.is_active
     if needs_row and not per_row:
         raise ValueError(
-            f"rule {cls.__name__} has no setting per row that asks for it; declare one, or define "
+            f"rule {cls.__name__} has no per-row setting that enables it; declare one, or define "
             "is_active() and is_used()"
         )
     for fact in (meta["fact"] for meta in fields if "fact" in meta):
         if fact not in ModelFacts._fields:
             advice = nearest(fact, ModelFacts._fields)
-            raise ValueError(f"rule {cls.__name__} asks for the fact {fact!r}; {advice}")
+            raise ValueError(f"rule {cls.__name__} requires the fact {fact!r}; {advice}")
     return kind
 
 

@@ -1,4 +1,6 @@
-"""Sampling as pure functions over pytrees, for use under `jax.jit`; replay; hidden vectors."""
+"""Sampling as pure functions over pytrees, for use under `jax.jit`, with replay and hidden
+vectors.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,17 @@ from dlm_jax.types import Inside, Network, Params, live_positions
 
 
 class Sampled(NamedTuple):
-    """The result of a `Sampler`: device arrays with the meaning of those of `dlm_jax.generate`.
+    """The result of a `Sampler`: device arrays with the same meaning as in `dlm_jax.generate`.
 
     Attributes:
-      tokens: int32 ``[B, L]``, PAD from each row's length on.
+      tokens: int32 ``[B, L]``, PAD beyond the length of each row.
       lengths: int32 ``[B]``, up to the first generated EOS.
       logprobs: float32 ``[B, L]`` nats, under the clean logits.
-      committed: int32 ``[B, L]``, the step that wrote each token; -1 where none did.
+      committed: int32 ``[B, L]``, the step that wrote each token; -1 if none.
       steps: int32 ``[B]``, steps taken.
       status: int32 ``[B]``, a `dlm_jax.Status`.
       counters: int32 ``[B]`` each.
-      trace: every draw; None without ``trace=True``.
+      trace: all draws; None without ``trace=True``.
     """
 
     tokens: jax.Array
@@ -71,9 +73,10 @@ class Sampled(NamedTuple):
 class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
-    The functions run the steps of the engine and give the texts of `dlm_jax.generate`. They compose
-    with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the log-probabilities of
-    the trace have derivatives in `params` through `step`, in a ``lax.scan`` too, and through `run`.
+    The functions run the steps of the engine and return the texts of `dlm_jax.generate`. They
+    compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the
+    log-probabilities of the trace have derivatives in `params` through `step`, also in a
+    ``lax.scan``, and through `run`.
 
     Attributes:
       model: source of network, tokenizer and recommended settings; its parameters are not used.
@@ -87,8 +90,8 @@ class Sampler:
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """Compiler options of the engine. ``jax.jit`` with them reproduces its log-probabilities
-        bit for bit.
+        """Compiler options of the engine. With them, ``jax.jit`` reproduces the log-probabilities
+        of the engine bit for bit.
         """
         return compiler.options("sample", self.program.rows, self.model.compiler_options)
 
@@ -102,7 +105,7 @@ class Sampler:
           is_draft: True ``[B, L]`` at tokens that may be rewritten; None: nowhere.
 
         Raises:
-          ValueError: shapes disagree, or a concrete row does not fit the settings.
+          ValueError: shapes do not match, or a concrete row does not fit the settings.
         """
         self._check(tokens, lengths, seeds, is_draft)
         num_rows, num_positions = np.shape(tokens)
@@ -176,14 +179,16 @@ class Sampler:
         if len(shape) != 2 or np.shape(lengths) != shape[:1] or np.shape(seeds) != shape[:1]:
             raise ValueError(
                 f"tokens, lengths and seeds have shapes {shape}, {np.shape(lengths)} and "
-                f"{np.shape(seeds)}; give [B, L], [B] and [B]"
+                f"{np.shape(seeds)}; pass [B, L], [B] and [B]"
             )
         if is_draft is not None and np.shape(is_draft) != shape:
-            raise ValueError(f"is_draft has shape {np.shape(is_draft)}; give {shape}, as tokens")
+            raise ValueError(
+                f"is_draft has shape {np.shape(is_draft)}; expected {shape}, like tokens"
+            )
         if self.request.capacity > shape[1]:
             raise SettingError(
-                "tokens", UNSET, f"have {shape[1]} positions, and a row may grow to "
-                f"{self.request.capacity}", "pad them, or give sampler() a lower max_length",
+                "tokens", UNSET, f"have {shape[1]} positions, but a row may grow to "
+                f"{self.request.capacity}", "pad them, or pass a lower max_length to sampler()",
             )  # fmt: skip
         if any(isinstance(x, Tracer) for x in (tokens, lengths, is_draft)):
             return
@@ -208,9 +213,9 @@ def sampler(
     """Pure sampling functions with these settings for every row.
 
     Args:
-      model: from `dlm_jax.load`, or your own.
-      trace: whether every draw is recorded (`Trace`).
-      max_length: maximum number of tokens of a row after edits. Default: that of the model.
+      model: from `dlm_jax.load`, or custom.
+      trace: whether all draws are recorded (`Trace`).
+      max_length: maximum number of tokens of a row after edits. Default: the model's.
       **settings: as for `dlm_jax.generate`, one value for all rows.
 
     Raises:
@@ -220,7 +225,7 @@ def sampler(
         if name in settings:
             raise SettingError(
                 name, UNSET, "is not a setting of a sampler",
-                "give tokens and seeds to init(), or use generate()",
+                "pass tokens and seeds to init(), or use generate()",
             )  # fmt: skip
     sample = settings_of_call(model, settings)
     if trace:
@@ -238,7 +243,8 @@ def sampler(
 def replay(
     model: Model | Network, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
-    """Log-probabilities of a trace's writings under `params`, float32 ``[B, S, L]`` in nats.
+    """Log-probabilities of the tokens written in a trace under `params`, float32 ``[B, S, L]`` in
+    nats.
 
     With the sampling parameters the result equals ``trace.logprobs`` where ``trace.is_written`` and
     0 elsewhere. The equality is bit for bit in float32 on CPU with the same number of rows as in
@@ -248,16 +254,16 @@ def replay(
     steps.
 
     Args:
-      model: the model that sampled the trace, another model with its vocabulary, or a network.
-      params: parameters of the network. If they are sharded over devices, so are the rows.
+      model: the model that sampled the trace, another model with the same vocabulary, or a network.
+      params: parameters of the network. If they are sharded over devices, the rows are too.
       trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether discarded draws count as well. The probability of a trace includes all
-        draws if draws decide which tokens are written (for example ``order="low_confidence"``) or
-        condition other draws (``fill="wavefront"``).
+      every_draw: whether discarded draws are also counted. The probability of a trace includes all
+        draws if draws determine which tokens are written (for example ``order="low_confidence"``)
+        or condition other draws (``fill="wavefront"``).
 
     Raises:
-      ValueError: the trace is of another vocabulary, needs a head that the model lacks, or its
-        arrays do not agree.
+      ValueError: the trace has a different vocabulary, needs a head that the model lacks, or has
+          inconsistent arrays.
     """
     network = model.network if isinstance(model, Model) else model
     _check_trace(model, network, trace)
@@ -277,7 +283,7 @@ def replay(
 def _compiled(
     program: Program, every_draw: bool, compiler_options: tuple[str, ...]
 ) -> Callable[[Params, Trace], jax.Array]:
-    """`replayed`, compiled like the engine's loop."""
+    """`replayed`, compiled like the loop of the engine."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
         with devices.used(program.rows):
@@ -290,24 +296,25 @@ def _compiled(
 def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:
     if not isinstance(trace, Trace):
         raise ValueError(
-            f"trace is a {type(trace).__name__}; give that of generate(..., trace=True), which is "
-            "None without it"
+            f"trace is a {type(trace).__name__}; pass the trace of generate(..., trace=True); "
+            f"without that option it is None"
         )
     if trace.vocab_size != network.vocab_size:
         raise ValueError(
-            f"the trace is of a vocabulary of {trace.vocab_size}, and the model has "
+            f"the trace has a vocabulary of {trace.vocab_size}, but the model has "
             f"{network.vocab_size} ids; replay it with the model that sampled it"
         )
     if isinstance(model, Model):
         is_same = trace.vocabulary in ("", model.vocabulary)
         if not is_same or trace.mask_id != model.tokenizer.mask_id:
             raise ValueError(
-                "the trace is of another tokenizer than the model's; replay it with the model that "
-                "sampled it"
+                "the trace was made with a different tokenizer from the model's; "
+                "replay it with the model that sampled it"
             )
     if trace.rules.fill.needs_sampler and network.sampler_readout is None:
         raise ValueError(
-            f"the trace is of fill={trace.rules.fill.name!r}, whose sampler head the model lacks; "
+            f"the trace uses fill={trace.rules.fill.name!r}, which needs a sampler head that the "
+            f"model lacks; "
             "replay it with the model that sampled it"
         )
     shape = np.shape(trace.canvas)
@@ -315,7 +322,7 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
     rows = {np.shape(x)[:1] for x in jax.tree.leaves(trace)}
     if len(shape) != 3 or any(np.shape(x) != shape for x in arrays) or len(rows) != 1:
         raise ValueError(
-            "the arrays of the trace differ in rows, steps or positions; take rows with "
+            "the arrays of the trace differ in rows, steps or positions; select rows with "
             "trace.rows(index)"
         )
 
@@ -323,30 +330,32 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
 def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
     """Hidden vectors and attention weights of every block for some canvases.
 
-    The maps take ``B E H L^2`` numbers. With a trace, ``inside(model, trace.canvas[:, 0])`` shows
-    what the first forward saw; guidance and caches are left out.
+    The maps take ``B E H L^2`` numbers. With a trace, ``inside(model, trace.canvas[:, 0])``
+    analyses the first forward; guidance and caches are not applied.
 
     Args:
-      model: of a `dlm_jax.Network` that shows it, as those of the package do.
+      model: model whose `dlm_jax.Network` provides them, like those of the package.
       tokens: int ``[B, L]`` canvases with MASK at holes.
       lengths: int ``[B]`` live positions; None: all.
 
     Raises:
-      ValueError: the network does not show it, or tokens or lengths are out of range.
+      ValueError: the network does not provide them, or tokens or lengths are out of range.
     """
     if model.network.inside is None:
-        raise ValueError("the network does not show its inside; give dlm_jax.Network an `inside`")
+        raise ValueError(
+            "the network does not expose its internals; pass `inside` to dlm_jax.Network"
+        )
     tokens_BL = np.asarray(tokens)
     if tokens_BL.ndim != 2 or not tokens_BL.size or tokens_BL.dtype.kind not in "iu":
         raise ValueError(
-            f"tokens has shape {tokens_BL.shape} of {tokens_BL.dtype}; use whole numbers [B, L]"
+            f"tokens has shape {tokens_BL.shape} of {tokens_BL.dtype}; use integers [B, L]"
         )
     vocab_size, (num_rows, num_positions) = model.network.vocab_size, tokens_BL.shape
     if tokens_BL.min() < 0 or tokens_BL.max() >= vocab_size:
         raise ValueError(f"tokens has ids outside the vocabulary; use 0 to {vocab_size - 1}")
     length_B = np.full(num_rows, num_positions) if lengths is None else np.asarray(lengths)
     if length_B.shape != (num_rows,) or length_B.min() < 1 or length_B.max() > num_positions:
-        raise ValueError(f"lengths={lengths} is not one of 1 to {num_positions} for each row")
+        raise ValueError(f"lengths={lengths} must be 1 to {num_positions} for each row")
     arrays = tokens_BL.astype(np.int32), length_B.astype(np.int32)
     return _inside_compiled(model.network)(model.params, *arrays)
 

@@ -1,4 +1,4 @@
-"""Streams the settled text of a row, cut at stops."""
+"""Streams the settled text of a row, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     """New text of a row.
 
     Attributes:
-      text: text that was not returned before.
+      text: new text.
       places: positions of the tokens of this piece in the row.
       is_last: whether this is the last piece.
     """
@@ -36,13 +36,13 @@ class Reader:
     """The text of one row as it grows.
 
     *Settled* tokens will not change: tokens before the first hole if nothing is rewritten; finished
-    blocks in rows that remask or resample; none in rows that edit.
+    blocks in rows that remask or resample; no tokens in rows with edits.
 
     Args:
       model: the model of the row.
       request: the request of the row.
       stops: stop texts.
-      keeps_stop: whether the text includes the stop text.
+      keeps_stop: whether the text includes the stop string.
 
     Attributes:
       start: position of the first token that was not given.
@@ -67,7 +67,7 @@ class Reader:
 
     @property
     def _block_ends(self) -> tuple[int, int]:
-        """The end of the first block, and the length of the others; 0: there is one block."""
+        """The end of the first block, and the length of later ones; 0 if there is one block."""
         length = self._sample.block_length
         first = self.start // self._unit * self._unit if self._unit else self.start
         return first + length, length
@@ -111,7 +111,7 @@ class Reader:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
-            # A cut may fall into an earlier block. Later text is not returned.
+            # The cut may be in an earlier block. Later text is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
@@ -122,7 +122,9 @@ class Reader:
         return found
 
     def whole(self, row: Row) -> tuple[str, range, bool]:
-        """The text of a row, the positions of its tokens, and whether a stop or EOS ended it."""
+        """The text of a row, the positions of its tokens, and whether a stop string or EOS ended
+        it.
+        """
         tokens, is_ended = self._upto_eos(row, row.tokens.size)
         text = self._tokenizer.decode(tokens[self.start :])
         cut = self._stop(text)
@@ -185,7 +187,7 @@ class Reader:
         return list(range(end, settled + 1, length)) if length else []
 
     def _stop(self, text: str) -> int | None:
-        """The cut of a text: before its first stop, or after it."""
+        """The cut of a text: before or after its first stop string."""
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if not found:
             return None
@@ -203,7 +205,7 @@ class Reader:
         return size
 
     def _covering(self, tokens: np.ndarray, end: int, cut: int | None) -> int:
-        """The number of tokens of the text through the stop at `cut`."""
+        """The number of tokens of the text up to and including the stop string at `cut`."""
         if cut is None:
             return end
         low, high = self.start, end

@@ -27,8 +27,8 @@ class Work(NamedTuple):
     Attributes:
       rows: rows that have ended.
       tokens: tokens that these rows generated.
-      steps: steps of rows.
-      slot_steps: steps of slots, busy or idle.
+      steps: steps taken by rows.
+      slot_steps: slots times steps, busy or idle.
       taken: the part of `steps` during which requests of the same kind waited.
       offered: the part of `slot_steps` during which requests of the same kind waited.
       counters: counters, summed over all rows.

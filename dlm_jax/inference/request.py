@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
     Attributes:
       tokens: int32 ``[n]``, MASK at holes.
-      is_draft: True at draft tokens; None: there are none.
+      is_draft: True at draft tokens; None if there are no draft tokens.
     """
 
     tokens: np.ndarray
@@ -58,23 +58,23 @@ def make_canvas(
         markers) or ``tokens`` (ids). With ``infill`` true, MASK among the tokens is a hole and no
         tokens are appended. ``draft`` is text after the prompt to refine.
       gen_length: number of new tokens after the prompt, and length of a gap without a number. 0
-        uses all remaining space, or adds none after a draft.
+        uses all remaining space, or adds no tokens after a draft.
       room: maximum number of tokens of the row.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
     if len(kinds) > 1:
-        raise ValueError(f"{' and '.join(kinds)} exclude each other; give one of them")
+        raise ValueError(f"{' and '.join(kinds)} exclude each other; pass only one of them")
     infill = asked.get("infill", False)
     if not isinstance(infill, bool):
         raise SettingError("infill", infill, "is not a bool", "use True or False")
     if infill and kinds != ["tokens"]:
         raise SettingError(
-            "infill", UNSET, "means nothing without tokens", "give tokens, or a template"
+            "infill", UNSET, "means nothing without tokens", "pass tokens, or a template"
         )
     draft = asked.get("draft")
     if draft is not None and (infill or kinds == ["template"]):
         raise SettingError(
-            "draft", UNSET, "stands behind a prompt", "it goes with neither template nor infill"
+            "draft", UNSET, "stands behind a prompt", "it is not supported with template or infill"
         )
     if kinds == ["template"]:
         text = _text("template", asked["template"])
@@ -84,8 +84,8 @@ def make_canvas(
         given = _ids(tokenizer, asked["tokens"])
         if not (given == tokenizer.mask_id).any():
             raise ValueError(
-                f"infill=True, and none of the tokens is MASK ({tokenizer.mask_id}); put it where "
-                "a token is wanted"
+                f"infill=True, but none of the tokens is MASK ({tokenizer.mask_id}); use MASK at "
+                f"the positions to fill"
             )
         return _check_room(Given(given, None), room, "tokens")
     if kinds == ["tokens"]:
@@ -95,7 +95,7 @@ def make_canvas(
                 "tokens",
                 UNSET,
                 f"hold MASK ({tokenizer.mask_id})",
-                "set infill=True to have it filled, or leave it out",
+                "set infill=True to fill it, or remove it",
             )
     else:
         prompt = asked.get("prompt")
@@ -107,7 +107,7 @@ def make_canvas(
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise SettingError(name, value, "is not a text", "put it in quotes")
+        raise SettingError(name, value, "is not a string", "put it in quotes")
     return value
 
 
@@ -118,13 +118,13 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
     except ValueError:
         is_fine = False
     if not is_fine:
-        raise SettingError("tokens", UNSET, "must be a list of ids that is not empty")
+        raise SettingError("tokens", UNSET, "must be a non-empty list of ids")
     beyond = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if beyond.size:
         raise SettingError(
             "tokens",
             UNSET,
-            f"name id {beyond[0]}, outside the vocabulary of {tokenizer.vocab_size}",
+            f"contain id {beyond[0]}, outside the vocabulary of {tokenizer.vocab_size}",
             f"use 0 to {tokenizer.vocab_size - 1}",
         )
     return ids.astype(np.int32)
@@ -150,7 +150,7 @@ def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np
         end = marker.end()
     if not parts:
         raise SettingError(
-            "template", UNSET, "has no <hole>", "write <hole:8> where 8 tokens are wanted"
+            "template", UNSET, "has no <hole>", "write <hole:8> for a gap of 8 tokens"
         )
     return np.concatenate([*parts, tokenizer.encode(text[end:])])
 
@@ -162,7 +162,7 @@ def _holes(tokenizer: Tokenizer, length: int) -> np.ndarray:
 def _check_room(given: Given, room: int, what: str) -> Given:
     if given.tokens.size > room:
         raise ValueError(
-            f"{what} of {given.tokens.size} tokens with its holes exceeds the canvas of {room}; "
+            f"{what} of {given.tokens.size} tokens, including holes, exceeds the canvas of {room}; "
             "shorten it or raise max_length"
         )
     return given
@@ -177,7 +177,7 @@ def _continued(
         raise SettingError(
             "prompt",
             UNSET,
-            f"of {given.size} tokens leaves no room on the canvas of {max_length}",
+            f"of {given.size} tokens leaves no space on the canvas of {max_length}",
             f"shorten it or raise max_length above {given.size}",
         )
     if gen_length > room:
@@ -185,7 +185,7 @@ def _continued(
             "gen_length",
             gen_length,
             f"and a prompt of {given.size} tokens exceed the canvas of {max_length}",
-            f"use gen_length={room} at most or raise max_length",
+            f"use gen_length={room} or less, or raise max_length",
         )
     return np.concatenate([given, _holes(tokenizer, gen_length or room)])
 
@@ -196,7 +196,7 @@ def _with_draft(
     """Ids of the prompt, ids of the draft, and the requested holes."""
     draft = tokenizer.encode(text)
     if not draft.size:
-        raise SettingError("draft", UNSET, "is empty", "give text to refine, or leave it out")
+        raise SettingError("draft", UNSET, "is empty", "pass text to refine, or remove it")
     tokens = np.concatenate([given, draft, _holes(tokenizer, min(gen_length, room + 1))])
     is_draft = np.zeros(tokens.size, bool)
     is_draft[given.size : given.size + draft.size] = True
@@ -206,12 +206,12 @@ def _with_draft(
 def check_settings(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that are invalid for the model."""
     if model.network.scorer is not None:
-        raise ValueError("the model is a sequence scorer, which writes nothing; load another")
+        raise ValueError("the model is a sequence scorer, which does not generate; load another")
     if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
         raise SettingError(
             "max_new_tokens",
             sample.max_new_tokens,
-            "is the length that edits aim at, which needs edit=True and a length_target_mode",
+            "is the target length of edits, which requires edit=True and a length_target_mode",
             f"without them use gen_length={sample.max_new_tokens} and max_new_tokens=0",
         )
     facts = model.facts
@@ -221,7 +221,7 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
         raise SettingError(
             "model.attention_type",
             "canvas",
-            "needs the decoding loop of its family, which is not implemented",
+            "requires the decoding loop of its family, which is not implemented",
             "call its network (Network.behind)",
         )
     if not (model.process.is_masked or sample.table.commit[sample.order].renews):
@@ -229,7 +229,7 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
         raise SettingError(
             "order",
             sample.order,
-            f"fills holes, and the model was trained with objective.process={name!r}",
+            f"fills holes, but the model was trained with objective.process={name!r}",
             "use order='posterior'",
         )
     for rule in sample.table.checks(sample):
@@ -242,14 +242,14 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
         raise SettingError(
             "block_length",
             sample.block_length,
-            f"is not the {facts.block_length} that the model was trained with, nor a part of it",
+            f"is neither the training value {facts.block_length} nor a divisor of it",
             "use 0 for the same value",
         )
     if sample.edits:
         raise SettingError(
             "edit",
             True,
-            "moves tokens out of their blocks, which a block-causal model cannot",
+            "moves tokens between blocks, which a block-causal model does not support",
             "use a bidirectional model",
         )
 
@@ -268,9 +268,8 @@ def check_draft(sample: SampleConfig, given: Given) -> None:
         raise SettingError(
             "draft",
             UNSET,
-            "is refined by remasking, resampling, re-noise or edits, and nothing of it is "
-            "asked for",
-            "use remask=scheduled, schedule=all and steps=8, say",
+            "requires remasking, resampling, re-noise or edits, and none is enabled",
+            "for example, use remask=scheduled, schedule=all and steps=8",
         )
 
 
@@ -280,9 +279,9 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
         raise SettingError(
             "draft",
             UNSET,
-            f"holds the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
+            f"contains the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
             "-inf, ignore_eos, or ids without text)",
-            "take them out, or lift the ban",
+            "remove them, or lift the ban",
         )
 
 
@@ -306,8 +305,8 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
         raise SettingError(
             "tokens",
             UNSET,
-            "are given behind a hole, where a block-causal model does not see them",
-            "give them before it, or use a bidirectional model",
+            "are given after a hole, where a block-causal model does not attend to them",
+            "put them before it, or use a bidirectional model",
         )
     for rule in sample.table.of(sample):
         if issubclass(rule, FillRule | CacheRule):
@@ -320,8 +319,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
         raise SettingError(
             "steps",
             steps,
-            f"is less than the {busy} blocks of block_length={block_length} that "
-            "have something to fill",
+            f"is less than the {busy} blocks of block_length={block_length} with holes",
             f"use steps={busy} or more",
         )
 
@@ -340,8 +338,8 @@ class Request:
       sample: its settings; at least one step for each block with holes. ``fill="auto"`` is the
         parallel fill: `make_requests` and `generate` resolve it by the model's heads.
       seed: random seed of the row, in [0, 2**32).
-      is_draft: True at draft tokens; None: there are none.
-      host_sampler: chooses the tokens of the row from the candidates after its chain.
+      is_draft: True at draft tokens; None if there are no draft tokens.
+      host_sampler: selects the tokens of the row from the candidates after its chain.
       read_back: whether candidates of each token are recorded.
       capacity: maximum number of tokens of the row after edits; 0: its current length.
       trace: whether each step is recorded.
@@ -376,17 +374,17 @@ class Request:
             raise SettingError("seed", self.seed, "is outside [0, 2**32)", "use a smaller one")
         if self.tokens.ndim != 1 or self.tokens.size == 0:
             raise SettingError(
-                "tokens", UNSET, f"have shape {self.tokens.shape}", "give one row that is not empty"
+                "tokens", UNSET, f"have shape {self.tokens.shape}", "pass one non-empty row"
             )
         if self.is_draft is not None and self.is_draft.shape != self.tokens.shape:
             raise ValueError(
-                f"is_draft has shape {self.is_draft.shape} and tokens {self.tokens.shape}; give "
-                "one value for each token"
+                f"is_draft has shape {self.is_draft.shape} and tokens has {self.tokens.shape}; "
+                f"pass one value per token"
             )
         if self.host_sampler is not None and not callable(self.host_sampler):
             raise ValueError(
-                f"host_sampler={shown(self.host_sampler)} is not callable; give a function that "
-                "takes Candidates and returns one of their ids"
+                f"host_sampler={shown(self.host_sampler)} is not callable; pass a function that "
+                f"takes Candidates and returns one of their ids"
             )
         if not isinstance(self.read_back, bool):
             raise SettingError("read_back", self.read_back, "is not a bool", "use True or False")
@@ -394,17 +392,17 @@ class Request:
             raise SettingError("trace", self.trace, "is not a bool", "use True or False")
         if self.trace and self.needs_host:
             raise SettingError(
-                "trace", True, "does not go with host samplers and read-back",
-                "leave them out, or use trace=False",
+                "trace", True, "is not supported with host samplers and read-back",
+                "remove them, or use trace=False",
             )  # fmt: skip
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
-                f"capacity={self.capacity} must be at least 0; use 0 for as many as it has"
+                f"capacity={self.capacity} must be at least 0; use 0 for the current length"
             )
 
 
 class Static(NamedTuple):
-    """The static settings; rows with equal ones run together."""
+    """The static settings; rows with equal static settings run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -453,10 +451,10 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     """The requests with unused parts of their chains removed.
 
-    A part is unused if no request with the same chain uses it. Unused parts change nothing, and a
+    A part is unused if no request with the same chain uses it. Unused parts have no effect, and a
     shorter chain compiles faster. Transforms that read ids after a truncation to a few candidates
     are kept. Without them the rest of the chain would run on those candidates and draw other
-    tokens, and a row would depend on its neighbours.
+    tokens, so a row would depend on its neighbours.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
@@ -475,7 +473,7 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
 
 
 def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
-    """The names of a chain that read ids after a cut to few candidates."""
+    """The names of a chain that read ids after a truncation to few candidates."""
     found: set[str] = set()
     is_cut = False
     for name in chain:
@@ -495,13 +493,15 @@ def make_requests(
     num_rows: int | None = None,
     known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
-    """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
+    """The rows of one prompt; `first` is added to the seed unless the prompt has its own seed.
 
     `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
     other prompts under the same `model` and `common`.
     """
     if not isinstance(prompt, str | Mapping):
-        raise SettingError("prompt", prompt, "is neither a text nor a mapping", "put it in quotes")
+        raise SettingError(
+            "prompt", prompt, "is neither a string nor a mapping", "put it in quotes"
+        )
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
@@ -509,7 +509,9 @@ def make_requests(
     room = room_of(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
     if "trace" in own:
-        raise SettingError("trace", own["trace"], "is of all rows or none", "give it to the call")
+        raise SettingError(
+            "trace", own["trace"], "applies to all rows or none", "pass it to the call"
+        )
     trace = asked.get("trace", False)
     layers = [{k: v for k, v in layer.items() if k not in _NOT_RULES} for layer in (common, own)]
     rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
@@ -538,13 +540,13 @@ def make_requests(
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """A key for the settings of a prompt, types and whether the host looks at its rows included;
-    None for other than plain settings.
+    """A key for the settings of a prompt, including types and whether the host reads its rows; None
+    unless the settings are plain.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
         return None
-    # As text, because 1, 1.0 and True are equal.
+    # A string, because 1, 1.0 and True are equal.
     return any(host.values()), tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
@@ -576,8 +578,8 @@ def _settings(
             raise SettingError(
                 "fill",
                 sample.fill,
-                f"draws tokens {rules.table.fill[sample.fill].drawn}, where no host sampler or "
-                "read-back can look",
+                f"draws tokens {rules.table.fill[sample.fill].drawn}, which host samplers and "
+                f"read-back cannot read",
                 "use fill='parallel'",
             )
         _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)
@@ -586,15 +588,15 @@ def _settings(
         raise SettingError(
             "confidence_of",
             sample.confidence_of,
-            "reads what no host sampler or read-back leaves",
+            "reads state that host samplers and read-back do not keep",
             "use confidence_of='clean'",
         )
     if needs_host and rules.table.commit[sample.order].renews:
         raise SettingError(
             "order",
             sample.order,
-            "writes tokens that no host sampler or read-back sees",
-            "leave host_sampler and read_back out",
+            "writes tokens without host samplers and read-back",
+            "remove host_sampler and read_back",
         )
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
@@ -605,7 +607,7 @@ def _settings(
 
 
 def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model whose noise is not MASK alone: its own order, unless one is given."""
+    """The settings of a model with noise other than MASK: its own order, unless one is given."""
     own = {} if recommended["order"] != "random" else {"order": "posterior"}
     return own | dict(given)
 
@@ -613,7 +615,7 @@ def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 def _auto_fill(
     model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
 ) -> dict[str, Any]:
-    """The fill of a model without a recommended one, and its order.
+    """The fill and order of a model without a recommended fill.
 
     Among random commit orders, the one that first fills every hole gave the best texts at every
     budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").
@@ -630,8 +632,8 @@ def _auto_fill(
 
 def _warn_of_parallel(replaced: str, *, stacklevel: int) -> None:
     warnings.warn(
-        f"fill='parallel' replaces the {replaced}, which draws tokens where no host sampler or "
-        "read-back can look",
+        f"fill='parallel' replaces the {replaced}, whose draws host samplers and read-back cannot "
+        f"read",
         stacklevel=stacklevel,
     )
 

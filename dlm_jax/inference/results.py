@@ -29,14 +29,14 @@ class Row:
       committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes,
         tokens of a draft, and tokens of an edit or re-noise.
       steps: steps taken so far.
-      block: index of the current block, from 0, among blocks with work.
+      block: index of the current block, from 0, counting only blocks with work.
       status: its `Status`.
       counters: its counters.
       origin: int32 ``[n]``, previous index of each position, at the last call of the loop or on the
-        last canvas shown; -1 for new positions. None without edits.
+          last shown canvas; -1 for new positions. None without edits.
       read_back: read-back records of its tokens, in commit order.
       error: exception of the host sampler or the program, or None.
-      is_lost: whether the program raised it, so that the state of the row is lost.
+      is_lost: whether the program raised it, which loses the state of the row.
       waited: seconds until the row got a slot.
       seconds: seconds spent in a slot.
       trace: trace of the ended row, or None.
@@ -111,18 +111,18 @@ class Generation:
 
     Attributes:
       tokens: int32 ``[R, L]``, PAD from each row's length on.
-      lengths: int32 ``[R]``, live tokens, the given ones included.
+      lengths: int32 ``[R]``, live tokens, including given ones.
       steps: int32 ``[R]``, steps taken.
       counters: counters of each row, int32 ``[R]`` each.
-      status: ``[R]``, how each row ended.
+      status: ``[R]``, status with which each row ended.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens. Unchanged draft tokens have the value under the
-        second-to-last forward.
+        logits it was drawn from; 0 at given tokens. Unchanged draft tokens have the log-probability
+        under the second-to-last forward.
       committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens,
         tokens of a draft, and tokens of an edit.
       read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
-      trace: every draw of the rows, with ``trace=True``; None otherwise.
+      trace: all draws of the rows with ``trace=True``; None otherwise.
     """
 
     tokens: np.ndarray
@@ -143,7 +143,7 @@ class Generation:
 
 
 def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
-    """The rows as arrays, padded to a canvas that holds the longest row."""
+    """The rows as arrays, padded to a canvas that fits the longest row."""
     width = canvas_size(max(row.tokens.size for row in rows))
 
     def table(name: str, fill: float, dtype: Any) -> np.ndarray:
@@ -169,7 +169,8 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
 
 
 def canvas_size(length: int, *, is_shared: bool = False) -> int:
-    """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile.
+    """Static canvas length for `length` tokens: the next multiple of 64, so that few programs are
+    compiled.
 
     A canvas shared by requests of any length is a power of two, which compiles even fewer programs.
     """

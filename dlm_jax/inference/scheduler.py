@@ -1,9 +1,10 @@
-"""Assigns requests to slots of programs; uses no device and no arrays.
+"""Assigns requests to slots of programs, without using devices or arrays.
 
 Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
-and then by number. A queue with work has a program with enough slots for its requests. A slot takes
-the next request when its row ends. Queues are served round robin. The number of programs is
-limited: the least recently used one is evicted, and if all are busy, one queue drains.
+and then by number. A queue with work that is being served has a program with enough slots for its
+requests. A slot takes the next request when its row ends. Queues are served round robin. The number
+of programs is limited: the least recently used one is evicted, and if all are busy, one queue is
+drained.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Ticket:
     """A request that was submitted.
 
     Attributes:
-      number: number of the request in its engine, above those of all earlier requests.
+      number: number of the request in its engine, greater than all earlier numbers.
     """
 
     number: int
@@ -29,7 +30,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Entry:
-    """A submitted request: it waits if `slot` is None, otherwise it runs there."""
+    """A submitted request. It waits while `slot` is None; otherwise it runs in that slot."""
 
     ticket: Ticket
     request: Any
@@ -49,12 +50,12 @@ class Entry:
 
 
 class Counts(NamedTuple):
-    """The work of a queue.
+    """Counts of the work in a queue.
 
     Attributes:
       waiting: requests that wait.
       running: requests that run.
-      fills: slots that will take a waiting request.
+      fills: slots that a waiting request will fill.
       evicted: slots whose request was cancelled.
     """
 
@@ -68,18 +69,18 @@ class Queue:
     """The requests of one bucket.
 
     Attributes:
-      bucket: their bucket; its ``key`` is unique.
+      bucket: bucket of the requests, with a unique ``key``.
       sizes: possible numbers of slots, ascending.
-      is_reserved: whether it was made by `Engine.reserve`.
-      size: slots of its program; None: it has none.
+      is_reserved: whether `Engine.reserve` created it.
+      size: slots of its program; None if it has no program.
       program: its program.
       num_own: number of these slots in this process.
       slots: `Slots` object that runs the program.
       running: requests by their slot.
-      evicted: slots of cancelled requests, cleared at the next turn of the queue.
-      totals: work of all processes when it was last served.
+      evicted: slots of cancelled requests, cleared when the queue is served next.
+      totals: work of all processes at the last call.
       is_draining: whether new requests are held back to free the program for another queue.
-      since: time when it got its program, in served queues.
+      since: time at which it got its program, in served queues.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -121,12 +122,12 @@ class Queue:
         self.num_waiting += 1
 
     def cancel(self, entry: Entry) -> None:
-        """Marks a request as cancelled; a waiting one leaves the queue."""
+        """Marks a request as cancelled; a waiting request is removed from the queue."""
         entry.is_cancelled = True
         if entry.slot is not None:
             return
         self.num_waiting -= 1
-        # Cancelled requests stay in the heap until their turn, or until there are many.
+        # Cancelled requests stay in the heap until they reach the front, or until there are many.
         if len(self._heap) > 2 * self.num_waiting + 16:
             self._heap = [other for other in self._heap if not other.is_cancelled]
             heapq.heapify(self._heap)
@@ -171,7 +172,7 @@ class Scheduler:
 
     Args:
       load: creates the program of a bucket with that number of slots.
-      max_programs: programs that are kept.
+      max_programs: maximum number of cached programs.
       num_processes: number of processes that share the slots of each program equally. `agree` keeps
         their order of queues identical.
       is_together: whether there are several processes.
@@ -193,11 +194,11 @@ class Scheduler:
 
     @property
     def programs(self) -> list[tuple[Any, int]]:
-        """Bucket and slots of each program that is kept, the one used last at the end."""
+        """Bucket and slots of each cached program, most recently used last."""
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:
-        """Starts serving a queue, until it has no work."""
+        """Starts serving a queue until it has no work."""
         if queue not in self._order:
             self._order.append(queue)
             self.is_busy = True
@@ -232,7 +233,7 @@ class Scheduler:
     def leave(self, queue: Queue) -> None:
         """Releases the program of a queue without running requests; removes a queue without work.
 
-        With several processes this requires that all of them `agree` that nothing runs.
+        With several processes, this requires that all of them `agree` that nothing runs.
         """
         if self.is_together:
             return
@@ -253,7 +254,7 @@ class Scheduler:
             queue.program, queue.size = program, wanted
             queue.num_own = wanted // self._num_processes
         elif now is None and not any(other.is_draining for other in self._order):
-            # The queue with the oldest program drains.
+            # The queue with the oldest program is drained.
             busy = [other for other in self._order if other.size is not None]
             min(busy, key=lambda other: other.since).is_draining = True
         return program is not None or now is not None

@@ -31,19 +31,19 @@ Window = tuple[np.ndarray, int]
 """Ids of a row, and the number of given ids."""
 
 MOST_AT_ONCE = 1 << 16
-"""Rows of a batch, and draws of masks, at most."""
+"""Maximum rows of a batch, and maximum mask draws."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Cost of N texts, given their prompts.
+    """Costs of N texts, given their prompts.
 
     Attributes:
-      nats: float64 ``[N]``, of each text.
+      nats: float64 ``[N]``, cost of each text.
       tokens: int ``[N]``, number of scored tokens, without the prompt.
       characters: int ``[N]``, characters of the text without the prompt.
-      draw_error: float64 ``[N]``, standard error of each text's nats from the draws of masks; 0
-        where the likelihood is exact, NaN for a text with a window that was drawn once.
+      draw_error: float64 ``[N]``, standard error of the nats of each text due to the mask draws; 0
+          for exact likelihoods, NaN for a text with a window that has a single draw.
       is_exact: whether ``nats`` are exact. Otherwise they are an upper bound in expectation.
       num_draws: masks that were drawn per window.
     """
@@ -59,7 +59,7 @@ class Score:
     def nats_per_token(self) -> tuple[float, float]:
         """Mean per token, and its standard error.
 
-        Texts are treated as independent. The error of a single text is that of the draws.
+        Texts are treated as independent. The error for a single text is that of the mask draws.
         """
         return self._per(self.tokens, 1.0)
 
@@ -69,7 +69,7 @@ class Score:
         return self._per(self.characters, math.log(2.0))
 
     def interval(self, error: float) -> float:
-        """Half of the 95% interval (Student's t) of a figure with that standard error."""
+        """Half of the 95% interval (Student's t) of a value with that standard error."""
         return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
 
     def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
@@ -91,19 +91,20 @@ def score(
     """The score of each text, given its prompt if there is one.
 
     A text without a prompt that is longer than the model's canvas is cut into windows, each scored
-    without the previous one. The windows count as one text.
+    without the previous one. The windows are treated as one text.
 
     Args:
-      model: from `dlm_jax.load`, or your own.
+      model: from `dlm_jax.load`, or custom.
       texts: not empty.
       prompts: one per text, visible to the model and not scored.
-      num_draws: masks drawn per window; a causal model needs none.
+      num_draws: masks drawn per window; not used by a causal model.
       batch_size: windows that run at once.
       seed: random seed of the masks.
 
     Raises:
-      ValueError: an empty text, one the tokenizer cannot hold, a prompt and text that exceed the
-        canvas together, a size below 1, or a sequence scorer instead of a language model.
+      ValueError: an empty text, one that the tokenizer cannot encode, a prompt and text that
+          together exceed the canvas, a size below 1, or a sequence scorer instead of a language
+          model.
     """
     if model.network.scorer is not None:
         raise ValueError(
@@ -111,9 +112,11 @@ def score(
         )
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     if not texts:
-        raise ValueError("there are no texts to score; give at least one")
+        raise ValueError("there are no texts to score; pass at least one")
     if prompts is not None and len(prompts) != len(texts):
-        raise ValueError(f"{len(prompts)} prompts do not match {len(texts)} texts; give one each")
+        raise ValueError(
+            f"{len(prompts)} prompts do not match {len(texts)} texts; pass one per text"
+        )
     given = prompts or [""] * len(texts)
     windows, owners = _windows_of(texts, lambda index, text: _windows(model, given[index], text))
     rows = _rows(model, windows)
@@ -143,10 +146,10 @@ def score_rows(
     """Cost of N rows of tokens, float64 ``[N]`` each, independent of their batches.
 
     Args:
-      model: from `dlm_jax.load`, or your own.
+      model: from `dlm_jax.load`, or custom.
       rows: ``tokens`` int ``[N, L]``, ``length`` ``[N]`` and, if there are prompts, ``given``
-        ``[N]``, as the data pipeline makes them.
-      num_draws: masks drawn per row; a causal model needs none.
+        ``[N]``, as from the data pipeline.
+      num_draws: masks drawn per row; not used by a causal model.
       batch_size: rows that run at once.
       seed: random seed of the masks, in [0, 2**32).
     """
@@ -228,15 +231,15 @@ def _windows_of(
 
 
 def _windows(model: Model, prompt: str, text: str) -> list[Window]:
-    """Rows of ids that hold a text, each with the number of its given tokens."""
+    """Rows of ids that contain a text, each with the number of its given tokens."""
     given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
     if not ids.size:
-        raise ValueError("the text is empty; give one to score")
+        raise ValueError("the text is empty; pass a text to score")
     if given.size:
         if given.size + ids.size > model.max_length:
             raise ValueError(
                 f"prompt of {given.size} and text of {ids.size} tokens exceed the model's canvas "
-                f"of {model.max_length}; shorten one"
+                f"of {model.max_length}; shorten one of them"
             )
         return [(np.concatenate([given, ids]), given.size)]
     starts = range(0, ids.size, model.max_length)
@@ -272,7 +275,7 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
     if isinstance(texts, str):
         raise SettingError("texts", texts, "is one text", "put it in a list")
     if not len(texts):
-        raise ValueError("there are no texts to judge; give at least one")
+        raise ValueError("there are no texts to score; pass at least one")
     windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
     rows = _rows(model, windows)
     share_N = _in_batches(
@@ -286,15 +289,15 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
 def held_out_errors(
     model: Model, rows: Mapping[str, np.ndarray], *, batch_size: int = 16, seed: int = 0
 ) -> scorer.Errors:
-    """The scorer's errors on each of N rows of true text, corrupted as it was trained.
+    """Errors of a scorer on N rows of true text, corrupted as in training.
 
     Args:
       model: a sequence scorer, from `dlm_jax.load`.
-      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as the data pipeline makes
-        them; N a multiple of `batch_size`, of which some may be empty.
+      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as from the data pipeline;
+          N is a multiple of `batch_size`, and rows may be empty.
       batch_size: rows that run at once. Wrong tokens are drawn from rows of the same batch.
-      seed: random seed of the corruption; 0 with the batch size of the training run repeats that
-        run's corruption.
+      seed: random seed of the corruption; 0 with the batch size of the training run repeats its
+          corruption.
     """
     _check_scorer(model)
     if model.config is None:
@@ -318,11 +321,13 @@ def _check_scorer(model: Model) -> None:
 
 
 def _scorer_windows(model: Model, text: str) -> list[Window]:
-    """The tokens of a text in the fewest windows that fit the canvas, of nearly equal length."""
+    """The tokens of a text in the smallest number of windows that fit the canvas, of nearly equal
+    length.
+    """
     if not isinstance(text, str):
-        raise ValueError(f"{text!r} is not a text; use a string")
+        raise ValueError(f"{text!r} is not a string; use a string")
     ids = model.tokenizer.encode(text)
     if not ids.size:
-        raise ValueError("the text is empty; give one to judge")
+        raise ValueError("the text is empty; pass a text to score")
     parts = np.array_split(ids, -(-ids.size // model.max_length))
     return [(part, 0) for part in parts]

@@ -40,16 +40,16 @@ Loop = Advance | HostLoop
 
 _LAST_USED = 64
 _ALONE = 4
-"""Traces are copied one by one if at most one of so many rows has ended."""
+"""Traces are copied one by one if at most one in this many rows has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
 
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
-    """The loop for requests of a bucket with that number of slots.
+    """The loop for requests of a bucket with this number of slots.
 
     Equal arguments return the same object while it is referenced or among the 64 most recently
-    used, so nothing compiles twice.
+    used, so no program compiles twice.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -74,7 +74,7 @@ _REMEMBERED = 512
 class Bucket:
     """Requests with equal static settings, canvas, and widths of lists.
 
-    The parameters of all requests are packed to the same shapes, so a slot takes another request
+    The parameters of all requests are packed to the same shapes, so a slot can run another request
     without compilation. The widest request of the bucket sets these shapes.
 
     Args:
@@ -154,7 +154,7 @@ def _shapes(packed: Any) -> Hashable:
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
-    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
+    """Static number of slots for `rows` waiting rows: a power of two up to `batch_size`.
 
     It is rounded up to a multiple of `shares`, the number of shards.
     """
@@ -165,7 +165,7 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 class Layout:
     """Parameters, and their layout from `CachedTrunk.ready`.
 
-    One network and one dict of parameters share one object while it is referenced.
+    A pair of a network and a parameter dict has a single object while it is referenced.
     """
 
     def __init__(self, plain: Params, ready: Params):
@@ -225,12 +225,12 @@ class Changes(NamedTuple):
     """Compiled functions that change the rows of a state.
 
     Attributes:
-      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as op by
-        op.
+      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
+          operations.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
         the state.
-      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order,
-        idle where ``is_held_B`` is False.
+      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order and
+          idle slots where ``is_held_B`` is False.
       trace: ``(state, slot) -> trace`` of one row of a traced loop.
     """
 
@@ -290,7 +290,7 @@ class Job(NamedTuple):
     Attributes:
       name: its number, for host samplers and errors.
       request: the request.
-      waited: seconds before it came into a slot.
+      waited: seconds until it got a slot.
     """
 
     name: int
@@ -304,7 +304,7 @@ class Taken(NamedTuple):
     Attributes:
       ended: the slots whose rows have ended.
       steps: int32 ``[B]``, steps that each slot's row took.
-      counted: counters, summed over the rows.
+      counted: counters summed over the rows.
     """
 
     ended: tuple[int, ...]
@@ -313,10 +313,10 @@ class Taken(NamedTuple):
 
 
 class Slots:
-    """A fixed number of rows of one program, each with a request or idle.
+    """A fixed number of rows of one program, each busy with a request or idle.
 
-    The tokens of a row depend only on its request. In the same program they are bit for bit equal
-    in any slot and with any other rows. A slot takes another request without compilation.
+    The tokens of a row depend only on its request. Within a program, they are bit-identical in any
+    slot and with any other rows. A slot can run another request without compilation.
 
     Args:
       loop: the compiled loop, or the single-step loop for host samplers and read-back.
@@ -325,7 +325,7 @@ class Slots:
       num_slots: rows that run at once, a multiple of the devices that shard them. If the devices
         belong to several processes, each process has an equal share of the slots, and all must call
         `put` and `advance` together.
-      max_candidates: most candidates of a position that are copied to the host.
+      max_candidates: maximum candidates per position that are copied to the host.
       prefixes: cached prefixes of prompts; None: every row computes its own.
     """
 
@@ -340,7 +340,7 @@ class Slots:
         prefixes: Prefixes | None = None,
     ):
         if bucket.static.needs_host and not isinstance(loop, HostLoop):
-            raise ValueError("rows that need the host run in a HostLoop; make one")
+            raise ValueError("rows that need the host require a HostLoop; create one")
         self.loop, self.bucket = loop, bucket
         self._params, self._max_candidates, self._prefixes = params, max_candidates, prefixes
         self._own = OwnRows(placement(loop.program.rows, params), num_slots)
@@ -376,19 +376,18 @@ class Slots:
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
         changes = changes_of(self.loop)
         if self._state is None:
-            # Packs its own rows only, then combines them with those of other processes.
+            # Each process packs only its own rows, which are then combined with those of other
+            # processes.
             state = changes.begin(arguments)
             state = with_cache(self.loop.program, self._params, state)
-            self._state = state = self._own.place(state)
+            state = self._own.place(state)
             require_working_room(self.loop, self._params_read(state), state)
         else:
             is_new = np.zeros(len(self._jobs), bool)
             is_new[list(new)] = True
             arguments, is_new_B = self._own.passed((arguments, is_new))
-            self._state = changes.refill(self._state, arguments, is_new_B)
-        for slot, job in new.items():
-            if job is not None:
-                self._state = self._with_prefix(self._state, slot, job.request)
+            state = changes.refill(self._state, arguments, is_new_B)
+        self._state = self._with_prefixes(state, new)
         now = time.perf_counter()
         for slot in new:
             self._began[slot] = now
@@ -404,7 +403,7 @@ class Slots:
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A host number is replicated; an array would be placed on one device.
+                # A Python number is replicated; an array would be placed on one device.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:
@@ -424,7 +423,7 @@ class Slots:
             self._jobs[slot], self._read_back[slot] = None, []
 
     def resized(self, loop: Loop, num_slots: int) -> Slots:
-        """Moves the running rows to a different number of slots, which must hold all of them.
+        """Moves the running rows to a different number of slots, which must fit all of them.
 
         Do not use these slots again.
         """
@@ -499,9 +498,9 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """The traces of the slots whose rows have ended.
+        """Traces of the slots whose rows have ended.
 
-        Where few of them have, only those rows are copied from the device.
+        If few have ended, only their traces are copied from the device.
         """
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
@@ -512,21 +511,21 @@ class Slots:
         whole = self._own.fetch(trace_of(self.loop.program, state))
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
-    def _with_prefix(self, state: State, slot: int, request: Request) -> State:
-        """The state with the keys and values of the prompt of a new row, where they are reused."""
-        rule, cache, program = state.rules.cache, state.cache, self.loop.program
-        if self._prefixes is None or rule is None or cache is None or program.is_guided:
+    def _with_prefixes(self, state: State, new: Mapping[int, Job | None]) -> State:
+        """The state with the reusable keys and values of the prompts of new rows."""
+        prefixes, rule, program = self._prefixes, state.rules.cache, self.loop.program
+        if prefixes is None or rule is None or state.cache is None or program.is_guided:
             return state
-        is_open = request.is_open(program.mask_id)
-        first = int(is_open.argmax()) if is_open.any() else 0
-        count = rule.prefix(first)
-        if count < self._prefixes.size:
-            return state
-        kept = self._prefixes.fill(
-            self._params_read(state), cache.kept, slot, request.tokens[:count], self.bucket.canvas
-        )
-        valid_B = cache.valid_B.at[slot].set(count)
-        return state._replace(cache=cache._replace(kept=kept, valid_B=valid_B))
+        kept, valid_B = state.cache.kept, state.cache.valid_B
+        for slot, job in new.items():
+            is_open = np.ones(1, bool) if job is None else job.request.is_open(program.mask_id)
+            count = rule.prefix(int(is_open.argmax()) if is_open.any() else 0)
+            if job is None or count < prefixes.size:
+                continue
+            tokens = job.request.tokens[:count]
+            kept = prefixes.fill(self._params_read(state), kept, slot, tokens, self.bucket.canvas)
+            valid_B = valid_B.at[slot].set(count)
+        return state._replace(cache=state.cache._replace(kept=kept, valid_B=valid_B))
 
     def _params_read(self, state: State) -> Any:
         """The parameters for the loop, in the cache layout if it has a cache."""
@@ -547,7 +546,7 @@ class Slots:
             tokens[slot, :n] = request.tokens
             if request.is_draft is not None:
                 is_frozen[slot, :n] = ~request.is_draft
-        # Idle slots have the parameters of some request and a length of 0.
+        # Idle slots have the parameters of an arbitrary request and a length of 0.
         packed = self.bucket.pack([job.request for job in new.values()])
         index = {slot: place for place, slot in enumerate(new)}
         places = np.array([index.get(slot, 0) for slot in range(num_slots)])

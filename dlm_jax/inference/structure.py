@@ -1,6 +1,6 @@
 """Structures: regular expressions as automata over the tokens of a model.
 
-The regex parser of Python reads a pattern. It is converted to a nondeterministic automaton over
+The regex parser of Python parses a pattern. It is converted to a nondeterministic automaton over
 characters (Thompson 1968) and then to a deterministic one by subset construction (Rabin and Scott
 1959). Equivalent states are merged (Moore 1956).
 """
@@ -51,26 +51,26 @@ class Characters(NamedTuple):
 
 
 def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Characters:
-    r"""The automaton of the texts that a pattern matches from end to end.
+    r"""The automaton of the texts that a pattern matches in full.
 
     Args:
       pattern: regular expression of `re`, without look-around and back-references. ``^`` and ``$``
-        at its ends mean nothing; ``\p{..}`` is a general category of Unicode.
+          at its ends have no effect; ``\p{..}`` is a general category of Unicode.
       alphabet: the characters that texts may consist of.
-      most_states: most states of the automaton.
+      most_states: maximum number of states.
     """
     parser: Any = importlib.import_module("re._parser")  # the only parser of Python's regex syntax
     try:
         parsed = parser.parse(_with_categories(pattern, alphabet))
         if parsed.state.flags & ~re.UNICODE:
-            raise ValueError("flags are not known; write what they mean into the pattern")
+            raise ValueError("flags are not supported; express their meaning in the pattern")
         nodes = _Nodes(alphabet)
         end = nodes.new()
         start = nodes.sequence(without_anchors(parsed, is_first=True, is_last=True), end)
     except _Unknown as error:
         found = re.search(_SIGNS.get(error.op, "$"), pattern)
         where = f" at position {found.start()}" if found else ""
-        raise ValueError(f"{error.op}{where} is not known; {error}") from None
+        raise ValueError(f"{error.op}{where} is not supported; {error}") from None
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from None
     return nodes.determinized(start, end, most_states)
@@ -80,15 +80,15 @@ _SIGNS = {
     "AT": r"(?<!^)(?<!\[)[\^]|[$](?!$)|\\[bBAZ]", "ASSERT": r"\(\?<?=", "ASSERT_NOT": r"\(\?<?!",
     "GROUPREF": r"\\[1-9]|\(\?P=",
 }  # fmt: skip
-"""Where the parsed items begin that no automaton knows."""
+"""Start of the parsed items that automata do not support."""
 
 
 class _Unknown(ValueError):
-    """An item of a pattern that no automaton knows."""
+    """An item of a pattern that automata do not support."""
 
     def __init__(self, op: str):
         super().__init__(
-            "use ^ and $ at the ends alone, and no \\b" if op == "AT"
+            "use ^ and $ only at the ends, and no \\b" if op == "AT"
             else "use no look-around or back-references"
         )  # fmt: skip
         self.op = op
@@ -119,7 +119,7 @@ def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
             return found[0]
         name = _LONG_NAMES.get(found[3], found[3])
         if name not in _CATEGORY_NAMES:
-            raise ValueError(f"{found[0]} at position {found.start()} is no general category")
+            raise ValueError(f"{found[0]} at position {found.start()} is not a general category")
         is_not = (found[1] == "P") != bool(found[2])
         chosen = [c for c in alphabet if unicodedata.category(c).startswith(name) != is_not]
         text = "".join(f"\\U{ord(c):08x}" for c in chosen) or _NOTHING
@@ -129,7 +129,7 @@ def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
 
 
 class _Nodes:
-    """A nondeterministic automaton, built from its end to its start."""
+    """A nondeterministic automaton, built from the end to the start."""
 
     def __init__(self, alphabet: Sequence[str]):
         self._alphabet = list(alphabet)
@@ -140,7 +140,7 @@ class _Nodes:
 
     def new(self) -> int:
         if len(self._silent) >= MOST_NODES:
-            raise ValueError("the pattern is too large with its repeats written out")
+            raise ValueError("the pattern with expanded repeats is too large")
         self._silent.append([])
         self._moves.append(None)
         return len(self._silent) - 1
@@ -190,7 +190,7 @@ class _Nodes:
         if op == "SUBPATTERN":
             _, add, remove, items = given
             if add or remove:
-                raise ValueError("flags are not known; write what they mean into the pattern")
+                raise ValueError("flags are not supported; express their meaning in the pattern")
             return self.sequence(list(items), end)
         if op == "BRANCH":
             node = self.new()
@@ -249,7 +249,7 @@ class _Nodes:
         return np.fromiter(map(is_in, self._alphabet), bool, len(self._alphabet))
 
     def _closure(self, nodes: list[int]) -> frozenset[int]:
-        """The nodes reachable without a character."""
+        """The nodes reachable without consuming a character."""
         found, todo = set(nodes), list(nodes)
         while todo:
             for node in self._silent[todo.pop()]:
@@ -291,7 +291,7 @@ def _merged(found: Characters) -> Characters:
 
 
 LONGEST = 1 << 15
-"""Characters of a pattern at most."""
+"""Maximum length of a pattern in characters."""
 
 _KEPT = 64
 _MOST_ENTRIES = 1 << 26
@@ -351,7 +351,7 @@ class Structures:
         made = _in_classes(pattern, table_SV, is_final_S, letters.start)
         if made.fewest_S[made.start] > MOST_STATES:
             raise SettingError(
-                "structure", pattern[:100], "matches nothing that the model's tokens can write"
+                "structure", pattern[:100], "matches no text that the tokens of the model can form"
             )
         return made
 
@@ -369,7 +369,7 @@ class Structures:
         codes_UK = np.full((len(self._texts), longest), num_classes, np.int32)
         for place, text in enumerate(self._texts):
             codes_UK[place, : len(text)] = [letters.class_of[c] for c in text]
-        # Texts whose characters are of the same classes lead to the same states.
+        # Texts whose characters have the same classes lead to the same states.
         kinds_NK, kind_U = np.unique(codes_UK, axis=0, return_inverse=True)
         stay_S1 = np.arange(num_states, dtype=np.int32)[:, None]
         next_SK = np.append(letters.next_SK, stay_S1, axis=1)
@@ -384,7 +384,7 @@ def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     if isinstance(tokenizer, ByteTokenizer):
         return {chr(id_): [id_] for id_ in range(128) if id_ not in left_out}
-    # Decoded after another token, because some tokenizers decode a first token differently.
+    # Decode after another token, because some tokenizers decode the first token differently.
     before = _anchor(tokenizer)
     shown = len(tokenizer.decode(before))
     for id_ in range(tokenizer.vocab_size):
@@ -406,9 +406,7 @@ def check_structure(
     (holes,) = np.nonzero(tokens == mask_id)
     if sample.table.named("fill", sample).holds_structure:
         if is_draft is not None:
-            raise SettingError(
-                "draft", UNSET, "need not match the structure", "leave one of them out"
-            )
+            raise SettingError("draft", UNSET, "may violate the structure", "remove one of them")
         if holes.size:
             _check_reach(held(sample), tokens[holes[0] :], mask_id)
         return
@@ -427,7 +425,7 @@ def check_structure(
         raise SettingError(
             "steps",
             sample.steps,
-            f"is less than the {needed} that a structure takes, one token per step",
+            f"is less than the {needed} steps that a structure requires, one token per step",
             f"use steps={needed}",
         )
     _check_reach(automaton, tokens[holes[0] :], mask_id)
@@ -447,7 +445,7 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
             raise SettingError(
                 "structure",
                 UNSET,
-                f"needs {fewest} new tokens at least, and gen_length={tokens.size}",
+                f"requires at least {fewest} new tokens, but gen_length={tokens.size}",
                 "allow more",
                 others=["gen_length"],
             )
@@ -455,9 +453,7 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
     for token in tokens.tolist():
         states = automaton.after(states, None if token == mask_id else token)
     if not (states & automaton.is_final_S).any():
-        raise SettingError(
-            "structure", UNSET, "does not go with the text that is given and its gaps"
-        )
+        raise SettingError("structure", UNSET, "cannot match the given text with its gaps")
 
 
 def _in_classes(
@@ -469,7 +465,7 @@ def _in_classes(
     marks = np.zeros(table_SV.shape[1], np.uint64)
     for row, weight in zip(table_SV, weights, strict=True):
         marks += row.astype(np.uint64) * weight
-    # The class of ids that lead nowhere has the mark 0, which comes first.
+    # The class of ids without transitions has the label 0, which comes first.
     marks = np.append(marks, np.uint64(0))
     _, first, class_of = np.unique(marks, return_index=True, return_inverse=True)
     whole = np.append(table_SV, np.zeros((len(table_SV), 1), np.int16), axis=1)
@@ -477,13 +473,13 @@ def _in_classes(
     assert np.array_equal(next_SC[:, class_of], whole), "two marks collide"
     if next_SC.shape[1] > MOST_CLASSES:
         raise SettingError(
-            "structure", pattern[:100], "tells too many tokens apart", "use a shorter one"
+            "structure", pattern[:100], "distinguishes too many tokens", "use a shorter one"
         )
     return Automaton(pattern, class_of[:-1].astype(np.int16), next_SC, is_final_S, start)
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:
-    """Ids of some text that can precede other tokens."""
+    """Ids of any text that can precede other tokens."""
     for text in ("a", "e", "0", " "):
         try:
             return tokenizer.encode(text).tolist()

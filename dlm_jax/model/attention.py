@@ -1,4 +1,4 @@
-"""Attention on accelerators: kernels that never store all scores, and the plain formula."""
+"""Attention on accelerators: kernels that never materialise all scores, and the plain formula."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from dlm_jax.types import Window, live_positions
 MaySee = Callable[[Any, Any], Any]
 """``(query positions, key positions) -> True`` where a query may attend to a key.
 
-It is static, hence a module-level function or a frozen dataclass with ``__call__``. It must accept
+It must be static: a module-level function or a frozen dataclass with ``__call__``. It must accept
 NumPy and JAX integers that broadcast, and allow every query at least one key. The length of the row
 is applied separately.
 """
 
 SAVED = "attention"
-"""Names that rematerialisation may keep: the output of attention, and residuals of its kernel."""
+"""Names of values that rematerialisation may keep: the output of attention, and residuals of its
+kernel."""
 
-# Below it XLA's fusions are as fast as the kernel, whose blocks have at least 128 positions.
+# Below this length, XLA's fusions are as fast as the kernel, whose blocks have at least 128
+# positions.
 _LEAST_FOR_SPLASH = 256
-# Scores per device that the plain form stores at a time.
+# Maximum number of scores per device that the plain form stores at a time.
 _MAX_SCORES = 2**28
 
 
 def causal(query: Any, key: Any) -> Any:
-    """A position sees itself and those to its left."""
+    """A position attends to itself and to the positions on its left."""
     return key <= query
 
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A position sees its own block of that many positions, and all blocks before it."""
+    """A position attends to its own block of this length and to all earlier blocks."""
 
     length: int
 
@@ -73,14 +75,14 @@ def attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]`` over the live keys that each query may see.
+    """Attention output ``[B, L, H, K]`` over the live keys that each query may attend to.
 
     It uses the splash kernel on a TPU, cuDNN on a GPU in half precision, and otherwise the plain
-    formula. The keys may be those of several concatenated streams of the rows, which `may_see`
+    formula. The keys may come from several concatenated streams of the rows, which `may_see`
     distinguishes.
     """
     num_positions, platform = q_BLHK.shape[1], devices.platform()
-    # A row of length 0 sees its first key, which keeps it finite.
+    # A row of length 0 attends to its first key, which keeps the result finite.
     is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
     is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
     given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
@@ -88,7 +90,7 @@ def attention(
         # Imported here, because importing Pallas takes a third of a second.
         from dlm_jax.model.kernels.splash import splash_attention
 
-        # The kernel names its output itself; a name here would keep it twice.
+        # The kernel already names its output; another name would store it twice.
         return splash_attention(*given, may_see=may_see, saved=SAVED)
     is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0 and may_see in (None, causal):
@@ -106,7 +108,9 @@ def cudnn_attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """`attention` by the fused kernel of cuDNN: half precision, head sizes of a multiple of 8."""
+    """`attention` with the fused kernel of cuDNN, for half precision and head sizes that are
+    multiples of 8.
+    """
     visible_B = jnp.maximum(length_B, 1)
     return jax.nn.dot_product_attention(
         q_BLHK,
@@ -127,7 +131,7 @@ def plain_attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """`attention` by its formula, in slices of queries if the scores do not fit.
+    """`attention` by the plain formula, in slices of queries if the scores do not fit.
 
     The scores of a slice are recomputed in the backward pass.
     """
@@ -155,7 +159,8 @@ def plain_attention(
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary angles, each float32 ``[L, K/2]``.
 
-    Position ``l`` rotates pair ``i`` by ``l * theta ** (-2i / K)`` (Su et al. 2021, equation 15).
+    Pair ``i`` at position ``l`` is rotated by ``l * theta ** (-2i / K)`` (Su et al. 2021, equation
+    15).
     """
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
@@ -165,7 +170,7 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
 def proportional_angles(
     num_positions: int, head_size: int, theta: float, share: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`rotary_angles` of which only the first share of the pairs turns."""
+    """`rotary_angles` where only the first fraction of the pairs is rotated."""
     cos_LK, sin_LK = rotary_angles(num_positions, head_size, theta)
     turns_K = jnp.arange(head_size // 2) < int(share * head_size // 2)
     return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
@@ -188,11 +193,11 @@ def attend(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]``, where keys at or beyond ``length_B`` are invisible.
+    """Attention output ``[B, L, H, K]``, where keys at or beyond ``length_B`` are masked.
 
     Heads share the ``G`` key/value heads in consecutive groups. Outputs at positions beyond the
-    length are finite and meaningless. The implementation follows the devices in use: the forms of
-    `dlm_jax.model.kernels.cpu`, or `dlm_jax.model.attention.attention`.
+    length are finite but meaningless. The implementation depends on the target devices: the forms
+    of `dlm_jax.model.kernels.cpu`, or `dlm_jax.model.attention.attention`.
     """
     if platform() != "cpu":
         may_see = causal if is_causal else None
@@ -209,7 +214,7 @@ def attend_in_blocks(
     *,
     block_length: int,
 ) -> jax.Array:
-    """As `attend`, where a position sees its own block of the row and all blocks before it."""
+    """Like `attend`, where a position attends to its own block and all earlier blocks."""
     if platform() != "cpu":
         may_see = InBlocks(block_length)
         return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
@@ -228,7 +233,7 @@ def attention_weights(
     is_causal: bool,
     block_length: int = 0,
 ) -> jax.Array:
-    """The weights that `attend`, or with blocks `attend_in_blocks`, gives keys, ``[B, H, L, L]``.
+    """The attention weights of `attend`, or of `attend_in_blocks` with blocks, ``[B, H, L, L]``.
 
     float32, by the formula on all devices: ``softmax(q k^T / sqrt(K))`` over the visible keys.
     """
@@ -254,11 +259,11 @@ def attend_behind(
     start_B: jax.Array,
     window: int,
 ) -> jax.Array:
-    """As `attend`, of a text and a canvas behind it, whose first position is ``start_B``.
+    """Like `attend`, for a text followed by a canvas whose first position is ``start_B``.
 
-    A position of the text sees itself and those before, one of the canvas the text and the canvas.
-    With a window, the text is visible to its own positions over the last `window` of them, and to
-    the canvas over its last ``window - 1`` (DiffusionGemma, 2026). A window of 0 hides nothing.
+    A text position attends to itself and earlier positions; a canvas position attends to the text
+    and the canvas. With a window, a text position attends to the last `window` text positions, and
+    the canvas to the last ``window - 1`` (DiffusionGemma, 2026). A window of 0 is unlimited.
     """
     start_B11 = start_B[:, None, None]
 
@@ -324,7 +329,7 @@ def seen_keys(
     block_length: int,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention biases of the positions `place_BW` of a window to the canvas, and to the window.
+    """Attention biases from the positions `place_BW` of a window to the canvas and to the window.
 
     ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``, with hidden keys as in `shared_bias`.
     """
@@ -347,9 +352,9 @@ def attend_beside_kept(
     own_BGWK: tuple[jax.Array, jax.Array],
     seen: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Attention output ``[B, W, H, K]`` of a window to cached keys and values, and to its own.
+    """Attention output ``[B, W, H, K]`` of a window over cached keys and values and its own.
 
-    One softmax over both, without concatenating them. Products accumulate in float32.
+    One softmax covers both without concatenation. Products accumulate in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
@@ -362,7 +367,7 @@ def attend_beside_kept(
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Product over the last axis and that of `b`, of operands in the dtype of `b`."""
+    """Product over the last axes of both operands in the dtype of `b`."""
     return jax.lax.dot_general(
         a_BGNM.astype(b.dtype), b, (((3,), (axis,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
@@ -370,7 +375,7 @@ def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
-    """True ``[B, N, M]`` where a query's position may see a key's; 0: it sees all of them."""
+    """True ``[B, N, M]`` where a query may attend to a key; a window of 0 allows all keys."""
     query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
     if block_length == 0:
         return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)

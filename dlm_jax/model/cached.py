@@ -1,11 +1,11 @@
 """The Transformer on whole rows and on windows of rows, with cached keys and values.
 
 The cache has one leaf for keys and one for values, ``[B, depth, L, G, K]`` in the compute dtype:
-``2 depth B L G K`` numbers. Pieces are computed in this layout; without a constraint on it, the TPU
-compiler transposes the whole cache at every step. On a CPU, where layers are unrolled, each layer
-has its own leaves, ``[B, G, L K]``, which are read in place. With shifted predictions, the hidden
-vectors of all positions are kept too, ``[B, L, D]``, because the position before a window predicts
-its first position.
+``2 depth B L G K`` numbers. Updates are computed in this layout; without a layout constraint, the
+TPU compiler transposes the whole cache at every step. On a CPU, where layers are unrolled, each
+layer has its own leaves, ``[B, G, L K]``, which are read in place. With shifted predictions, the
+hidden vectors of all positions are also cached, ``[B, L, D]``, because the position before a window
+predicts its first position.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window
 
-# Up to this many rows are written one by one, in place; more are written by one scatter.
+# Up to this many rows are written one by one in place; more rows use one scatter.
 _FEW = 8
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
-    """Vectors shifted right by one position after `before_BD`; None: the first one is repeated."""
+    """Vectors shifted right by one position after `before_BD`; None repeats the first one."""
     first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
     return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
 
@@ -45,7 +45,7 @@ def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array
 def put_at(
     axis: int, row_N: jax.Array | None, place_N: jax.Array
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """``(old, new) -> old`` with `new` written at its rows and positions along that axis."""
+    """``(old, new) -> old`` with `new` written at the given rows and positions along the axis."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if row_N is None:
@@ -83,7 +83,8 @@ def cached_trunk(
 ) -> CachedTrunk:
     """The trunk of `config` for use with a cache.
 
-    `embed` gives vectors in the compute dtype, `block` the module of one layer from its parameters.
+    `embed` returns vectors in the compute dtype; `block` returns the module of a layer from its
+    parameters.
     """
     made = _Pieces(config, embed, block, norm)
     return CachedTrunk(
@@ -279,7 +280,7 @@ class _Pieces:
             for blocks in stacks(params)
             for at in range(blocks["mlp_norm"]["scale"].shape[0])
         )
-        # A barrier, so that they are sliced once and not at every step.
+        # The barrier ensures that they are sliced once, not at every step.
         return params | {"layers": jax.lax.optimization_barrier(layers)}
 
     def _through(
@@ -329,7 +330,7 @@ def _by_group(x_BLGK: jax.Array) -> jax.Array:
 def _as_it_lies(x: jax.Array) -> jax.Array:
     """`x` with a fixed memory layout.
 
-    The compiler does not partition such arrays, and each device would gather all rows otherwise.
+    The compiler does not partition other arrays, so each device would gather all rows.
     """
 
     def held(x: jax.Array) -> jax.Array:

@@ -1,9 +1,8 @@
-"""A mixture of experts in place of the MLP: a router, and grouped matrix products.
+"""A mixture of experts instead of the MLP: a router, and grouped matrix products.
 
-Every token reaches its experts (there is no capacity limit), so rows are independent. The mesh axis
-``expert`` splits the experts and ``tensor`` the inner dimension of each: a device computes the
-outputs of its own experts for the tokens of all devices that share them, and the outputs are
-summed.
+There is no capacity limit, so rows are independent. The mesh axis ``expert`` splits the experts,
+and ``tensor`` splits the inner dimension of each: a device applies its own experts to the tokens of
+all devices that share them, and the outputs are summed.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BLD: jax.Array, routed_by_BLD: jax.Array | None = None) -> jax.Array:
         """Weighted sum of the outputs of each token's experts, ``[B, L, D]``.
 
-        The router reads `routed_by_BLD`; None: the vectors of the tokens themselves.
+        The router reads `routed_by_BLD`; None: the vectors of the tokens.
         """
         x_ND = (x_BLD if routed_by_BLD is None else routed_by_BLD).reshape(-1, x_BLD.shape[-1])
         if self.router_scale is not None:
@@ -99,7 +98,7 @@ class Experts(nnx.Module):
 def over_devices(
     kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array], *, activation: str = "swiglu"
 ) -> jax.Array:
-    """`mixture` of tokens ``[B, L, D]`` over the devices in use, split as hidden vectors are.
+    """`mixture` of tokens ``[B, L, D]`` over the devices in use, sharded like hidden vectors.
 
     Each device sorts only the tokens of the devices that share its experts. Kernels are gathered
     over the axes that split rows, except ``expert``.
@@ -196,11 +195,12 @@ def mixture(
 
     Args:
       x_ND: tokens.
-      ids_NK: int32 experts of each.
+      ids_NK: int32 experts of each token.
       weights_NK: float32.
       kernels: kernels of the experts.
-      first: id of the first of these experts; others contribute nothing. None: these are all.
-      activation: of the gate, a name in `GATES`.
+      first: id of the first of these experts; other experts contribute nothing. None: `kernels`
+          holds all experts.
+      activation: activation of the gate, a name in `GATES`.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape
@@ -209,7 +209,7 @@ def mixture(
     if first is not None:
         ids_NK = ids_NK - first
         is_here_NK = (ids_NK >= 0) & (ids_NK < num_experts)
-        # Sorted behind all local experts, outside every group.
+        # Tokens of other experts are sorted after all local ones, outside every group.
         ids_NK = jnp.where(is_here_NK, ids_NK, num_experts)
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)

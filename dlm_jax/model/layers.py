@@ -18,10 +18,11 @@ from dlm_jax.types import Params
 
 
 class Linear(nnx.Module):
-    """``x @ kernel (+ bias)``, the kernel drawn with standard deviation ``scale / sqrt(fan_in)``.
+    """``x @ kernel (+ bias)``, where the kernel is initialised with standard deviation ``scale /
+    sqrt(fan_in)``.
 
-    A ``scale`` of 0 starts a projection into the residual stream at zero, so that every block
-    begins as the identity.
+    A ``scale`` of 0 initialises a projection into the residual stream to zero, so that every block
+    starts as the identity.
     """
 
     def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
@@ -38,7 +39,9 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias; computed in float32 and returned in the input's dtype."""
+    """RMSNorm, or LayerNorm with a bias; computed in float32 and returned in the dtype of the
+    input.
+    """
 
     def __init__(self, size: int, *, kind: str, epsilon: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
@@ -63,13 +66,13 @@ def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""The function of the gate of a gated MLP, by ``model.activation``."""
+"""Gate activations of a gated MLP, by ``model.activation``."""
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
     """The row of the embedding table for each id.
 
-    A table that is split by feature is gathered for ``ids_BL``, instead of gathering the vectors.
+    A table sharded by feature is gathered instead of the vectors of ``ids_BL``.
     """
 
     def look_up(params: Params, ids: jax.Array) -> jax.Array:
@@ -99,9 +102,10 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 """Values kept in addition to the input of each block, by ``model.remat``; ``none`` keeps all.
 
-``block``: nothing, which costs a second forward. ``attention``: the output of attention, so that
-its kernel runs once. ``dots``: that and every product with parameters, so that only the operations
-between them are recomputed. ``offload``: nothing, and inputs are kept in host memory.
+``block``: nothing, at the cost of a second forward. ``attention``: the output of attention, so that
+its kernel runs once. ``dots``: the output of attention and of every product with parameters, so
+that only the operations between them are recomputed. ``offload``: nothing, and inputs are kept in
+host memory.
 """
 
 

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021).
+"""Low-rank adapters of the block matrices (LoRA, Hu et al. 2021).
 
-A matrix ``W`` of the targets becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` drawn and
-``B [rank, out]`` zero at first. The adapters are the parameters under ``adapters``; all others are
-frozen. Each block adds them when it runs, so there is never a second copy of the model.
+A matrix ``W`` of the targets becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` random and
+``B [rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all others are
+frozen. Each block adds them at run time, so there is never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
     found = {name for parts in made.values() for maps in parts.values() for name in maps}
     if missing := set(config.lora_targets) - found:
         raise ValueError(
-            f"model.lora_targets names {sorted(missing)[0]!r}, which is not a matrix of the blocks "
-            "of this model; use query, key, value, out, gate, up or down"
+            f"model.lora_targets contains {sorted(missing)[0]!r}, which is not a matrix of the "
+            "blocks of this model; use query, key, value, out, gate, up or down"
         )
     return params | {GROUP: made}
 
@@ -49,9 +49,9 @@ def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Ar
 
 
 def stacks(params: Params) -> list[Params]:
-    """The blocks as stacks of one kind: without experts, usual, and full ones (`full_every`).
+    """The blocks as stacks of equal kind: dense, usual, and full (`full_every`).
 
-    Each has its adapters under ``adapters``.
+    Each stack has its adapters under ``adapters``.
     """
     own = params.get(GROUP, {})
     return [

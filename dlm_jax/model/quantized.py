@@ -2,10 +2,10 @@
 
 Each output channel of a matrix has a scale, its largest magnitude over 127 (symmetric, round to
 nearest). ``int8`` multiplies activations of the compute dtype by these integers. ``int8_dynamic``
-also rounds every input vector to 8 bits by its own largest magnitude and multiplies integers
+also rounds every input vector to 8 bits by its largest magnitude and multiplies integers
 (LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM head, norms, biases and the
-other heads are not quantised: on the shipped model, 8-bit embeddings would raise the bound by
-0.06%, and all matrices of the blocks raise it by 0.13%.
+other heads are not quantised. On the shipped model, 8-bit embeddings would raise the bound by
+0.06%; all matrices of the blocks together raise it by 0.13%.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlm_jax.settings import SettingError, nearest
 from dlm_jax.types import Params
 
 KINDS = ("int8", "int8_dynamic")
-"""Values of ``quantize``: weights alone, or weights and the inputs of their products."""
+"""Values of ``quantize``: weights only, or weights and the inputs of their products."""
 
 _MOST = 127
 
@@ -43,7 +43,7 @@ class Quantized:
     Attributes:
       values: int8 ``[..., D, F]``, in [-127, 127].
       scales: float32 ``[..., F]``.
-      is_dynamic: whether its inputs are rounded to int8 as well.
+      is_dynamic: whether its inputs are also rounded to int8.
     """
 
     values: Any
@@ -92,7 +92,7 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
     """``(path, parameter) -> parameter``, in 8 bits if it is a matrix of a block.
 
     Raises:
-      SettingError: there is no rule for a parameter; the message names it.
+      SettingError: if there is no rule for a parameter; the message names the parameter.
     """
     check_kind(kind)
 
@@ -103,14 +103,14 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
             return leaf
         raise SettingError(
             "quantize", kind, f"has no rule for the parameter {path!r}",
-            "leave it out, or quantise a model without experts",
+            "remove quantize, or use a model without experts",
         )  # fmt: skip
 
     return of_leaf
 
 
 def _in_place(kernel: Any, is_dynamic: bool) -> Quantized:
-    """The matrix in 8 bits on the devices of the float one; a shape for a shape."""
+    """The matrix in 8 bits on the devices of the float one; maps shapes to shapes."""
     make = functools.partial(quantized_kernel, is_dynamic=is_dynamic)
     values = channels = kernel.sharding
     if isinstance(values, NamedSharding):

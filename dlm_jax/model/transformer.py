@@ -38,10 +38,9 @@ from dlm_jax.types import Inside, Network, Params, live_positions
 class SamplerHead(nnx.Module):
     """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-    Its features are read out by the LM head. It reads ``model.sampler_context`` neighbours on each
-    side, by default one. With
-    ``model.sampler_residual`` the second layer, without SiLU and zero at first, adds to the hidden
-    vector.
+    The LM head maps its features to logits. It reads ``model.sampler_context`` neighbours on each
+    side, one by default. With ``model.sampler_residual`` the second layer has no SiLU, is
+    initialised to zero and is added to the hidden vector.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -55,7 +54,7 @@ class SamplerHead(nnx.Module):
         self.out_norm = norm(width)
 
     def __call__(self, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array):
-        """Features ``[N, D]``; nearest neighbours first, a zero vector for a missing one."""
+        """Features ``[N, D]``; nearest neighbours first, with zero vectors for missing ones."""
         num = hidden_ND.shape[0]
         sides = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
         together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in sides], axis=1)
@@ -64,7 +63,7 @@ class SamplerHead(nnx.Module):
     def sides(self, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Contributions of vectors to the first layer, per neighbour: left and right ``[V, C, H]``.
 
-        The layer is linear, so these tables save most of its work if few tokens serve many
+        The layer is linear, so these tables save most of the work if few distinct tokens serve many
         positions.
         """
         kernel = self.inner.kernel[...].astype(vector_VD.dtype)
@@ -105,7 +104,7 @@ class CriticHead(nnx.Module):
 
 
 class ScorerHead(nnx.Module):
-    """The logit of the share of a row's tokens that are corrupted, from their mean vector."""
+    """The logit of the corrupted share of the tokens of a row, from their mean vector."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)
@@ -127,7 +126,7 @@ HEADS: dict[str, Any] = {
 
 
 def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of its heads, in the order they are drawn."""
+    """Names of the parameter groups of its heads, in the order in which they are initialised."""
     has = {
         "sampler_head": config.add_sampler_head,
         "critic_head": config.add_critic_head,
@@ -160,7 +159,8 @@ class Attention(nnx.Module):
         self.key_norm = norm() if config.qk_norm else None
 
     def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]`` at positions of those angles.
+        """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]`` at positions with these
+        angles.
 
         Keys are cached in this form: normalised and rotated.
         """
@@ -176,7 +176,7 @@ class Attention(nnx.Module):
             v = unit_norm(v, self.value_epsilon)
         q, k = turned(q, *angles), turned(k, *angles)
         if self.scale:
-            # The kernels divide by the root of the head's size.
+            # The kernels divide by the square root of the head size.
             q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)
         return pin(q, "queries"), pin(k, "keys"), pin(v, "keys")
 
@@ -224,8 +224,8 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm Transformer block: attention, then the MLP, each added to its input.
 
-    With ``config.experts``, a mixture of experts replaces the MLP unless `is_dense`, or stands
-    beside it. With ``config.post_norms``, what is added is normalised, too.
+    With ``config.experts``, a mixture of experts replaces the MLP unless `is_dense`, or is added to
+    it. With ``config.post_norms``, both outputs are also normalised.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Block(nnx.Module):
         return self.around(x_BLD, angles, lambda q, k, v: self.attention.attend(q, k, v, length_B))
 
     def around(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., jax.Array]) -> jax.Array:
-        """Hidden vectors after the block with that attention ``(q, k, v) -> [B, L, H, K]``."""
+        """Hidden vectors after the block with the given attention ``(q, k, v) -> [B, L, H, K]``."""
         x_BLD = pin(x_BLD, "hidden")
         q, k, v = self.attention.project(self.attention_norm(x_BLD), angles)
         y_BLD = self.attention.join(attend(q, k, v))
@@ -271,7 +271,7 @@ class Block(nnx.Module):
     def behind(
         self, x_BLD: jax.Array, length_B: jax.Array, angles: Any, start_B: jax.Array, window: int
     ) -> jax.Array:
-        """Hidden vectors after the block, of texts and canvases that begin at `start_B`."""
+        """Hidden vectors after the block for texts followed by canvases that start at `start_B`."""
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return attend_behind(q, k, v, length_B, start_B=start_B, window=window)
@@ -285,7 +285,7 @@ class Block(nnx.Module):
         return x_BLD * scale_BL1.astype(x_BLD.dtype)
 
     def _update(self, x_BLD: jax.Array) -> jax.Array:
-        """What the MLP, and the experts beside it, add to the hidden vectors."""
+        """The contribution of the MLP, and of experts in addition to it, to the hidden vectors."""
         y_BLD = self.mlp(self.mlp_norm(x_BLD))
         if self.experts is not None:
             assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
@@ -295,7 +295,7 @@ class Block(nnx.Module):
 
 
 class SelfConditioning(nnx.Module):
-    """Embeddings of a canvas with the predictions of the step before (Chen et al. 2022)."""
+    """Embeddings of a canvas with the predictions of the previous step (Chen et al. 2022)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
@@ -310,8 +310,8 @@ class SelfConditioning(nnx.Module):
 class Transformer(nnx.Module):
     """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``.
 
-    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have none. With
-    ``full_every``, `full_blocks` are the layers that see all positions.
+    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have no
+    experts. With ``full_every``, `full_blocks` are the layers that attend to all positions.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -338,7 +338,7 @@ class Transformer(nnx.Module):
         )
         has_signal = config.self_conditioning
         self.self_conditioning = SelfConditioning(config, rngs=rngs) if has_signal else None
-        # Drawn last, so that the other parameters are the same with and without heads.
+        # Initialised last, so that the other parameters are the same with and without heads.
         for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
 
@@ -441,7 +441,7 @@ def _behind_text(
     module_of: Callable[[Params], Any],
     final_norm: Callable[[Params, jax.Array], jax.Array],
 ) -> dict[str, Any]:
-    """`Network.trunk`, `Network.behind` and `Network.signal` of a network with canvases."""
+    """`Network.trunk`, `Network.behind` and `Network.signal` for a network with canvases."""
     through = _sliding_and_full(config, module_of)
 
     def make() -> SelfConditioning:
@@ -483,9 +483,10 @@ def _behind_text(
 def _sliding_and_full(
     config: ModelConfig, module_of: Callable[[Params], Any]
 ) -> Callable[..., jax.Array]:
-    """``(params, x_BLD, length_B, start_B) -> x_BLD`` after all layers of texts and canvases.
+    """``(params, x_BLD, length_B, start_B) -> x_BLD`` after all layers, for texts followed by
+    canvases.
 
-    One scan over groups of layers: the sliding ones, then the full one.
+    One scan over groups of layers: sliding layers, then a full one.
     """
     every = config.full_every
     full_of = _block_modules(config, is_full=True) if every else module_of
@@ -554,7 +555,7 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
 
 def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[Params], Any]:
-    """``(parameters) -> module`` of one block, of the kind that these parameters imply."""
+    """``(parameters) -> module`` of a block, of the kind implied by the parameters."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:

@@ -31,7 +31,7 @@ _SPECIALS = ("bos_token", "eos_token", "pad_token", "mask_token")
 RESERVED = frozenset(
     ("messages", "add_generation_prompt", "begins_answer", "continues", *_SPECIALS)
 )
-"""Variables of a template that are set here, and those that are arguments of `ChatTemplate.ids`."""
+"""Template variables that are set here, and those that are arguments of `ChatTemplate.ids`."""
 
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``, and other keys of a template."""
@@ -53,19 +53,21 @@ class ChatTemplate:
         Args:
           messages: turns, each with ``role`` and ``content``.
           begins_answer: whether the header of the answer is appended.
-          continues: whether the text ends with the content of the last turn, as
-            ``continue_final_message`` of Hugging Face: the answer continues that turn.
-          **more: further variables of the template, such as ``enable_thinking``.
+          continues: whether the text ends with the content of the last turn, like
+              ``continue_final_message`` of Hugging Face, so that the answer continues that turn.
+          **more: additional variables of the template, such as ``enable_thinking``.
         """
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise ValueError(f"messages[{place}]={message!r} lacks role or content; give both")
+                raise ValueError(
+                    f"messages[{place}]={message!r} lacks role or content; provide both"
+                )
         values = {"messages": [dict(message) for message in messages],
                   "add_generation_prompt": begins_answer} | self.specials() | more  # fmt: skip
         try:
             written = _SANDBOX.render(self.source, values)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"chat_template refuses the messages ({error})") from None
+            raise ValueError(f"chat_template rejects the messages ({error})") from None
         content = messages[-1]["content"] if messages else ""
         return _upto(written, content) if continues else written
 
@@ -74,7 +76,7 @@ class ChatTemplate:
         return self.tokenizer.encode_marked(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
-        """The texts of BOS, EOS, PAD and MASK for the template; empty if there is none."""
+        """The texts of BOS, EOS, PAD and MASK for the template; empty if there is no such token."""
         tokenizer = self.tokenizer
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
                  "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
@@ -83,7 +85,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class TextTemplate(ChatTemplate):
-    """A chat template that writes plain text, without specials, for any tokenizer."""
+    """A chat template that writes plain text without special tokens, for any tokenizer."""
 
     tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
     text_tokenizer: Tokenizer = field(kw_only=True)
@@ -98,12 +100,13 @@ class TextTemplate(ChatTemplate):
 def _upto(written: str, content: str) -> str:
     """A conversation up to the end of the content of its last turn.
 
-    Templates may strip the content; outer spaces are kept if the template keeps them.
+    Templates may strip the content; leading and trailing spaces are kept if the template keeps
+    them.
     """
     core = content.strip()
     place = written.rfind(core) if core else -1
     if place < 0:
-        raise ValueError("the last of messages has no content that the template writes; drop it")
+        raise ValueError("the last of messages has no content that the template writes; remove it")
     begun = content.lstrip()
     kept = begun if written.startswith(begun, place) else core
     return written[: place + len(kept)]
@@ -117,7 +120,8 @@ def check_template(source: str, where: str) -> None:
 
 
 class _Sandbox:
-    """The process that renders templates; it is started on first use and after it was killed.
+    """The process that renders templates; it is started on first use and restarted after it was
+    killed.
 
     Thread-safe; it serves one request at a time.
     """
@@ -165,7 +169,7 @@ class _Sandbox:
             reason = f"it takes longer than {seconds:g} s" if is_late.is_set() else "it crashes"
             raise ValueError(reason) from None
         except BaseException:
-            # Otherwise an unread answer would be taken for that of the next line.
+            # Otherwise an unread answer would be mistaken for the answer to the next line.
             self._stop()
             raise
         finally:

@@ -1,4 +1,6 @@
-"""The families with a plain MLP: LLaDA, Dream, SDAR, Fast-dLLM v2, and causal Qwen and Llama."""
+"""The families with a plain MLP: LLaDA, Dream, SDAR, Fast-dLLM v2, and causal Qwen and Llama
+models.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ def read_qwen(
 
 
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
-    """The settings that all families but LLaDA store alike; inverse of `write_shape`.
+    """The settings that all families except LLaDA store in the same way; inverse of `write_shape`.
 
     `epsilon` is the default epsilon of the norms.
     """
@@ -134,7 +136,7 @@ def read_head_size(fields: Fields, shape: dict[str, Any]) -> int:
 
 
 def write_shape(model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that every family but LLaDA has, the mixtures included."""
+    """The fields of config.json that all families except LLaDA have, including mixtures."""
     return {
         "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
         "num_attention_heads": model.heads, "num_hidden_layers": model.depth,
@@ -145,7 +147,7 @@ def write_shape(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen(model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that Qwen, Llama and their kin have."""
+    """The fields of config.json that Qwen, Llama and related models have."""
     head_size = model.size_of_head
     written = write_shape(model) | {
         "intermediate_size": model.mlp_width, "use_sliding_window": False,
@@ -181,7 +183,7 @@ def _write_fast_dllm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
-    # Its first input takes the place of our token before the first.
+    # Its first input replaces the start token.
     return read_qwen(fields, attention_type="causal", start_id=0, **settings)
 
 
@@ -192,7 +194,7 @@ IDLE_OF_SDAR = (
 """Fields of its config.json that have no effect."""
 
 ASKED_BY_SDAR = {"fuse_cross_entropy": False}
-"""Fields without which its code does not run: a kernel for training, which is not asked for."""
+"""Fields that its code requires; they disable a kernel for training."""
 
 LLADA = Family(
     name="llada",

@@ -1,4 +1,4 @@
-"""Reads a published model from a directory in the hub's layout; no code in it is executed."""
+"""Reads a published model from a directory in Hub layout; no code in it is executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = "config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What a published directory holds."""
+    """The content of a published directory."""
 
     family: Family
     config: Config
@@ -57,8 +57,8 @@ def read_published(
     Args:
       path: directory with config.json, safetensors and a tokenizer.
       dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None: as stored.
-      place: where a parameter of a path and shape goes; None: to the default device.
-      finish: makes the form in which a parameter is kept, one after the other.
+      place: sharding of a parameter with a path and shape; None: the default device.
+      finish: converts each parameter to its final form as it is loaded.
     """
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
@@ -96,14 +96,14 @@ def read_published(
 
 
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
-    """The Transformer of a directory and its tokenizer, without its weights."""
+    """The Transformer of a directory and its tokenizer, without weights."""
     family, model, _ = read_model(directory)
     said = family.said(read_json(directory / CONFIG))
     return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
 
 
 def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
-    """The family of a directory, its Transformer and the tokens of its longest row."""
+    """The family of a directory, its Transformer and the maximum number of tokens of a row."""
     where = directory / CONFIG
     said = read_json(where)
     family = family_of(said, str(where))
@@ -129,7 +129,9 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
-    """The settings of a directory; another length alone keeps the number of tokens per step."""
+    """The settings of a directory; a change of only the length keeps the number of tokens per
+    step.
+    """
     sample = dataclasses.replace(implied, **said)
     if "gen_length" in said and "steps" not in said:
         tokens = implied.gen_length or implied.steps

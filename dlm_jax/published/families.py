@@ -25,8 +25,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json.
 
-    ``architectures`` selects it; ``model_type``, which families share, is used only if that is
-    absent.
+    ``architectures`` selects it; ``model_type``, which several families share, is used only if it
+    is absent.
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -65,11 +65,11 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         if comparable(said) == comparable(model):
             return family
     raise ValueError(
-        "model: no published family has this combination of settings; docs/published.md lists what "
-        "each has"
+        "model: no published family has this combination of settings; docs/published.md lists the "
+        "settings of each"
         if name is None
         else f"family={name!r} cannot express all settings of the model; docs/published.md lists "
-        "what each has"
+        f"the settings of each"
     )
 
 

@@ -1,10 +1,10 @@
-"""A family of published models: fields of its config, names of its tensors, and its presets.
+"""A family of published models: config fields, tensor names and presets.
 
 Every field of a config.json is used, known to have no effect, or refused. Presets express the
 sampling loops of the models' own programs as settings; the first one is the default. Each sets the
-order of its program, because the default ``random`` is for small models (docs/readings.md). Presets
-are greedy unless their program draws by default, and ties go to the lower position. Every name is a
-key of ``Model.presets`` and a value of ``sample.py --preset``.
+commit order of its program, because the default ``random`` is for small models (docs/readings.md).
+Presets are greedy unless their program samples by default. Ties go to the lower position. Every
+name is a key of ``Model.presets`` and a value of ``sample.py --preset``.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Fields:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.refuse(name, value, f"is no {kind.__name__}; the file is damaged")
+            raise self.refuse(name, value, f"is not a {kind.__name__}; the file is damaged")
         return value
 
     def must(self, **wanted: Any) -> None:
         """Raises ValueError for a field whose value is not implemented.
 
-        An absent or null field passes. A tuple holds several implemented values.
+        An absent or null field is accepted. A tuple lists several implemented values.
         """
         for name, values in wanted.items():
             value = self._left.pop(name, None)
@@ -82,8 +82,8 @@ class Fields:
                 continue
             raise self.refuse(
                 name, value,
-                "is unknown to dlm_jax and may matter; take it out of a copy of the file if it "
-                "changes nothing of what the model computes",
+                "is unknown to dlm_jax and may have an effect; remove it from a copy of the file "
+                "if it does not change the model's outputs",
             )  # fmt: skip
 
 
@@ -112,21 +112,22 @@ def read_json(path: Path) -> dict[str, Any]:
 Source = str | tuple[str, tuple[int, int]]
 """The name of the tensor that a parameter comes from.
 
-In it ``{i}`` is the index of the block and ``{e}`` that of the expert. If the tensor holds several
-parameters, the first row and the end row follow.
+In it ``{i}`` is the index of the block and ``{e}`` that of the expert. If the tensor contains
+several parameters, the first row and the end row follow.
 """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that one tensor holds.
+    """The part of a parameter stored in one tensor.
 
     Attributes:
       tensor: name of the tensor.
-      part: index of the part in the tensor: of the expert if the tensor holds all of them, and its
-        rows.
+      part: index of the part in the tensor: the expert, if the tensor contains all experts, and the
+          rows.
       shape: stored shape of this part.
-      place: index of the layer, or of layer and expert, in the parameter; () for all of it.
+      place: index of the layer, or of layer and expert, in the parameter; () for the whole
+          parameter.
       is_transposed: whether the two axes are swapped; linear maps are stored as ``[out, in]`` and
         loaded as ``[in, out]``.
     """
@@ -169,7 +170,7 @@ def pieces_of(
 
 
 def tensor_shapes(pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, which the pieces fill."""
+    """The shape of every tensor, from the pieces that fill it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in (piece for parts in pieces.values() for piece in parts):
         *lead, rows = piece.part
@@ -192,21 +193,21 @@ class Family:
     Attributes:
       name: short, lower case.
       architectures: values of ``architectures`` in config.json; the first is written.
-      model_type: the value that is written.
+      model_type: value that is written.
       read: returns the model of a config.json; ValueError if it is not implemented.
       write: returns the fields of config.json for a model; `read` is its inverse.
       sources: the tensor of every parameter, by its path.
-      max_length: the field that holds the longest row.
-      mask_id: id of MASK for models without one in their files; otherwise None.
-      trained_length: tokens of its training rows, if that is less than in its config.
+      max_length: field with the maximum row length.
+      mask_id: id of MASK if the files of a model have none; otherwise None.
+      trained_length: length of its training rows, if less than in its config.
       presets: settings of its decoding loops by name. The first is the default.
       idle: fields of its config.json that have no effect.
-      within: the field of config.json whose object holds the fields of the language model; '':
+      within: the field of config.json whose object contains the fields of the language model; '':
         config.json itself.
-      outside: fields that are written outside of that object.
+      outside: fields that are written outside that object.
       generates_from_mask: whether its program accepts MASK in generation_config.json.
       other_names: ``(pattern, replacement)`` of names under which a tensor may be stored instead;
-        an empty replacement leaves it out.
+        an empty replacement omits it.
     """
 
     name: str
@@ -226,14 +227,14 @@ class Family:
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of config.json with those of the language model."""
+        """The fields of config.json merged with those of the language model."""
         inner = config.get(self.within) or {}
         if not isinstance(inner, dict):
-            raise ValueError(f"{self.within}={inner!r} is no object; the file is damaged")
+            raise ValueError(f"{self.within}={inner!r} is not an object; the file is damaged")
         return {name: value for name, value in config.items() if name != self.within} | inner
 
     def name_of(self, tensor: str) -> str:
-        """The usual name of a tensor; '' if it is left out."""
+        """The usual name of a tensor; '' if it is omitted."""
         for pattern, replacement in self.other_names:
             if re.match(pattern, tensor):
                 return re.sub(pattern, replacement, tensor) if replacement else ""
@@ -263,7 +264,7 @@ EXPERTS = {
 
 
 def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
-    """Tensors under the names of Qwen, Llama and their kin (``model.layers.0.mlp...``)."""
+    """Tensors under the names of Qwen, Llama and related models (``model.layers.0.mlp...``)."""
     mlp = EXPERTS if model.experts else DENSE
     blocks = _QWEN | dict(more or {})
     return in_blocks(blocks | mlp, blocks | DENSE, "model.layers.{i}.") | {
@@ -276,7 +277,7 @@ def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -
 def in_blocks(
     blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
 ) -> dict[str, Source]:
-    """Sources of the blocks, and of the first ones if those differ."""
+    """Sources of the blocks, and of the first blocks if they differ."""
     found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
     return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
 
@@ -340,8 +341,8 @@ LLADA2: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 FAST_DLLM: dict[str, dict[str, Any]] = {
-    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: parts of 8 of blocks of 32, each of
-    # which begins with a token that the block before predicts.
+    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: sub-blocks of 8 in blocks of 32,
+    # each of which starts with a token predicted by the previous block.
     "fast_dllm": {
         "gen_length": 512, "steps": 544, "block_length": 8, "temperature": 0.0,
         "order": "threshold", "threshold": 0.9, "threshold_above": True, "threshold_alone": 32,

@@ -1,4 +1,4 @@
-"""DiffusionGemma: a canvas of uniform noise behind a text, sliding and full layers, experts."""
+"""DiffusionGemma: a canvas of uniform noise after a text, sliding and full layers, and experts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _read(fields: Fields) -> ModelConfig:
     every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
     if every < 2 or depth % every or kinds != [*[_SLIDING] * (every - 1), _FULL] * (depth // every):
         raise fields.refuse(
-            "layer_types", kinds, "is not implemented; only equal groups of sliding layers and a "
-            "full one are"
+            "layer_types", kinds, "is not implemented; only equal groups of sliding layers with "
+            "one full layer are"
         )  # fmt: skip
     head_size, groups = fields.take("head_dim", int), fields.take("num_key_value_heads", int)
     full_size, full_groups = _read_full(fields, kinds, groups)
@@ -90,7 +90,7 @@ def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]
 
 
 def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, float]:
-    """Base and share of the turned pairs of the layers of a kind."""
+    """RoPE base and rotated fraction for the layers of a kind."""
     is_full, given = kind == _FULL, said.get(kind)
     if given is None:
         return _THETAS[kind], _SHARE if is_full else 1.0
@@ -191,7 +191,7 @@ DIFFUSION_GEMMA = Family(
     other_names=(
         # The tower that reads images.
         (r"model\.encoder\.(vision_tower|embed_vision)\.", ""),
-        # The text and the canvas share all parameters but the scales of the layers.
+        # The text and the canvas share all parameters except the layer scales.
         (r"(model\.encoder\.language_model\.layers\.\d+\.layer_scalar)$", r"\1"),
         (r"model\.encoder\.language_model\.", "model.decoder."),
     ),

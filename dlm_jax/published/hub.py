@@ -1,9 +1,9 @@
-"""Models on the Hugging Face Hub: fetched into its cache, and directories pushed to it.
+"""Models on the Hugging Face Hub: downloads into its cache, and uploads of directories.
 
-`huggingface_hub` (the extra ``hub``) does the work, with its own cache, offline mode
-(``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or ``HF_TOKEN``).
-Only data is fetched: JSON, safetensors, merges and chat templates. No code of a repository is
-downloaded or executed.
+`huggingface_hub` (the extra ``hub``) performs the downloads and uploads, with its own cache,
+offline mode (``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or
+``HF_TOKEN``). Only data is fetched: JSON, safetensors, merges and chat templates. No code of a
+repository is downloaded or executed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([\w./-]+))?")
 _FILES = ["*.json", f"*{SUFFIX}", "*.jinja", "merges.txt"]
 _CARD = "README.md"
 WEIGHTS = "dlm_jax.safetensors"
-"""The name of a weights file on the hub."""
+"""The name of a weights file on the Hub."""
 
 
 def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None:
-    """The repository and revision of ``org/name`` or ``org/name@revision``.
+    """Parses the repository and revision of ``org/name`` or ``org/name@revision``.
 
-    None for anything else: an existing path, a path inside an existing directory, or the name of a
+    Returns None for other paths: an existing path, a path inside an existing directory, or the name
+    of a
       weights file.
     """
     found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
@@ -40,15 +41,15 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
 
 
 def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | os.PathLike[str]:
-    """The local path of a model: the path itself, or that of the copy in the hub's cache.
+    """The local path of a model: the path itself, or the path of the copy in the Hub cache.
 
     Args:
-      path: path of a model, or its id on the hub.
+      path: path of a model, or its Hub id.
       setting: name of the setting, for error messages.
 
     Raises:
       SettingError: ``huggingface_hub`` is not installed, the model or its revision does not exist,
-        or the hub cannot be reached and the model is not in the cache.
+        or the Hub cannot be reached and the model is not in the cache.
     """
     asked = hub_id(path)
     if asked is None:
@@ -70,7 +71,7 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
         return weights[0]
     raise SettingError(
         setting, path, f"has neither a config.json nor one file of {SUFFIX}",
-        "name a repository with a model of a family in docs/published.md",
+        "use a repository with a model of a family in docs/published.md",
     )  # fmt: skip
 
 
@@ -84,15 +85,15 @@ def push_to_hub(
     the directory nor the repository has one.
 
     Args:
-      path: a directory of `dlm_jax.export`, or a file of ``python -m dlm_jax.export``.
+      path: a directory from `dlm_jax.export`, or a file from ``python -m dlm_jax.export``.
       repo_id: ``org/name``.
       private: whether a new repository is private; None: the default of the account.
       revision: branch, which is created if it does not exist; None: ``main``.
-      license: a license id of the hub, such as ``apache-2.0``, for a new model card.
+      license: a license id of the Hub, such as ``apache-2.0``, for a new model card.
       message: commit message.
 
     Raises:
-      SettingError: the path holds no model, or the hub refuses it.
+      SettingError: the path has no model, or the Hub rejects it.
     """
     source = Path(path)
     if is_published(source):
@@ -138,8 +139,8 @@ def model_card(path: str | os.PathLike[str], repo_id: str, *, license: str | Non
 
 # {repo_id.rpartition("/")[2]}
 
-A masked diffusion language model for dlm_jax, in {kind}. It writes a text by filling holes, a few
-at each step and in any order.
+A masked diffusion language model for dlm_jax, in {kind}. It generates text by filling
+holes in any order, several per step.
 
 ## Use
 
@@ -175,31 +176,31 @@ def _hub(path: object, setting: str = "checkpoint") -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise SettingError(
-            setting, path, "is not a local path, and the hub needs huggingface_hub",
+            setting, path, "is not a local path, and the Hub requires huggingface_hub",
             "check the path, or install it: pip install 'dlm_jax[hub]'",
         ) from None  # fmt: skip
     return huggingface_hub
 
 
 def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exception:
-    """The SettingError for an error of the hub; an error of a full disk is returned unchanged."""
+    """The SettingError for an error of the Hub; the error of a full disk is returned unchanged."""
     if is_full(error):
         return error
     errors = hub.errors
     name = path.partition("@")[0]
     if isinstance(error, errors.GatedRepoError):
-        why, remedy = "is gated", "accept its terms on the hub, and log in: hf auth login"
+        why, remedy = "is gated", "accept its terms on the Hub, and log in: hf auth login"
     elif isinstance(error, errors.RevisionNotFoundError):
         why, remedy = "is not an existing revision", f"name another, or {name} alone"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        why = "is neither a local path nor a model on the hub that you may read"
+        why = "is neither a local path nor a model on the Hub that you can access"
         remedy = "check the name; for a private one log in: hf auth login"
     elif isinstance(error, errors.HFValidationError):
-        why, remedy = "is neither a local path nor an id of the hub", "write org/name"
+        why, remedy = "is neither a local path nor a Hub id", "write org/name"
     elif getattr(error, "response", None) is not None:
         status = error.response.status_code  # type: ignore[attr-defined]
-        why, remedy = f"is refused by the hub with status {status}", "log in, or try again later"
+        why, remedy = f"is rejected by the Hub with status {status}", "log in, or try again later"
     else:
-        why = "is not a local path, and the hub cannot be reached and has no cached copy"
+        why = "is not a local path, the Hub cannot be reached, and there is no cached copy"
         remedy = "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE"
     return SettingError(setting, path, why, remedy)

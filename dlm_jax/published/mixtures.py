@@ -186,7 +186,7 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
         "norm/scale": "model.norm.weight",
         "head/kernel": "lm_head.weight",
     }
-    # One matrix holds queries, keys and values, stacked by rows.
+    # One matrix contains queries, keys and values, stacked by rows.
     size = model.size_of_head
     wide, narrow = model.heads * size, (model.kv_heads or model.heads) * size
     rows = {"query": (0, wide), "key": (wide, wide + narrow),

@@ -1,9 +1,10 @@
 """The program that renders chat templates in a separate process; `chat` starts it.
 
-A template can loop forever or allocate too much memory inside one operation that no other thread
-can stop. A process has a memory limit and can be killed. This one imports nothing of the package,
-so that it starts fast. Each line of standard input is a JSON object with ``source`` and ``values``
-(null: compile only), and each line of standard output is ``{"text": ...}`` or ``{"error": ...}``.
+A template can loop forever or allocate too much memory inside an operation that no other thread can
+interrupt. A process has a memory limit and can be killed. This program imports nothing from the
+package, so it starts fast. Each line of standard input is a JSON object with ``source`` and
+``values`` (null: compile only), and each line of standard output is ``{"text": ...}`` or
+``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
             told = {"text": _rendered(**json.loads(line))}
             line = json.dumps(told)
         except MemoryError:
-            line = json.dumps({"error": f"it needs more than {_MEMORY >> 20} MiB"})
+            line = json.dumps({"error": f"it uses more than {_MEMORY >> 20} MiB"})
         # A template may raise any exception.
         except Exception as error:
             reason = " ".join(str(error)[:2000].split())

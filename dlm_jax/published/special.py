@@ -84,11 +84,11 @@ def read_tokenizer(
 def read_settings(directory: Path, length: int) -> dict[str, Any]:
     """The settings that generation_config.json recommends; empty if there is none.
 
-    Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default
-    beside a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true means
-    temperature 1 unless the file gives one. A file with none of these fields leaves the temperature
-    to the family. A text that is longer than the canvas of `length` tokens fills the space behind
-    its prompt.
+    Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default if
+    the file has a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true
+    means temperature 1 unless the file sets one. Without any of these fields, the family sets the
+    temperature. A longer generation than the canvas of `length` tokens is set to the space after
+    the prompt.
     """
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}
@@ -186,7 +186,7 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
             content = file.read_text(encoding="utf-8")
             return HubTokenizer(content, 0, 0, 0).content
         if not (directory / "vocab.json").exists() or not (directory / "merges.txt").exists():
-            raise ValueError("it does not exist, nor do vocab.json and merges.txt")
+            raise ValueError("neither it nor vocab.json and merges.txt exist")
         lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
         lines = [line.removesuffix("\r") for line in lines]
         merges = [line for line in lines if line and not line.startswith("#version")]
@@ -212,7 +212,7 @@ def write_tokenizer(
 ) -> None:
     """Writes tokenizer.json and the files that belong to it; `read_tokenizer` is the inverse.
 
-    `settings` are the fields that `settings_fields` makes. MASK is in `GENERATION` if `says_mask`.
+    `settings` are the fields from `settings_fields`. MASK is in `GENERATION` if `says_mask`.
     """
     (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id

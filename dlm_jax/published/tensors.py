@@ -3,7 +3,7 @@
 Files are mapped into memory and read one tensor at a time; nothing is unpickled.
 
 A stacked parameter is allocated on its devices and its layers are written in place, so that the
-host holds at most one more tensor and the mapped pages, which are released.
+host memory has at most one additional tensor and the mapped pages, which are released.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 class Shards:
     """The tensors of a directory by name; `read` returns one without copying it.
 
-    `name_of` gives the usual name of a tensor, '' for one that is left out.
+    `name_of` gives the usual name of a tensor, '' for an omitted one.
     """
 
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
@@ -63,7 +63,7 @@ class Shards:
             for name in names or found:
                 if name not in found:
                     raise ValueError(
-                        f"{file} lacks the tensor {name!r}, which {INDEX} says it holds; download "
+                        f"{file} lacks the tensor {name!r}, which {INDEX} lists; download "
                         "both again"
                     )
                 if usual := name_of(name):
@@ -71,24 +71,24 @@ class Shards:
             surplus = sorted(set(found) - set(names or found))
             if surplus:
                 raise ValueError(
-                    f"{file} holds the tensor {surplus[0]!r}, which {INDEX} does not name; "
+                    f"{file} holds the tensor {surplus[0]!r}, which {INDEX} does not list; "
                     "download both again"
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, a view of its file; its pages are released with it."""
+        """The tensor as a view of its file; its pages are released with it."""
         file, dtype, start, shape = self.entries[name]
         return np.memmap(file, dtype, "r", start, shape)
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
-    """The files and the tensors that each should hold; an empty list accepts all."""
+    """The files and the tensors that each should contain; an empty list accepts all."""
     if not (directory / INDEX).exists():
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
         raise ValueError(
-            f"{directory} has neither {SINGLE} nor {INDEX}; name a directory with weights as "
-            "safetensors (other formats hold code, which is never run)"
+            f"{directory} has neither {SINGLE} nor {INDEX}; use a directory with safetensors "
+            f"weights (other formats contain code, which is never run)"
         )
     index = read_json(directory / INDEX)
     where = index.get("weight_map")
@@ -98,8 +98,8 @@ def _files(directory: Path) -> dict[Path, list[str]]:
     for name, file in where.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
             raise ValueError(
-                f"{directory / INDEX}: weight_map names {file!r}, which is not a safetensors file "
-                "of this directory"
+                f"{directory / INDEX}: weight_map refers to {file!r}, which is not a safetensors "
+                "file of this directory"
             )
         files.setdefault(directory / file, []).append(name)
     return files
@@ -129,7 +129,7 @@ def _header(file: Path) -> dict[str, Entry]:
     for first, last, name in sorted(places):
         if first != end:
             raise ValueError(
-                f"{file}: the tensor {name!r} begins at byte {first:,}, and the one before it ends "
+                f"{file}: the tensor {name!r} begins at byte {first:,}, but the previous one ends "
                 f"at {end:,}; download it again"
             )
         end = last
@@ -157,7 +157,9 @@ def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
             "read"
         )
     if last - first != math.prod(shape) * DTYPES[kind].itemsize:
-        raise ValueError(f"{file}: the tensor {name!r} has another size than its shape {shape}")
+        raise ValueError(
+            f"{file}: the size of the tensor {name!r} does not match its shape {shape}"
+        )
     return Entry(file, DTYPES[kind], begin + first, shape), begin + last
 
 
@@ -170,7 +172,7 @@ Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
 Finish = Callable[[str, Any], Any]
-"""``(path, parameter) -> parameter`` in the form in which it is kept; a shape for a shape."""
+"""``(path, parameter) -> parameter`` in its final form; maps shapes to shapes."""
 
 
 def check_tensors(
@@ -205,8 +207,8 @@ def check_tensors(
     for name, shape in wanted.items():
         if shards.entries[name].shape != shape:
             raise ValueError(
-                f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, and "
-                f"config.json asks for {shape}"
+                f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, but "
+                f"config.json requires {shape}"
             )
 
 
@@ -219,10 +221,10 @@ def read_params(
     place: Place,
     finish: Finish = lambda path, parameter: parameter,
 ) -> Params:
-    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them.
+    """The parameters in the dtype of their tensors or in `dtype`, placed by `place`.
 
-    Each is replaced by the result of `finish` before the next one is read. Their shapes are passed
-    to it before anything is read.
+    Each parameter is replaced by the result of `finish` before the next one is read. `finish` is
+    first called with the shapes of all parameters.
     """
 
     def read(keys: Any, leaf: Any) -> Any:
@@ -265,7 +267,7 @@ def _on_host(
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(fill, piece) for piece in parts]:
             done.result()
-    # This memory is not written again, so the array may alias it.
+    # This memory is not modified afterwards, so the array may alias it.
     return jax.device_put(whole)
 
 
@@ -276,8 +278,8 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
     if not is_transposed:
         np.copyto(target, stored)
         return
-    # What the backend transposes as it takes it in it does half as fast again as NumPy does in
-    # squares that fit a cache; some rows at a time, for which it needs no fresh memory.
+    # NumPy transposes squares that fit the cache 1.5 times as fast as the backend transposes them
+    # during a transfer. Transposing some rows at a time requires no new memory.
     (device,) = jax.local_devices(backend="cpu")[:1]
     for row in range(0, stored.shape[0], _ROWS):
         turned = jax.device_put(stored[row : row + _ROWS].T, device)
@@ -333,7 +335,7 @@ def _put(
 
 
 def _without_axes(sharding: Sharding, count: int, ndim: int) -> Sharding:
-    """The sharding of one entry of the first `count` axes."""
+    """The sharding of an entry along the first `count` axes."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))

@@ -43,8 +43,8 @@ def write_published(
     Tensors have the dtypes of the parameters.
 
     Args:
-      path: a directory that does not exist.
-      config: config of the model. Its recommended settings go to generation_config.json.
+      path: a directory that does not exist yet.
+      config: config of the model. Its recommended settings are written to generation_config.json.
       params: its parameters; heads other than the LM head are not written.
       tokenizer: a `HubTokenizer`.
       family: target family; None: the first that can express all settings.
@@ -57,11 +57,11 @@ def write_published(
     """
     target = Path(path)
     if target.exists():
-        raise ValueError(f"{target} exists; name a directory that does not")
+        raise ValueError(f"{target} exists already; choose a new directory")
     if not isinstance(tokenizer, HubTokenizer):
         raise ValueError(
-            "the tokenizer of the model is not that of a published model; train with one that "
-            "is, by train.init_from"
+            "the tokenizer of the model is not from a published model; use train.init_from to "
+            "train with such a tokenizer"
         )
     found = family_for(config.model, family)
     kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}

@@ -1,6 +1,6 @@
 """Pairs of complementary masks: coupled-GRPO (DiffuCoder, Gong et al. 2025, section 5).
 
-Each of ``rl.masks`` pairs hides a share ``t`` of the answer, uniform on [0.2, 0.8], in one forward
+Each of ``rl.masks`` pairs hides a share ``t`` of the answer, uniform on [0.2, 0.8], in one forward,
 and the rest in a second one. Every token is hidden once per pair. With one more forward for the
 fully hidden answer, the log-probability of the k-th token is (equation 7)::
 

@@ -1,6 +1,6 @@
 """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
 
-The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is taken from one
+The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is computed in one
 forward. Its canvas has MASK at all tokens of the answer, and at each prompt token with probability
 ``rl.prompt_mask`` (equation 3 and algorithm 1)::
 
@@ -24,7 +24,7 @@ from dlm_jax.types import Network, Params
 
 
 def draw(rollout: Rollout, key: jax.Array, *, share: float, mask_id: int) -> jax.Array:
-    """The canvas ``[B, L]`` with the answer and a share of the prompt hidden."""
+    """The canvas ``[B, L]`` with the answer and part of the prompt hidden."""
     is_chosen_BL = jax.random.uniform(key, rollout.tokens_BL.shape) < share
     is_prompt_BL = jnp.arange(is_chosen_BL.shape[1])[None] < rollout.given_B[:, None]
     is_hidden_BL = rollout.is_answer_BL() | (is_chosen_BL & is_prompt_BL)

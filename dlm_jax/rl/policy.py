@@ -1,7 +1,7 @@
 """Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
 
 A loss of `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions of a sample. The
-surrogate is that of PPO and GRPO::
+surrogate is the one of PPO and GRPO::
 
     loss = -mean_rows sum_n w_n ( min(r_n A, clip(r_n, 1 - c, 1 + c) A) - beta KL_n ),
     r_n = exp(log p_n - log p_old_n),
@@ -36,7 +36,7 @@ class Rollout(NamedTuple):
       step_BL: int32, the step of sampling that wrote each token of the answer, from 0; -1 elsewhere
         and in excluded rows.
       advantage_B: float32, reward of the row relative to its group.
-      trace: every draw of the rows (`dlm_jax.Trace`) if ``rl.loss`` is ``trace``, else None.
+      trace: all draws of the rows (`dlm_jax.Trace`) if ``rl.loss`` is ``trace``, else None.
     """
 
     tokens_BL: jax.Array
@@ -96,11 +96,11 @@ def token_log_probs(
 
 
 def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjective:
-    """The objective of samples: the clipped surrogate with an estimator's log-probabilities.
+    """The policy objective: the clipped surrogate with the log-probabilities of an estimator.
 
-    Its figures are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
+    Its metrics are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
     the distance to the reference in nats per action, where ``rl.kl`` is not 0. Actions with
-    probability 0 under one of the parameters have no weight.
+    probability 0 under any of the parameters have weight 0.
     """
 
     def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
         now_BN, weight_BN = log_probs(network, params, noise), estimator.weights(rollout)
         old_BN = noise.get("old", jax.lax.stop_gradient(now_BN))
         reference_BN = noise.get("reference", old_BN)
-        # A truncation of the chain may cut an action for other parameters, or by rounding.
+        # A truncation of the chain may exclude an action under other parameters, or by rounding.
         is_cut_BN = jnp.isneginf(now_BN) | jnp.isneginf(old_BN) | jnp.isneginf(reference_BN)
         weight_BN = jnp.where(is_cut_BN, 0.0, weight_BN)
         now_BN, old_BN, reference_BN = (
@@ -178,7 +178,9 @@ KL = {"k2": squared, "k3": unbiased}
 
 
 def group_relative(rewards_PG: np.ndarray) -> np.ndarray:
-    """``(r - mean) / (std + 1e-4)`` of each group, std with G - 1: GRPO (Shao et al. 2024)."""
+    """``(r - mean) / (std + 1e-4)`` of each group, with the standard deviation over G - 1: GRPO
+    (Shao et al. 2024).
+    """
     return centred(rewards_PG) / (np.std(rewards_PG, axis=1, ddof=1, keepdims=True) + 1e-4)
 
 
@@ -188,7 +190,7 @@ def centred(rewards_PG: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
-    """``r`` minus the mean of the others of its group: RLOO (Ahmadian et al. 2024)."""
+    """``r`` minus the mean of the other samples of its group: RLOO (Ahmadian et al. 2024)."""
     size = rewards_PG.shape[1]
     return centred(rewards_PG) * size / (size - 1)
 
@@ -200,9 +202,10 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def advantages(rewards_PG: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages float32 ``[P, G]``. NaN rewards are excluded from their groups and get 0.
+    """Advantages float32 ``[P, G]``. NaN rewards are excluded from their groups and have advantage
+    0.
 
-    A group with fewer than two rewards gets 0.
+    A group with fewer than two rewards has advantages of 0.
     """
     found_PG = np.zeros(rewards_PG.shape, np.float32)
     for rewards_G, found_G in zip(rewards_PG, found_PG, strict=True):

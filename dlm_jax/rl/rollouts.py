@@ -53,8 +53,8 @@ class Judge:
 
     Args:
       name: name of the function, ``module:function``.
-      leaves_out: whether samples without a reward are excluded. Otherwise the first one ends the
-        run.
+      leaves_out: whether samples without a reward are excluded. Otherwise the first such sample
+          ends the run.
       report: called with one line about the excluded samples of a call.
     """
 
@@ -85,8 +85,8 @@ class Judge:
             if not self._leaves_out:
                 raise self._refused(what)
             if len(bad) == len(answers):
-                raise RewardError(f"rl.reward={self._name} {what}, and none is left of the samples")
-            self._report(f"{len(bad)} samples are left out: rl.reward={self._name} {what}")
+                raise RewardError(f"rl.reward={self._name} {what}, and no samples remain")
+            self._report(f"{len(bad)} samples are excluded:  rl.reward={self._name} {what}")
             found[list(bad)] = np.nan
         return found
 
@@ -95,8 +95,9 @@ class Judge:
         found = np.asarray(returned, np.float64)
         if found.shape != (len(answers),):
             raise RewardError(
-                f"rl.reward={self._name} gave rewards of shape {found.shape} for {len(answers)} "
-                "samples; return one number for each"
+                f"rl.reward={self._name} returned rewards of shape {found.shape} for "
+                f"{len(answers)} "
+                "samples; return one number per sample"
             )
         return found.copy()
 
@@ -114,9 +115,7 @@ class Judge:
         return found, bad
 
     def _refused(self, what: str) -> RewardError:
-        return RewardError(
-            f"rl.reward={self._name} {what}; mend it, or use rl.bad_reward=leave_out"
-        )
+        return RewardError(f"rl.reward={self._name} {what}; fix it, or use rl.bad_reward=leave_out")
 
 
 def _brief(error: Exception) -> str:
@@ -124,7 +123,7 @@ def _brief(error: Exception) -> str:
 
 
 class Rollouts:
-    """Generates samples of a model with their advantages, and measures its reward.
+    """Generates samples of a model with their advantages, and evaluates its reward.
 
     The samples of a step depend only on the parameters, the seed of the run and the step.
 
@@ -145,7 +144,7 @@ class Rollouts:
     ):
         if jax.process_count() > 1:
             raise SettingError(
-                "rl.reward", setup.config.rl.reward, "needs a run of one process", "start one"
+                "rl.reward", setup.config.rl.reward, "requires a single-process run", "start one"
             )
         self._setup, self._network, self._needs_trace = setup, network, needs_trace
         self._report = report
@@ -162,7 +161,7 @@ class Rollouts:
     def make(
         self, params: Params, step: int, rows: Mapping[str, np.ndarray]
     ) -> tuple[Rollout, dict[str, float]]:
-        """The samples of a step (counted from 0) as host arrays, and figures for the metrics.
+        """The samples of a step (counted from 0) as host arrays, and values for the metrics.
 
         Args:
           params: parameters of the policy.
@@ -237,7 +236,7 @@ class Rollouts:
             ) as engine:
                 made = dict(engine.results(requests))
         except ValueError as error:
-            raise RewardError(f"samples of step {step + 1} cannot be made: {error}") from None
+            raise RewardError(f"samples of step {step + 1} cannot be generated: {error}") from None
         for row in made.values():
             if row.error is not None:
                 raise row.error

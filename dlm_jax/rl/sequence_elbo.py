@@ -1,7 +1,7 @@
 """The whole answer as one action, with its ELBO as its likelihood: ESPO (Ou et al. 2025).
 
-The log-probability of an answer of N positions is estimated with ``rl.masks`` masks, each of a
-count ``l`` uniform on 1..N and a uniform set of that count, and the ratio is that of a token::
+The log-probability of an answer of N positions is estimated with ``rl.masks`` masks, each with a
+count ``l`` uniform on 1..N and a uniform random set of that size, and the ratio is per token::
 
     L(o | q) = E_l E_set [ N / l sum_{k in set} log p(o_k | o without the set, q) ]
     r = exp( (L(o | q) - L_old(o | q)) / N ).

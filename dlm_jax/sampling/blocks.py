@@ -1,7 +1,7 @@
 """Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
 Blocks start at the first unfrozen position; a row's steps are split over the blocks that
-have work, the remainder on the first ones, and steps that a block does not use are dropped. Several
+have work, with the remainder on the first blocks, and unused steps of a block are dropped. Several
 blocks may be open at once. They are stored as one block: the next block is appended, and finished
 blocks are removed.
 """
@@ -28,7 +28,7 @@ class Block(NamedTuple):
       steps_B: step budget of the block, at least 1.
       first_holes_B: number of holes at the start of the block.
       index_B: number of earlier blocks with work.
-      count_B: blocks of the row that had work at the start.
+      count_B: number of blocks of the row that had work at the start.
       settled_B: number of consecutive steps that started without a hole in the block.
     """
 
@@ -59,7 +59,7 @@ def first_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The first block that has work, and ``[B]``, True where there is one.
+    """The first block that has work, and True ``[B]`` where one exists.
 
     Blocks have `length_B` positions and start at `first_B`, the first unfrozen position. A length
     of 0 gives a single block.
@@ -86,7 +86,7 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The next block with work and a flag that it exists. Without one, the block is unchanged."""
+    """The next block with work, and whether it exists. If there is none, the block is unchanged."""
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
@@ -110,7 +110,7 @@ def next_block(
 def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
     """The open blocks without finished leading blocks, plus the next block if it may start.
 
-    The next block starts when the last open block is ``open_share_B`` done, fewer than
+    The next block starts when the last open block is completed to ``open_share_B``, fewer than
     ``open_blocks_B`` are open, and the next block has holes (multi-block decoding of d3LLM, Qian et
     al. 2026). Its steps and holes are added to the totals. Rows with one block at a time and rows
     without holes in their open blocks do not change.
@@ -170,7 +170,7 @@ def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:
 
 
 def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> jax.Array:
-    """The number of blocks with work; each counts at its first position with work."""
+    """The number of blocks with work; each is counted at its first position with work."""
     place_1L = jnp.arange(is_work_BL.shape[1])[None]
     number_BL = (place_1L - first_B[:, None]) // size_B[:, None]
     at_work_BL = jnp.where(is_work_BL, number_BL, -1)

@@ -1,4 +1,4 @@
-"""One token id per position: an exact draw from softmax, or the argmax.
+"""One token id per position: an exact sample from the softmax, or the argmax.
 
 Each position has its own key. Its token depends only on this key and its logits, not on the other
 positions of the batch. The softmax is computed in float32. Greedy rows take the argmax.
@@ -28,20 +28,20 @@ def argmax(logits_NV: Array) -> Array:
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, one typed key per position.
 
-    `-inf` is allowed and never drawn, nor is any token whose float32 probability is 0. A position
-    whose logits are all `-inf` gives id 0.
+    `-inf` is allowed and never drawn, like any token whose float32 probability is 0. A position
+    whose logits are all `-inf` returns id 0.
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform per level,
     because a single float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of the
-    logits plus Gumbel noise. It matches other programs and is an order of magnitude slower on CPU.
+    logits plus Gumbel noise. It matches other programs, but is an order of magnitude slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)
 
 
 def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
-    """The noise for `draw_with`: three uniforms per key, or the keys themselves for `"gumbel"`."""
+    """The noise for `draw_with`: three uniforms per key, or the keys for `"gumbel"`."""
     if method not in METHODS:
-        raise ValueError(f"method={method!r} is not a way to draw; use one of {METHODS}")
+        raise ValueError(f"method={method!r} is not a draw method; use one of {METHODS}")
     return _uniforms(keys_N) if method == "inverse_cdf" else keys_N
 
 
@@ -52,7 +52,7 @@ def draw_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids as `draw` returns them for logits divided by `divisor` (1 if None), given `noise` of the
+    """Ids as from `draw` for logits divided by `divisor` (1 if None), given `noise` of the
     keys.
     """
     # never draw from bfloat16, because its tail collapses
@@ -73,9 +73,9 @@ def choose_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids `[N]`: the argmax where `is_greedy_N`, elsewhere the ids of `draw_with`.
+    """Ids `[N]`: the argmax where `is_greedy_N`, and the ids of `draw_with` elsewhere.
 
-    A chunk with only greedy rows skips the draw. A chunk without greedy rows skips the argmax.
+    A chunk with only greedy rows skips sampling. A chunk without greedy rows skips the argmax.
     """
     logits_NV = logits_NV.astype(jnp.float32)
     none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
@@ -109,7 +109,7 @@ def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
 def _inverse_cdf(
     logits_NV: Array, weight_NC: Array, uniform_3N: Array, divisor_N: Array | None
 ) -> Array:
-    """Draws the group of columns, the column and the member, with one uniform each."""
+    """Draws the group of columns, the column and the member, with one uniform number each."""
     N, C = weight_NC.shape
     size = max(1, round(C**0.5))
     num_groups = -(-C // size)
@@ -121,7 +121,7 @@ def _inverse_cdf(
     member_NM, _ = vocab.members(logits_NV, column_N)
     if divisor_N is not None:
         member_NM = vocab.divide(member_NM, divisor_N)
-    # relative to the maximum of the column, so that its weights cannot all underflow
+    # relative to the maximum of the column, so that not all of its weights underflow
     peak_N1 = member_NM.max(-1, keepdims=True)
     weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
     return column_N + C * _pick(weight_NM, uniform_3N[2])

@@ -2,7 +2,7 @@
 
 With a cache, forwards run over groups of rows of a fixed size. The result of a row therefore does
 not depend on the other rows or on the number of due rows. If rows are split over devices, a group
-holds the same number of rows of each device, and all devices run it together. Layers with sharded
+has the same number of rows from each device, and all devices run it together. Layers with sharded
 parameters are gathered one by one, as in any other forward.
 """
 
@@ -152,7 +152,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
 def _smallest(
     sizes: tuple[int, ...], state: State, plan: CachePlan, runs_B: jax.Array
 ) -> jax.Array:
-    """Index of the smallest size that holds the window of each row; -1 if the row needs no
+    """Index of the smallest size that fits the window of each row; -1 if the row needs no
     window.
     """
     need_B = jnp.minimum(plan.end_B, state.canvas.length_B) - plan.begin_B
@@ -302,9 +302,9 @@ def in_groups(
     carry: Carry,
     rows: Rows,
 ) -> Carry:
-    """`carry` updated with the results of the due rows, group by group.
+    """`carry`, updated with the results of the due rows, group by group.
 
-    Nothing runs if no row is due on any device. A partial group is padded with its first row.
+    No forward runs if no row is due on any device. A partial group is padded with its first row.
 
     ``compute(carry, rows_N, row_N) -> made`` is the forward over the rows of a group and their
     indices. The shard of `row_N` on a device indexes the rows of this device. ``put(carry, made,
@@ -327,8 +327,8 @@ def in_groups(
     most = jnp.max(num_due_S)
 
     def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        # The barrier hides the index of a single row. Without it the compiler hoists the forward
-        # out of the loop and runs it even if no row is due.
+        # The barrier hides the row index from the compiler. Without it the compiler hoists the
+        # forward out of the loop and runs it even if no row is due.
         (first, carry), mine = jax.lax.optimization_barrier((state, rows))
         own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
         own_N = own_SN.reshape(-1)
@@ -352,8 +352,8 @@ def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
 
     Writes at these indices then follow all reads that computed the vectors, so the cache is updated
     in place. Otherwise the compiler copies it. An optimization barrier does not help, because it is
-    removed before the compiler decides this. Vectors of this magnitude occur only in rows that end
-    as not finite.
+    removed before this decision. Vectors of this magnitude occur only in rows that end as
+    non-finite.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)

@@ -105,7 +105,7 @@ def advanced(
 
 
 def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
-    # Explicit, so that it passes under `jax.transfer_guard("disallow")`.
+    # The transfer is explicit, so that it is allowed under `jax.transfer_guard("disallow")`.
     return jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
 
 
@@ -113,5 +113,5 @@ def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
 def make_advance(
     program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
 ) -> Advance:
-    """The `Advance` of `program`. The last 64 results are cached by their arguments."""
+    """The `Advance` for `program`. The last 64 results are cached by their arguments."""
     return Advance(program, compiler_options=dict(compiler_options))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Positions per readout: the logits fit the cache of a CPU, or fill an accelerator.
+    """Positions per readout: the logits fit the cache of a CPU, or saturate an accelerator.
 
     At least 64 on CPU and 256 elsewhere.
     """
@@ -29,9 +29,9 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Positions per forward of the sampler head; small, because a wave costs a whole chunk.
+    """Positions per forward of the sampler head; small, because a wave takes a whole chunk.
 
-    On a CPU with a large vocabulary, empty places of a chunk are expensive.
+    On a CPU with a large vocabulary, unused places of a chunk are expensive.
     """
     return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
 
@@ -50,12 +50,12 @@ def fold(
     *,
     level_BL: jax.Array | None = None,
 ) -> T:
-    """The last carry of ``carry = body(carry, places_N, is_real_N)`` over the wanted positions.
+    """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the requested positions.
 
     Positions are processed in order, `chunk` at a time, so the cost is proportional to their
-    number. The padding of a chunk is not real. With levels, positions are processed level by level,
-    and a chunk holds one level. The other positions of such a chunk are not real and are processed
-    by a later chunk.
+    number. Padding of a chunk is marked as not real. With levels, positions are processed level by
+    level, and each chunk has a single level. Other positions of the chunk are marked as not real
+    and are processed by a later chunk.
     """
     size = is_wanted_BL.size
     chunk, count = min(chunk, size), jnp.sum(is_wanted_BL)
@@ -101,8 +101,8 @@ class TrunkOutput(NamedTuple):
     """The output of the trunk in a step.
 
     Attributes:
-      hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
-      bare_BLD: for the canvas with its given tokens masked; None without guidance.
+      hidden_BLD: hidden vectors of the canvas, or of a window of each row, ``[B, W, D]``.
+      bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;
         undefined outside the window. None if the windows are whole rows.
@@ -127,7 +127,7 @@ class TrunkOutput(NamedTuple):
 
         Guided rows (scale s other than 0) get ``u + (s + 1) (c - u)``, with c from the canvas and u
         from the canvas with its given tokens masked (Nie et al. 2025, LLaDA, appendix; after Ho and
-        Salimans 2022). Ids that are impossible under c or u stay impossible. Rows with s = 0 get
+        Salimans 2022). Ids that are impossible under c or u remain impossible. Rows with s = 0 get
         the plain logits, bit for bit.
         """
         num_positions, width = self.hidden_BLD.shape[1:]
@@ -151,7 +151,7 @@ class TrunkOutput(NamedTuple):
 
 
 # Return values of networks and rules are checked while a program is traced. The checks use only
-# shapes and dtypes, so they cost nothing at run time. The error names the rule and its method.
+# shapes and dtypes, so they have no run-time cost. The error names the rule and its method.
 
 
 def returned(
@@ -161,10 +161,10 @@ def returned(
 
     Args:
       value: the result of the method.
-      by: the rule or network that owns the method, or its name.
+      by: the rule or network that defines the method, or its name.
       method: name of the method.
       axes: letters of the axes, for the message.
-      shape: expected sizes; None matches any size.
+      shape: expected sizes; None allows any size.
       of: expected dtype, or ``float`` for any floating dtype.
 
     Raises:

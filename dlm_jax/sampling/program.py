@@ -21,15 +21,15 @@ class Program:
     Attributes:
       network: the model as pure functions.
       mask_id: the id of MASK.
-      chunk: positions per readout. Larger chunks use more memory (``chunk * V`` float32 logits) and
-        fewer launches.
-      rows: sharding of the rows over devices; None if not sharded. Each device reads out and draws
-        only for its own rows. The number of devices must divide the number of slots.
-      draw: drawing method, one of `dlm_jax.sampling.draw.METHODS`.
+      chunk: positions per readout. Larger chunks use more memory (``chunk * V`` float32 logits) but
+          fewer launches.
+      rows: sharding of the rows over devices; None if not sharded. Each device computes logits and
+          draws only for its own rows. The number of devices must divide the number of slots.
+      draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
       is_guided: whether rows may use guidance. Otherwise their scale is ignored.
       eos_ids: ids that end a generation.
-      banned_ids: ids that a fill never proposes first, regardless of the chain of the row, and that
-        re-noise never writes.
+      banned_ids: ids that a fill never proposes initially, regardless of the chain of the row, and
+          that re-noise never writes.
       pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
       num_traced: recorded steps per row; 0 disables traces.
@@ -50,15 +50,15 @@ class Program:
     def __post_init__(self) -> None:
         if self.draw not in METHODS:
             raise ValueError(
-                f"draw={self.draw!r} is not a way to draw; {nearest(self.draw, METHODS)}"
+                f"draw={self.draw!r} is not a draw method; {nearest(self.draw, METHODS)}"
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """``fn(params, rows)`` for a pytree of rows. Each device computes its own rows if they are
-        sharded.
+        """Runs ``fn(params, rows)`` for a pytree of rows. Each device computes its own rows if they
+        are sharded.
 
-        Otherwise the compiler runs gathers of rows on every device for all rows, each with a sum
-        over devices.
+        Without this, the compiler gathers all rows on every device, with a sum over devices each
+        time.
         """
         if self.rows is None:
             return fn

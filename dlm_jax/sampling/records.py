@@ -15,7 +15,7 @@ class Drawn(NamedTuple):
       logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
         drawn from (LM head or sampler head, after the chain of the row); 0 in greedy rows.
       entropy_BL: float32 entropy in nats of the clean logits of the same head.
-      level_BL: int32, order within the fill: a draw sees the candidates of lower levels.
+      level_BL: int32, order within the fill: a draw depends on the candidates of lower levels.
     """
 
     logprob_BL: jax.Array
@@ -24,11 +24,11 @@ class Drawn(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Records of up to ``S`` steps per row. Steps that were not taken are empty.
+    """Records of up to ``S`` steps per row. Records of steps that were not taken are empty.
 
     Attributes:
       canvas_BSL: int32, input of the forward.
-      tokens_BSL: int32 candidates; -1 where none was drawn.
+      tokens_BSL: int32 candidates; -1 where no candidate was drawn.
       is_written_BSL: True where the candidate was committed.
       logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as in the next two fields.
       entropy_BSL: `Drawn.entropy_BL`.
@@ -60,7 +60,7 @@ class Records(NamedTuple):
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
-    """Empty records with space for this many steps."""
+    """Empty records for this number of steps."""
     num_rows, num_positions = tokens_BL.shape
     shape = num_rows, num_steps, num_positions
     none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)

@@ -27,34 +27,33 @@ from dlm_jax.types import Params, Status
 
 @pytree
 class Trace:
-    """All draws of sampled rows, with everything except the parameters that their probabilities
-    depend on.
+    """All draws of sampled rows, and all inputs of their probabilities except the parameters.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
     the length of the longest row. A trace is a pytree. Its leaves can be indexed by rows (`rows`),
     sharded over devices, or passed to compiled functions.
 
     Attributes:
-      canvas: int32 ``[B, S, L]``, the tokens that the forward of each step saw; MASK at holes.
-      tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 where it drew none.
-      is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote. The others were
-        discarded.
+      canvas: int32 ``[B, S, L]``, the input tokens of the forward of each step; MASK at holes.
+      tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 elsewhere.
+      is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote. Other drawn tokens
+          were discarded.
       logprobs: float32 ``[B, S, L]`` log-probability in nats of each drawn token under the policy.
         The policy is the distribution of the draw, after bans, guidance, temperature and all
-        transforms, of the LM head or the sampler head. 0 in greedy rows and where nothing was
+        transforms, of the LM head or the sampler head. It is 0 in greedy rows and where nothing was
         drawn.
       choice_logprobs: float32 ``[B, S]`` log-probability in nats of the chosen positions, for
         writing and remasking: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
-        choose by the tokens alone.
+        select by the tokens only.
       entropy: float32 ``[B, S, L]`` entropy in nats of the logits of the head before the chain,
         where drawn.
       confidence: float32 ``[B, S, L]`` confidence of the commit rule, where drawn.
-      level: int32 ``[B, S, L]`` level of each draw in `dlm_jax.Wavefront`. A draw sees the draws of
-        lower levels.
+      level: int32 ``[B, S, L]`` level of each draw in `dlm_jax.Wavefront`. A draw depends on the
+          draws of lower levels.
       length: int32 ``[B]``, live positions.
       is_frozen: True ``[B, L]`` at given tokens, and beyond the length.
       steps: int32 ``[B]``, steps taken.
-      row: parameters of the loop, seeds included.
+      row: parameters of the loop, including seeds.
       rules: rules and their parameters.
       width: maximum number of tokens that a row writes in one step; static.
       mask_id: the id of MASK; static.
@@ -91,8 +90,8 @@ class Trace:
     def trimmed(self) -> Trace:
         """The trace without steps that no row took, with the smallest sufficient width.
 
-        It takes concrete arrays, outside compiled functions. Widths are powers of two, so that few
-        programs compile.
+        It requires concrete arrays, outside compiled functions. Widths are powers of two, so that
+        few programs are compiled.
         """
         num_steps = max(1, int(np.max(self.steps)))
         most = int(np.max(np.sum(self.is_written, axis=2), initial=1))
@@ -156,8 +155,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
     for other in others:
         if jax.tree.structure(other) != jax.tree.structure(first):
             raise ValueError(
-                "the traces have other static settings, models or widths; sample their rows in one "
-                "call, or keep them apart"
+                "the traces have different static settings, models or widths; sample their rows "
+                "in one call, or use the traces separately"
             )
         if other.canvas.shape[2] != first.canvas.shape[2]:
             raise ValueError(
@@ -206,8 +205,8 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
 
 
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """As `with_gradient_of_step`, for `after` any number of steps later. Memory does not grow with
-    the steps.
+    """Like `with_gradient_of_step`, where `after` is any number of steps later. Memory does not
+    grow with the steps.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
@@ -254,8 +253,7 @@ class _Step(NamedTuple):
 def replayed(
     program: Program, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
-    """Log-probabilities ``[B, S, L]`` of a trace under these parameters; 0 at positions that are
-    not wanted.
+    """Log-probabilities ``[B, S, L]`` of a trace under these parameters; 0 at other positions.
 
     It processes one step of all rows at a time and recomputes the forward of each step for its
     gradient, so memory does not grow with the steps.
@@ -318,7 +316,7 @@ def _read(
     context: Context,
     width: int,
 ) -> jax.Array:
-    """The log-probabilities of a step at the wanted positions, at most `width` per row."""
+    """The log-probabilities of a step at the requested positions, at most `width` per row."""
     is_read_BL, num_positions = one.is_read_BL, one.is_read_BL.shape[1]
     chain, key_B = chain_now(state), step_keys(state)[0]
     prepared = chain.prepare(state.chain_state, context)
@@ -326,7 +324,7 @@ def _read(
         chain, prepared, key_B, None, num_positions, lambda _, logprob_N: logprob_N, program.draw
     )
     reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-    # Wanted positions come first in each row, in order.
+    # Requested positions come first in each row, in order.
     index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
     places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
     places_P = places_BM.reshape(-1).astype(jnp.int32)
@@ -351,10 +349,11 @@ def _read(
 
 
 def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: int) -> jax.Array:
-    """``of_chunk(places_N, is_real_N) -> [N]`` at all places. Chunks without a real place are
-    skipped.
+    """Evaluates ``of_chunk(places_N, is_real_N) -> [N]`` at all places. Chunks without a real place
+    are skipped.
 
-    The number of iterations is static, because reverse-mode gradients need a loop of known length.
+    The number of iterations is static, because reverse-mode differentiation requires a static trip
+    count.
     """
     size = places_P.size
     padding = (0, -size % chunk)

@@ -22,11 +22,12 @@ from dlm_jax.settings import (
 STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
 BLOCK_LENGTH = Setting(
     "block_length", 0,
-    "tokens per block; a block is finished before the next one starts; 0: a single block", low=0,
+    "tokens per block; blocks are finished in order; 0: a single block", low=0,
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
-    "maximum number of open blocks; the next one opens when the last one is open_share done",
+    "maximum number of open blocks; the next block opens when open_share of the last one is "
+    "written",
     low=1, high=64,
 )  # fmt: skip
 OPEN_SHARE = Setting(
@@ -41,12 +42,10 @@ GUIDANCE = Setting(
 )  # fmt: skip
 STOP_AT_EOS = Setting(
     "stop_at_eos", False,
-    "for rows with edits: end a row when a finished block holds EOS. Rows without edits always "
-    "end at an EOS before every hole and after all given tokens",
+    "for rows with edits: end a row when a finished block contains EOS. Rows without edits always "
+    "end at an EOS that precedes all holes and follows all given tokens",
 )  # fmt: skip
-RESAMPLE = Setting(
-    "resample", False, "open every token that was not given at every step, as if it were a hole"
-)
+RESAMPLE = Setting("resample", False, "treat every token that is not given as a hole at every step")
 MAX_NEW_TOKENS = Setting(
     "max_new_tokens", 0,
     "length_target_mode: number of generated tokens; 0: the initial number",
@@ -54,8 +53,8 @@ MAX_NEW_TOKENS = Setting(
 )  # fmt: skip
 TIES = Setting(
     "ties", "key",
-    "order of positions that tie within float rounding: chosen by the seed "
-    "(key), or the lower position first (lower), as in published loops",
+    "order of positions that tie within float rounding: random by the seed (key), or lower "
+    "positions first (lower), as in published loops",
     choices={"key": "key", "lower": "lower"},
 )  # fmt: skip
 _SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
@@ -89,15 +88,15 @@ class RowParams(Rule):
             raise SettingError(
                 "open_blocks",
                 row.open_blocks,
-                "leaves a block behind once it has no holes, and "
-                "remask, resample, re-noise or edit would still change it",
+                "leaves a block once it has no holes, but remask, resample, re-noise or edit "
+                "would still change it",
                 "use open_blocks=1",
             )
         if row.stop_at_eos and row.ignore_eos:
             raise SettingError(
                 "stop_at_eos",
                 UNSET,
-                "means nothing with ignore_eos, which bans EOS",
+                "has no effect with ignore_eos, which bans EOS",
                 "set ignore_eos to false",
             )
 
@@ -109,21 +108,23 @@ ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACI
 class Counters(NamedTuple):
     """Counters of each row: int32 ``[B]`` in the state, numbers in results.
 
-    To add a counter, add a field here and pass it by keyword where it is counted: to `Counters` in
-    a step, or in `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures
-    include it automatically.
+    To add a counter, add a field here and pass it by keyword: to `Counters` in a step, or in
+    `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and metrics include it
+    automatically.
     """
 
-    # A forward over a block counts as one.
+    # A forward over a block is counted as one.
     forwards: Annotated[Any, "Forwards of the model."] = 0
     # Counted only with a cache; without one each forward computes the whole row.
-    positions: Annotated[Any, "Live positions that forwards computed beside a cache."] = 0
+    positions: Annotated[Any, "Live positions that forwards with a cache computed."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
     filled: Annotated[Any, "Candidates that were drawn."] = 0
     insertions: Annotated[Any, "Tokens that edits inserted."] = 0
     deletions: Annotated[Any, "Tokens that edits deleted."] = 0
-    lost: Annotated[Any, "Insertions without room, and tokens that insertions pushed out."] = 0
+    lost: Annotated[
+        Any, "Insertions refused for lack of space, and tokens dropped by insertions."
+    ] = 0
 
     @classmethod
     def helps(cls) -> dict[str, str]:

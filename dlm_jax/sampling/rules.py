@@ -41,7 +41,7 @@ class ModelFacts(NamedTuple):
     Attributes:
       vocab_size: number of logits.
       banned_ids: ids that are never proposed: MASK, PAD, BOS, padding of the vocabulary.
-      eos_ids: ids that end a generation. If empty, ``ignore_eos`` warns and is off.
+      eos_ids: ids that end a generation. If empty, ``ignore_eos`` warns and is disabled.
       space_id: the id of the space; -1 for a vocabulary without one.
       noise: noise schedule of the training; None if there is none.
       has_sampler: whether it has a sampler head.
@@ -49,7 +49,7 @@ class ModelFacts(NamedTuple):
       has_cache: whether its network supports cached keys and values.
       is_causal: whether it is autoregressive.
       block_length: positions per block of a block-causal model; 0 for other models.
-      process: the forward process the model was trained with; None: unknown.
+      process: the forward process of the training; None: unknown.
     """
 
     vocab_size: int
@@ -102,15 +102,15 @@ class Rules(NamedTuple):
 
 
 AUTO = "auto"
-"""The fill that follows from the model's heads."""
+"""The fill that is determined by the heads of the model."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
 EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
 DRAW = Setting(
     "draw", "inverse_cdf",
-    "drawing method: inverse_cdf (faster) or gumbel (as in other programs)",
+    "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining room", low=0)
+GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining space", low=0)
 
 
 class Slot(NamedTuple):
@@ -118,7 +118,7 @@ class Slot(NamedTuple):
 
     Attributes:
       base: base class of the rules.
-      selector: setting that names the rule; empty if there is a single rule.
+      selector: setting that selects the rule; empty if there is a single rule.
       by_use: whether the slot is empty for rows that do not use the rule.
     """
 
@@ -163,13 +163,13 @@ class RuleTable:
         """All settings of a request by name.
 
         Raises:
-          ValueError: two rules declare the same setting differently.
+          ValueError: if two rules declare the same setting with different definitions.
         """
         chosen = (
             _choice("order", "random", "rule for the holes that a step commits", self.commit),
             _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
-                AUTO: "wavefront for a model with a trained sampler head, with order=random_filled "
-                "unless an order is given, and parallel for any other"}),
+                AUTO: "wavefront for a model with a trained sampler head, with "
+                "order=random_filled unless an order is given; parallel for other models"}),
             _choice("remask", "none", "rule for the tokens that become holes after a step",
                     self.remask, {"none": ""}),
             _choice("edit_scoring", "uncertainty", "edit: score of an insertion", self.edit),
@@ -183,8 +183,8 @@ class RuleTable:
         for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *own, IGNORE_EOS):
             if found.setdefault(setting.name, setting) is not setting:
                 raise ValueError(
-                    f"setting {setting.name!r} is declared twice, differently; share one Setting, "
-                    "or give one of them another name"
+                    f"setting {setting.name!r} is declared twice with different definitions; "
+                    f"share one Setting, or rename one"
                 )
         return found
 
@@ -242,11 +242,11 @@ class RuleTable:
         return on_device(self.chain_columns(rows, facts))
 
     def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
-        """The chain of rows with the same transforms, after a ban of ``facts.banned_ids``.
+        """The chain of rows with the same transforms, after a ban on ``facts.banned_ids``.
 
         Bans (including ``ignore_eos`` and a bias of -inf) always come first, so no truncation
-        leaves a row with banned candidates only. An id of ``banned_ids`` that also ends generation
-        stays allowed unless the row ignores EOS. Candidates that violate the structure of the row
+        leaves only banned candidates in a row. An id of ``banned_ids`` that also ends generation
+        remains allowed unless the row ignores EOS. Candidates that violate the structure of the row
         are removed next. `check_chain` must have checked the rows.
         """
         bans = [self.banned(row, facts) for row in rows]
@@ -261,8 +261,8 @@ class RuleTable:
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms of a row's chain.
 
-        Programs that run one kind of row use it. A shorter chain compiles faster and gives the same
-        tokens bit for bit, because neutral transforms are the identity.
+        It is used by programs that run a single kind of row. A shorter chain compiles faster and
+        gives the same tokens bit for bit, because neutral transforms are the identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
@@ -276,7 +276,7 @@ class RuleTable:
         return sorted(ban | eos if row.ignore_eos else ban)
 
     def check_chain(self, row: Any, facts: ModelFacts) -> None:
-        """Raises ValueError for a chain that does not fit a model with these facts.
+        """Raises ValueError for a chain that a model with these facts does not support.
 
         The causes are an id outside the vocabulary, a row without allowed ids, and a setting
           without its transform in the chain.
@@ -289,7 +289,7 @@ class RuleTable:
         ):  # fmt: skip
             _check_ids(what, ids, facts.vocab_size)
         if not facts.eos_ids and row.ignore_eos:
-            warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=3)
+            warnings.warn("ignore_eos is disabled: the vocabulary has no EOS token", stacklevel=3)
         if len(self.banned(row, facts)) >= facts.vocab_size:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
 
@@ -355,6 +355,6 @@ def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
             raise SettingError(
                 what,
                 UNSET,
-                f"names id {token}, outside the vocabulary of {vocab_size}",
+                f"has id {token}, outside the vocabulary of {vocab_size}",
                 f"use 0 to {vocab_size - 1}",
             )

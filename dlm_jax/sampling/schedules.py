@@ -1,4 +1,4 @@
-"""Ratios that move from the first step of a row to its last."""
+"""Ratios that change from the first step of a row to the last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEDULES = {"linear": "linear", "cosine": "cosine"}
 def ratio_at(
     start_B: jax.Array, end_B: jax.Array, step_B: jax.Array, steps_B: jax.Array, *, schedule: str
 ) -> jax.Array:
-    """float32 ``[B]`` ratio that moves from `start_B` at the first step to `end_B` at the last.
+    """float32 ``[B]`` ratio that changes from `start_B` at the first step to `end_B` at the last.
 
     With ``t = step / (steps - 1)``, linear is ``start + (end - start) t`` and cosine is ``end +
     (start - end) (1 + cos(pi t)) / 2``; a single step uses the start.

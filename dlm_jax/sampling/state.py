@@ -1,7 +1,7 @@
 """The per-row state of the denoising loop, and the state before the first step.
 
 Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result of a row does not depend on
-the batch, and rows of different ages may be batched together.
+the batch, and rows at different steps may be batched together.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
-    With `frozen_BL` only these tokens are frozen; a draft leaves some tokens unfrozen. A length of
-    0 makes an idle slot. At most `num_traced` steps per row are recorded.
+    With `frozen_BL`, only these tokens are frozen; a draft leaves some tokens unfrozen. A length of
+    0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)

@@ -1,7 +1,7 @@
 """One step of the denoising loop.
 
 ``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``. Every
-published sampler is a choice of rules for these slots. Edits and remasking run at the end of a
+published sampler is a selection of rules for these slots. Edits and remasking run at the end of a
 step, not at the start of the next one. The logits need not be stored, and a row without remasked
 tokens ends without another forward.
 """
@@ -87,7 +87,7 @@ class StepInputs(NamedTuple):
 def step(program: Program, params: Params, state: State) -> tuple[State, jax.Array]:
     """The state after one step of every running row, and the committed positions before edits.
 
-    Other rows stay equal bit for bit. For a row whose draft is edited, the first call only scores
+    Other rows remain bit-identical. For a row whose draft is edited, the first call only scores
     the draft, and its edits run before its first step.
     """
     state = renoised(program, begun(program, state))
@@ -95,7 +95,7 @@ def step(program: Program, params: Params, state: State) -> tuple[State, jax.Arr
 
 
 def look(program: Program, params: Params, state: State) -> StepInputs:
-    """The forward of a step and candidates for its open positions. The state does not change."""
+    """The forward of a step and candidates for its open positions. The state is unchanged."""
     draw_key_B, rule_key_B, remask_key_B = step_keys(state)
     commit = commit_context(program, state, rule_key_B)
     is_open_BL = open_positions(program, state, commit)
@@ -136,7 +136,7 @@ def write(
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
-        # The last step writes every hole.
+        # The last step fills every hole.
         chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
@@ -234,7 +234,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 
 
 def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
-    """What stands on the canvas, and uniform noise of the ids that each row may write."""
+    """The content of the canvas, and uniform noise over the ids that each row may write."""
     eos_ids = set(program.eos_ids)
     banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
 
@@ -257,7 +257,7 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
 
 
 def begun(program: Program, state: State) -> State:
-    """The state whose holes hold the first tokens of a rule that renews, in rows that begin."""
+    """The state with the initial tokens of a rule that renews in the holes of rows that start."""
     rule = state.rules.commit
     if not rule.renews:
         return state
@@ -276,7 +276,9 @@ def begun(program: Program, state: State) -> State:
 def _renewed(
     program: Program, state: State, inputs: StepInputs, is_committed_BL: jax.Array
 ) -> State:
-    """The state with what a rule that renews writes at the open positions it did not select."""
+    """The state with the tokens that a rule that renews writes at open positions it did not
+    select.
+    """
     rule, filled = state.rules.commit, inputs.filled
     if not rule.renews:
         return state
@@ -288,7 +290,7 @@ def _renewed(
 
 
 def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
-    """The state with tokens that were not candidates written there."""
+    """The state after writing tokens that were not candidates."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
     tokens_BL = state.canvas.tokens_BL
     is_other_BL = is_at_BL & (new_BL != tokens_BL)
@@ -348,7 +350,7 @@ def may_edit(state: State) -> jax.Array:
 
 
 def beside(is_true_BL: jax.Array) -> jax.Array:
-    """True at each True and its direct neighbours."""
+    """True at each True position and its direct neighbours."""
     padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
     return is_true_BL | padded[:, :-2] | padded[:, 2:]
 
@@ -418,7 +420,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates. Each device fills its own rows if they are sharded."""
+    """The candidates. If rows are sharded, each device fills its own."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -513,7 +515,7 @@ def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """The memory of the commit rule at the new positions."""
+    """The memory of the commit rule, moved to the new positions."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
@@ -646,7 +648,7 @@ def _ended(
 ) -> State:
     """The state at the end of a step: counts the step, advances blocks, ends rows.
 
-    A block without holes stays current where `still_B` is True, except after its last step.
+    A block without holes remains current where `still_B` is True, except after its last step.
     """
     canvas, block = state.canvas, state.block
     is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL

@@ -31,9 +31,9 @@ _BLOCK = 256
 def sorts_whole_rows() -> bool:
     """Whether whole-row sorts and reductions are fastest on the devices in use.
 
-    Compiled for a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time
-    and a third of the compile time of the workarounds here. Truncation takes one pass after a
-    ``top_k`` instead of about fifteen (`dlm_jax.sampling.transforms.truncate`).
+    For a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
+    of the compile time of the workarounds here. Truncation takes one pass after a ``top_k`` instead
+    of about fifteen (`dlm_jax.sampling.transforms.truncate`).
     """
     return platform() != "cpu"
 
@@ -42,8 +42,8 @@ def sorts_whole_rows() -> bool:
 def width_of(vocab_size: int) -> int:
     """Number of columns C of the accumulators for a vocabulary.
 
-    It is a divisor of V if there is one of suitable size (1733 for 50257). A narrower last block
-    would add a second copy of every pass.
+    It is a divisor of V if a divisor of suitable size exists (1733 for 50257). A narrower last
+    block would require a second copy of every pass.
     """
     if vocab_size <= _USUAL_WIDTH:
         return vocab_size
@@ -53,8 +53,8 @@ def width_of(vocab_size: int) -> int:
 def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
-    `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`); column c sees the ids `c + j * C`
-    in ascending order of j. `fn` must be elementwise: the last, narrower block is applied to the
+    `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`); column c processes the ids `c + j *
+    C` in ascending order of j. `fn` must be elementwise: the last, narrower block is applied to the
     leading columns only.
     """
     N, V = logits_NV.shape
@@ -108,7 +108,7 @@ def column_max(logits_NV: Array) -> Array:
 
 
 def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
-    """Lowest id `[N]` with a wanted logit (elementwise predicate); V if there is none."""
+    """Lowest id `[N]` whose logit satisfies an elementwise predicate; V if there is none."""
     V = logits_NV.shape[1]
 
     def fn(acc_NC, block_NC, ids_1C):
@@ -118,7 +118,7 @@ def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
 
 
 def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
-    """Id `[N]` of the nth wanted token of each position, from 1; V or more if there are fewer.
+    """Id `[N]` of the nth matching token of each position, from 1; V or more if there are fewer.
 
     Tokens are counted per block and then within one block. It suits hardware with fast whole-row
     reductions.
@@ -153,7 +153,7 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
     place_N1 = place_of_largest(member_NM >= low_N1)[:, None]
     id_N = jnp.take_along_axis(ids_NM, place_N1, axis=1)[:, 0]
     is_tied_N = (is_best_NC.sum(-1) > 1) & (max_N1[:, 0] > -jnp.inf)
-    # columns interleave ids, so a tie between columns needs another pass
+    # columns interleave ids, so a tie between columns requires another pass
     return jax.lax.cond(
         is_tied_N.any(),
         lambda x: jnp.where(is_tied_N, lowest_id(lambda block: block >= low_N1, x), id_N),
@@ -163,7 +163,7 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
 
 
 def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
-    # A large bias must not hide the difference between two biased ids.
+    # A large bias must not mask the difference between two biased ids.
     slack_N1 = tolerance * jnp.clip(jnp.abs(max_N1), 1.0, 100.0)
     return max_N1 - jnp.where(jnp.isfinite(max_N1), slack_N1, 0.0)
 
@@ -172,8 +172,8 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
     Lower ids come first on ties. Denormals equal 0, as in any XLA comparison on CPU. `size` is
-    static and at most V. With a divisor, the results are the largest quotients, bit for bit equal
-    to those of the divided logits.
+    static and at most V. With a divisor, the results are the largest quotients, bit-identical to
+    those of the divided logits.
     """
 
     def scaled(x_NK):
@@ -187,7 +187,7 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
 def _largest_flushed(
     logits_NV: Array, size: int, seen: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """As `largest`, for logits after `seen`, an elementwise increasing function."""
+    """Like `largest`, for logits after `seen`, an elementwise increasing function."""
     V = logits_NV.shape[1]
     C = width_of(V)
     if V <= 4 * C or sorts_whole_rows():
@@ -204,7 +204,7 @@ def _largest_flushed(
     member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
-    # with equal maxima at the edge, an excluded column may hold an equal logit with a lower id
+    # if maxima tie at the edge, an excluded column may contain an equal logit with a lower id
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
@@ -226,17 +226,17 @@ def _top_k(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def flushed(x: Array) -> Array:
-    """`x` with denormals set to 0. Sorts distinguish them from 0, and comparisons on CPU only
-    sometimes do.
+    """`x` with denormals set to 0. Sorts distinguish them from 0, but comparisons on CPU do so only
+    sometimes.
     """
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients, kept finite where the logit is finite. A quotient of +inf would make the softmax
-    NaN.
+    """Quotients that remain finite where the logit is finite. A quotient of +inf would make the
+    softmax NaN.
 
-    A divisor of 1 returns the logits bit for bit; a product would flush denormals.
+    A divisor of 1 returns the logits bit for bit; a multiplication would flush denormals.
     """
     return _times(logits_NV, _reciprocal(divisor_N))
 
@@ -284,7 +284,7 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
         if scale_N1 is None:
             return acc_NC + jnp.exp(block_NC - max_N[:, None])
         # The weights of `_times` without its special case for scale 1: a product with 1 changes
-        # only denormals and no weight.
+        # only denormals, not weights.
         product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
         weight_NC = jnp.exp(product_NC - max_N[:, None])
         return acc_NC + jnp.where(block_NC == -jnp.inf, 0.0, weight_NC)

@@ -1,1 +1,1 @@
-"""An HTTP server over the engine that speaks the OpenAI protocol (docs/serving.md)."""
+"""An HTTP server on top of the engine with the OpenAI protocol (docs/serving.md)."""

@@ -1,4 +1,4 @@
-"""The application: its routes, the rows that they run, and Prometheus metrics."""
+"""The application: routes, the rows that they run, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Metrics:
             "first_event_seconds", "Seconds to the first event.", buckets=_SECONDS, **names
         )
         self.waited = prometheus_client.Histogram(
-            "waited_seconds", "Seconds of a row in the queue.", buckets=_SECONDS, **names
+            "waited_seconds", "Seconds that a row spent in the queue.", buckets=_SECONDS, **names
         )
         self.tokens = prometheus_client.Counter(
             "tokens", "Prompt and generated tokens.", ("kind",), **names
@@ -151,7 +151,8 @@ class Service:
         if self.num_rows + count > self.capacity:
             raise ApiError(
                 429,
-                f"{self.num_rows} rows run or wait, and {self.capacity} may; try again later",
+                f"{self.num_rows} rows are running or waiting, and the limit is {self.capacity}; "
+                f"try again later",
                 code="overloaded",
             )
         self.num_rows += count
@@ -161,13 +162,13 @@ class Service:
             self.num_rows -= count
 
     async def whole(self, answer: Answer) -> list[Done]:
-        """All choices of an answer, when they are complete."""
+        """All choices of an answer once they are complete."""
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
     async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
-        """All choices of an answer, with events as each of them grows."""
+        """All choices of an answer, with events as they grow."""
         outbox = Outbox()
 
         async def run(index: int, request: Request) -> Done:
@@ -217,7 +218,7 @@ class Service:
     async def _growing(
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
-        """A growing row, its text so far, and the choice after its end."""
+        """A growing row, its text so far, and its choice once it has ended."""
         reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
@@ -231,7 +232,7 @@ class Service:
         """A finished choice; its row may still run."""
         text, places, is_stopped = reader.whole(row)
         if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
-            raise ApiError(500, "the text broke its structure", code="structure")
+            raise ApiError(500, "the text violates its structure", code="structure")
         if not reader.is_infill:
             return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
         filled = tuple(reader.filled(row))
@@ -245,7 +246,7 @@ class Service:
 class Outbox:
     """A queue of events between their writers and the sender.
 
-    An event may replace the previous one of the same choice, so the queue of a slow reader stays
+    An event may replace the previous one of the same choice, so the queue of a slow reader remains
     short.
     """
 
@@ -262,14 +263,14 @@ class Outbox:
         self._news.set()
 
     def put(self, events: Sequence[dict[str, Any]], replaces: int | None = None) -> None:
-        """Adds events; with `replaces`, they replace waiting ones of the same choice."""
+        """Adds events; with `replaces`, they replace queued events of the same choice."""
         if replaces is not None:
             self._events = [entry for entry in self._events if entry[0] != replaces]
         self._events += [(replaces, event) for event in events]
         self._news.set()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The events, until all writers are done."""
+        """Yields events until all writers are done."""
         while True:
             while self._events:
                 yield self._events.pop(0)[1]
@@ -311,11 +312,11 @@ class Options:
     Attributes:
       name: name of the model.
       limits: limits of requests.
-      key: API key of requests; None: none.
+      key: API key that requests must have; None for no key.
       defaults: default settings of requests.
       length: default number of new tokens of a completion or infill; None: 16.
       logs_texts: whether prompts and texts are logged.
-      warms_up: whether the programs of common requests are compiled at start.
+      warms_up: whether the programs of common requests are compiled at startup.
       calibration: temperatures of decisions by task, for each order.
     """
 
@@ -332,7 +333,7 @@ class Options:
 def make_app(
     model: Model, engine: Engine, options: Options, *, slots: int, steps_per_call: int = 2
 ) -> Starlette:
-    """The application; it steps the engine while it runs, and closes it at the end.
+    """The application, which steps the engine while it runs and closes it at the end.
 
     Args:
       model: model of the engine.
@@ -404,7 +405,9 @@ class _Server:
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A route that checks the key, counts requests, and returns errors as in the protocol."""
+        """A route that checks the key, counts requests, and returns errors in the format of the
+        protocol.
+        """
 
         async def route(request: HttpRequest) -> Response:
             began = time.perf_counter()
@@ -446,7 +449,7 @@ class _Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
-        """The model, alone or in a list."""
+        """The model object, or a list with it."""
         name = request.path_params.get("name")
         told = {
             "id": self._options.name, "object": "model", "created": self._began,
@@ -575,5 +578,5 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _defect(request: HttpRequest, error: Exception) -> Response:
-    """The error object of a defect; its traceback is logged."""
+    """The error object for a bug; its traceback is logged."""
     return error_response(ApiError(500, "internal server error; see the log of the server"))

@@ -1,4 +1,4 @@
-"""HTTP: request bodies, errors, event streams, logs in JSON lines, and the server's socket."""
+"""HTTP: request bodies, errors, event streams, JSON lines logs, and the socket of the server."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             415, f"content-encoding={encoding[:40]!r} is not supported; send the body without it",
             code="unsupported_encoding",
         )  # fmt: skip
-    too_large = ApiError(413, f"the body has more than {limit} bytes; send less", code="too_large")
+    too_large = ApiError(413, f"the body has more than {limit} bytes; send fewer", code="too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
@@ -114,13 +114,13 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
-        raise ApiError(408, "the body did not arrive in time; send it at once") from None
+        raise ApiError(408, "the body did not arrive in time; send it without delay") from None
     return b"".join(parts)
 
 
 def parsed(kind: type[M], body: bytes) -> M:
     if _depth(body) > _DEEPEST:
-        raise refused(f"the body is nested deeper than {_DEEPEST}; use fewer levels", None)
+        raise refused(f"the body is nested more than {_DEEPEST} levels deep; use fewer", None)
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
@@ -157,7 +157,9 @@ def _depth(body: bytes) -> int:
 
 
 async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if its client disconnects or the time is over."""
+    """The result of `work`, which is cancelled if its client disconnects or the time limit is
+    reached.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
     try:
@@ -167,7 +169,7 @@ async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any,
         if gone.done():
             raise ClientDisconnect
         raise ApiError(
-            504, f"the answer took more than {seconds:g} s; request less", code="timeout"
+            504, f"the answer took more than {seconds:g} s; request fewer tokens", code="timeout"
         )
     finally:
         for one in (task, gone):
@@ -192,10 +194,10 @@ class Events(Response):
 
     Args:
       run: sends events through the given function.
-      ended: called with the status at the end: 200, 499 for a disconnected
-        client, or that of an error.
+      ended: called with the status at the end: 200, 499 for a disconnected client, or the status of
+        an error.
       seconds: time limit.
-      ends_with_done: whether ``[DONE]`` is sent at all.
+      ends_with_done: whether ``[DONE]`` is sent.
     """
 
     def __init__(
@@ -248,15 +250,15 @@ _LAST_WORDS = 5.0
 
 
 class Server(uvicorn.Server):
-    """A server on a socket; when stopped, it refuses new requests and finishes running ones.
+    """A server on a socket. When stopped, it refuses new requests and finishes running ones.
 
     A signal or ``should_exit`` stops it; a second signal ends it at once.
 
     Args:
-      app: the ASGI application that answers.
+      app: the ASGI application.
       sock: from `listening`.
       drain: seconds for running requests to finish after a stop.
-      listens: called when the server accepts requests.
+      listens: called once the server accepts requests.
     """
 
     def __init__(
@@ -284,7 +286,7 @@ class Server(uvicorn.Server):
             self._listens()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new requests, and returns when all others have an answer or an error."""
+        """Refuses new requests, and returns once all others have an answer or an error."""
         await super().shutdown(sockets)
         tasks = set(self.server_state.tasks)
         if tasks and not self.force_exit:
@@ -310,5 +312,6 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=found[0][0], backlog=2048)
     except OSError as error:
         raise ValueError(
-            f"--host {host} --port {port} is not available ({error.strerror or error}); use another"
+            f"--host {host} --port {port} is not available ({error.strerror or error}); choose "
+            f"another"
         ) from None

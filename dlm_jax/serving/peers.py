@@ -1,8 +1,8 @@
-"""Names of request fields in vLLM, SGLang and llama-server, and what this server does with them.
+"""Names of request fields in vLLM, SGLang and llama-server, and their handling in this server.
 
 `PEERS` is the table of aliases, ignored fields and refused names. The server uses it for every
-request, and docs/peers.md is generated from it. Fields of the same name and meaning are declared in
-`protocol`.
+request, and docs/peers.md is generated from it. Fields with the same name and meaning are declared
+in `protocol`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Fields = dict[str, Any]
 
 
 class _No(ValueError):
-    """A value without a counterpart: the problem and the remedy."""
+    """Raised for a value without a counterpart, with the problem and the remedy."""
 
     def __init__(self, why: str, remedy: str):
         super().__init__(why, remedy)
@@ -30,9 +30,9 @@ class Peer(NamedTuple):
     """A field of another server.
 
     Attributes:
-      of: the servers that have it: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
-      ours: the corresponding field or setting, or the nearest one.
-      does: the effect, as documented; for a refused name, the remedy.
+      of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
+      ours: the corresponding field or setting, or the closest one.
+      does: the documented effect, or the remedy for a refused name.
       read: converts a value to fields of this server; raises `_No` for a value without a
         counterpart. None: every value is refused.
     """
@@ -76,9 +76,9 @@ def _of_schema(value: Any) -> Fields:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise _No(f"is not JSON ({error})", "give a schema") from None
+            raise _No(f"is not JSON ({error})", "pass a schema") from None
     if not isinstance(value, dict):
-        raise _No("is not a schema", "give an object, or its JSON as a text")
+        raise _No("is not a schema", "pass an object, or its JSON as a string")
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
 
 
@@ -89,7 +89,7 @@ def _of_regex(value: Any) -> Fields:
 def _of_choice(value: Any) -> Fields:
     is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
     if not is_list or not all(value):
-        raise _No("is not a list of texts", "give at least one, none of them empty")
+        raise _No("is not a list of strings", "pass at least one, none of them empty")
     return _of_regex("|".join(map(re.escape, value)))
 
 
@@ -127,52 +127,53 @@ PEERS: Mapping[str, Peer] = {
     "n_predict": _same("l", "max_tokens"),
     "no_stop_trim": _same("s", "include_stop_str_in_output"),
     "min_tokens": _neutral("vs", "ignore_eos", 0, "use ignore_eos=true"),
-    "stop_token_ids": _neutral("vs", "stop", [], "use stop with the texts of the ids"),
+    "stop_token_ids": _neutral("vs", "stop", [], "pass the texts of the ids as stop"),
     "stop_regex": _refused("s", "stop", "use stop with texts"),
-    "truncate_prompt_tokens": _refused("v", "max_length", "cut the prompt; see /tokenize"),
-    "n_keep": _refused("l", "max_length", "a prompt is never cut; cut it, see /tokenize"),
-    "t_max_predict_ms": _refused("l", "max_tokens", "use fewer max_tokens, or close the stream"),
+    "truncate_prompt_tokens": _refused("v", "max_length", "shorten the prompt; see /tokenize"),
+    "n_keep": _refused("l", "max_length", "prompts are never truncated; shorten the prompt, see "
+    "/tokenize"),
+    "t_max_predict_ms": _refused("l", "max_tokens", "use a lower max_tokens, or close the stream"),
     # Settings of the sampler.
     "repeat_penalty": _same("l", "repetition_penalty"),
     "repeat_last_n": _same("l", "penalty_last_n"),
     "dry_penalty_last_n": _same("l", "dry_last_n"),
-    "samplers": _refused("l", "chain", "use chain, with the names of docs/settings.md"),
+    "samplers": _refused("l", "chain", "use chain, with the names in docs/settings.md"),
     "bad_words": _neutral("v", "logit_bias", [], "use logit_bias with -100 for each id"),
     "allowed_token_ids": _refused("v", _SHAPED, "use response_format or logit_bias"),
-    "best_of": _neutral("v", "n", 1, "use n, and choose by logprobs"),
-    "use_beam_search": _neutral("v", "order", False, "a row is sampled; use temperature=0"),
-    "length_penalty": _neutral("v", "max_tokens", 1.0, "there is no beam search; drop it"),
-    "logits_processors": _refused("v", "rules", "rules are the server's; see docs/settings.md"),
+    "best_of": _neutral("v", "n", 1, "use n, and select by logprobs"),
+    "use_beam_search": _neutral("v", "order", False, "rows are sampled; use temperature=0"),
+    "length_penalty": _neutral("v", "max_tokens", 1.0, "beam search is not supported; remove it"),
+    "logits_processors": _refused("v", "rules", "the server sets the rules; see docs/settings.md"),
     "custom_logit_processor": _refused("s", "rules", "rules are the server's"),
     # Information in the answer.
     "n_probs": _refused("l", "logprobs", "use logprobs (and top_logprobs in a chat)"),
-    "prompt_logprobs": _refused("v", "logprobs", "only written tokens have logprobs"),
+    "prompt_logprobs": _refused("v", "logprobs", "only generated tokens have logprobs"),
     "return_tokens": _refused("l", "return_token_ids", "use return_token_ids"),
     "return_tokens_as_token_ids": _neutral(
         "v", "return_token_ids", False, "use return_token_ids"
     ),
-    "return_hidden_states": _neutral("s", "", False, "it has no counterpart; drop it"),
+    "return_hidden_states": _neutral("s", "", False, "it has no counterpart; remove it"),
     "skip_special_tokens": _neutral(
-        "vs", "return_token_ids", True, "texts have no specials; use return_token_ids"
+        "vs", "return_token_ids", True, "texts have no special tokens; use return_token_ids"
     ),
     "spaces_between_special_tokens": _unread("vs", "texts have no specials"),
-    "add_special_tokens": _neutral("v", "prompt", False, "give the ids as prompt"),
+    "add_special_tokens": _neutral("v", "prompt", False, "pass the ids as prompt"),
     # Conversations.
     "chat_template": _refused("v", "--chat-template", "it is a flag of the server"),
     "documents": _refused("v", "chat_template_kwargs", "use chat_template_kwargs"),
     # Execution, without effect on results.
-    "cache_prompt": _unread("l", "no text depends on it; see `cache`"),
+    "cache_prompt": _unread("l", "texts do not depend on it; see `cache`"),
     "cache_salt": _unread("v", "prompts are not shared between requests"),
-    "id_slot": _unread("l", "the scheduler chooses the slot"),
-    "priority": _neutral("v", "", 0, "requests are served in order; drop it"),
-    "request_id": _unread("v", "the answer has an id of its own"),
-    "rid": _unread("s", "the answer has an id of its own"),
+    "id_slot": _unread("l", "the scheduler assigns slots"),
+    "priority": _neutral("v", "", 0, "requests are served in order; remove it"),
+    "request_id": _unread("v", "answers have their own ids"),
+    "rid": _unread("s", "answers have their own ids"),
     "timings_per_token": _unread("l", "`usage` has the counts"),
-    "lora_path": _refused("s", "--checkpoint", "one server has one model; export it merged"),
-    "lora": _neutral("l", "--checkpoint", [], "one server has one model; export it merged"),
-    "session_params": _refused("s", "messages", "give all turns in messages"),
+    "lora_path": _refused("s", "--checkpoint", "a server has one model; export a merged model"),
+    "lora": _neutral("l", "--checkpoint", [], "a server has one model; export a merged model"),
+    "session_params": _refused("s", "messages", "pass all turns in messages"),
 }  # fmt: skip
-"""Peers by name. Fields of the end point take precedence."""
+"""Peers by name. Fields of the endpoint take precedence."""
 
 
 def table() -> list[str]:
@@ -186,14 +187,15 @@ def table() -> list[str]:
 
 
 def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Fields, Fields]:
-    """A request in the names of this server, and the peers' names by ours.
+    """A request with the names of this server, and the original names by ours.
 
     Args:
       given: the request.
-      fields: fields of the end point, which are not names of peers.
+      fields: fields of the endpoint, which are not names of other servers.
 
     Raises:
-      SettingError: a name or value has no counterpart, or two names of one field disagree.
+      SettingError: a name or value has no counterpart, or two names of a field have different
+          values.
     """
     ours: Fields = {}
     theirs: Fields = {}
@@ -209,7 +211,7 @@ def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[F
                 ours[field] = one
             elif one is not None and ours[field] != one:
                 alias = theirs[field]
-                raise SettingError(alias, UNSET, f"is another name of {field}", "give one of them")
+                raise SettingError(alias, UNSET, f"is another name of {field}", "pass one of them")
     return ours, theirs
 
 

@@ -1,7 +1,7 @@
-"""The protocol: fields of requests, their conversion to rows, and objects of answers.
+"""The protocol: request fields, their conversion to rows, and response objects.
 
-Each field is declared once, in the class of its end point or in `Sampled`; every setting is a
-field, too (docs/settings.md). `Planner` and `Answer` implement them.
+Each field is declared once, in the class of its endpoint or in `Sampled`; every setting is also a
+field (docs/settings.md). `Planner` and `Answer` implement them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ApiError(Exception):
       status: HTTP status.
       message: one line with the remedy.
       param: the invalid field, if any.
-      code: a machine-readable word, if any.
+      code: a machine-readable code, if any.
     """
 
     def __init__(
@@ -76,11 +76,13 @@ def stopping() -> ApiError:
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
-    """Converts the first error of pydantic to an ApiError; `names` are the client's, by ours."""
+    """Converts the first error of pydantic to an ApiError; `names` maps our names to the
+    client's.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
     name = names.get(str(name), name)
-    # After the name, pydantic appends the tried member of a union, which is not a location.
+    # After the name, pydantic appends the attempted member of a union, which is not a location.
     places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
     field = f"{name}{''.join(places)}"
     return refused(f"{field}: {first['msg']}", str(name) or None)
@@ -89,12 +91,12 @@ def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) ->
 def of_value(
     error: ValueError, other: str, named: Mapping[str, str] = {}, **names: str
 ) -> ApiError:
-    """The ApiError for a request that the library refused.
+    """The ApiError for a request that the library rejects.
 
     Args:
-      error: about a setting, or else about `other`.
+      error: error about a setting, or about `other`.
       other: the field to report for an error without a setting.
-      named: the client's names of fields, by ours.
+      named: the client's field names by ours.
       names: names of the protocol for settings other than ``gen_length``.
     """
     if not isinstance(error, SettingError):
@@ -103,12 +105,12 @@ def of_value(
     name = error.others[0] if error.name == "structure" and error.others else error.name
     field = names.get(name, name)
     field = named.get(field, field)
-    # Without a value, the name is the subject of a sentence.
+    # Without a value, the name is the subject of the message.
     return refused(_in_fields(error.line("" if error.value is UNSET else field)), field)
 
 
 def _in_fields(message: str) -> str:
-    """A message of the library on one line, with the name that the protocol has for the length."""
+    """A message of the library on one line, with the protocol's name for the length."""
     return " ".join(message.split()).replace("gen_length", "max_tokens")
 
 
@@ -126,13 +128,13 @@ class Fields(pydantic.BaseModel):
 
 
 class StreamOptions(Fields):
-    """Options of a stream: whether an event before the end has the usage."""
+    """Options of a stream: whether an event before the end contains the usage."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(Fields):
-    """A schema; other fields of the protocol are ignored, and it is always strict."""
+    """A schema. Other fields of the protocol are ignored, and the schema is always strict."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -153,7 +155,7 @@ class Conversation(Fields):
 
     Attributes:
       add_generation_prompt: whether the header of the answer follows the turns; true by default.
-      continue_final_message: whether the answer continues the last turn, which stays open.
+      continue_final_message: whether the answer continues the last turn, which remains open.
       chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
     """
 
@@ -168,23 +170,23 @@ class Sampled(pydantic.BaseModel):
     Names of other servers (`peers`) are converted to fields.
 
     Attributes:
-      content: the name of the input field of the end point.
+      content: name of the input field of the endpoint.
       prefix_of_id: prefix of the ids of its answers.
       object: ``object`` of its answers.
       event: ``object`` of the events of its streams.
       model: name of the model; optional.
       max_tokens: new tokens.
       max_length: limit of the tokens of a row, including its prompt.
-      n: rows of each prompt.
+      n: rows per prompt.
       seed: random seed of the first row; unpredictable by default.
-      stop: texts that end the answer and are not part of it.
-      include_stop_str_in_output: whether the answer includes the stop that ended it.
-      return_token_ids: whether the answer has the ids of its tokens and of the prompt.
+      stop: strings that end the answer and are not part of it.
+      include_stop_str_in_output: whether the answer includes the stop string that ended it.
+      return_token_ids: whether the answer contains the ids of its tokens and of the prompt.
       stream: whether the answer is a stream of events.
       stream_options: options of a stream.
       response_format: format of the answer.
       diffusing: whether a stream shows the whole canvas as it is denoised.
-      read_back: number of each position's candidates to return, with their logits.
+      read_back: number of candidates per position to return, with their logits.
       user: ignored.
     """
 
@@ -238,7 +240,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def rivals(self) -> int | None:
-        """Number of alternatives of each token to return; None: no log-probabilities."""
+        """Number of alternatives of each token to return; None for no log-probabilities."""
         return getattr(self, "logprobs", None)
 
     @property
@@ -247,7 +249,7 @@ class Sampled(pydantic.BaseModel):
         if len(found) > MOST_STOPS:
             raise ValueError(f"stop has {len(found)} texts; use {MOST_STOPS} at most")
         if any(not 1 <= len(text) <= _LONGEST_STOP for text in found):
-            raise ValueError(f"stop has a text that is empty or longer than {_LONGEST_STOP}")
+            raise ValueError(f"stop has a string that is empty or longer than {_LONGEST_STOP}")
         return found
 
 
@@ -255,11 +257,11 @@ class Completion(Sampled):
     """A request to ``/v1/completions``.
 
     Attributes:
-      prompt: a text, several, ids, or several lists of ids.
+      prompt: a string, several strings, ids, or several lists of ids.
       suffix: text after the gap.
       draft: text after the prompt, to refine.
       echo: whether the answer begins with the prompt.
-      logprobs: number of alternatives of each token to return; 0: the token alone.
+      logprobs: number of alternatives of each token to return; 0: only the token.
     """
 
     content, prefix_of_id = "prompt", "cmpl"
@@ -293,7 +295,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A turn; that of an assistant may have calls in place of a text, a tool's has its result."""
+    """A turn; an assistant turn may have calls instead of text; a tool turn has its result."""
 
     role: str
     content: str | list[Part] | None = None
@@ -305,11 +307,13 @@ class Message(Fields):
     def _has_content(self) -> Self:
         if self.content is None and not (self.tool_calls and self.role == "assistant"):
             raise refused(
-                "messages: content is missing; give it, or the tool_calls of an assistant",
+                "messages: content is missing; pass it, or the tool_calls of an assistant",
                 "messages",
             )
         if self.tool_calls and self.role != "assistant":
-            raise refused("messages: tool_calls are those of an assistant; drop them", "messages")
+            raise refused(
+                "messages: only assistant turns may have tool_calls; remove them", "messages"
+            )
         try:
             for call in self.tool_calls or ():
                 tools.arguments_of(call.function.arguments)
@@ -325,7 +329,7 @@ class Message(Fields):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn as the chat template takes it: arguments of calls are objects there."""
+        """The turn for the chat template, with arguments of calls as objects."""
         told: dict[str, Any] = {"role": self.role, "content": self.text}
         for name in ("name", "tool_call_id") if self.role == "tool" else ():
             told |= {} if getattr(self, name) is None else {name: getattr(self, name)}
@@ -340,7 +344,9 @@ class Message(Fields):
 
 
 class Function(Fields):
-    """A function that the model may call; `strict` is ignored: calls always match the schema."""
+    """A function that the model may call; `strict` is ignored, because calls always match the
+    schema.
+    """
 
     name: str = Field(pattern=f"^{tools.NAME.pattern}$")
     description: str | None = None
@@ -372,7 +378,7 @@ class Chat(Sampled, Conversation):
       logprobs: whether to return the log-probability of each token.
       top_logprobs: number of alternatives to return.
       tools: functions that the model may call, each with a JSON schema of its arguments.
-      tool_choice: ``none``, ``auto`` (a text or a call, by default), ``required`` or one function.
+      tool_choice: ``none``, ``auto`` (text or a call, the default), ``required`` or one function.
       parallel_tool_calls: whether an answer may have several calls; false by default.
     """
 
@@ -394,15 +400,15 @@ class Chat(Sampled, Conversation):
         """The schema of each function that the answer may call."""
         for name in ("tool_choice", "parallel_tool_calls"):
             if self.tools is None and getattr(self, name) not in (None, "none"):
-                raise refused(f"{name} has no effect without tools; give some, or drop it", name)
+                raise refused(f"{name} has no effect without tools; pass some, or remove it", name)
         given = [one.function for one in self.tools or ()]
         known = {one.name: one.parameters for one in given}
         if len(known) < len(given):
-            raise refused("tools name a function twice; keep one of them", "tools")
+            raise refused("tools has a function twice; remove one of them", "tools")
         if isinstance(self.tool_choice, OneTool):
             name = self.tool_choice.function.name
             if name not in known:
-                raise refused(f"tool_choice={name[:64]!r} is none of the tools", "tool_choice")
+                raise refused(f"tool_choice={name[:64]!r} is not one of the tools", "tool_choice")
             return {name: known[name]}
         return {} if self.tool_choice == "none" else known
 
@@ -412,7 +418,7 @@ class Chat(Sampled, Conversation):
 
 
 class TurnPart(Fields):
-    """A text of a turn, from a client or from an answer of this server."""
+    """Text of a turn, from a client or from an answer of this server."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -449,14 +455,14 @@ class Responses(Sampled, Conversation):
     """A request to ``/v1/responses``; nothing is stored.
 
     Attributes:
-      input: a text, or the turns so far.
-      instructions: the system turn before them.
-      max_output_tokens: `max_tokens` of this end point.
+      input: a string, or the turns so far.
+      instructions: the system turn before the input.
+      max_output_tokens: `max_tokens` of this endpoint.
       text: format of the answer.
       metadata: repeated in the answer.
       store: false; responses are never stored.
       background: false.
-      truncation: ``disabled``; a prompt is never cut.
+      truncation: ``disabled``; prompts are never truncated.
     """
 
     model_config = Sampled.model_config
@@ -476,7 +482,7 @@ class Responses(Sampled, Conversation):
     def _has_format(self) -> Self:
         form = None if self.text is None else self.text.format
         if form is not None and self.response_format is not None:
-            raise refused("response_format is another name of text; give one of them", "text")
+            raise refused("response_format is another name of text; pass only one of them", "text")
         if form is not None:
             schema = None if form.schema_ is None else JsonSchema(schema=form.schema_)
             self.response_format = ResponseFormat(
@@ -509,7 +515,7 @@ class Infill(Sampled):
 
     Attributes:
       prefix: text before the gap.
-      suffix: text behind it.
+      suffix: text after the gap.
       template: text with gaps, each written ``<hole:8>``, or ``<hole>`` for `max_tokens`.
       logprobs: as in `Completion`.
     """
@@ -539,17 +545,17 @@ class Tokenize(Conversation):
 
 
 class Decide(Fields):
-    """A request to ``/v1/decide``; fields as the arguments of `dlm_jax.decide`.
+    """A request to ``/v1/decide``; fields are the arguments of `dlm_jax.decide`.
 
     Attributes:
       model: name of the model; optional.
-      prompt: a text or several, with ``<slot:NAME>`` for choices that have names.
-      messages: in place of a prompt: the labels are answers of a chat.
-      choices: labels, or those of each slot; yes and no by default.
-      order: order of writing the tokens of a label.
-      temperature: of the probabilities.
-      task: name of a task of the server's ``--calibration``, which has its temperature.
-      num_draws: combinations that are drawn, where they are not enumerated.
+      prompt: one or several strings, with ``<slot:NAME>`` for named choices.
+      messages: used instead of a prompt; the labels are answers in a chat.
+      choices: labels, or labels by slot; yes and no by default.
+      order: decoding order of the tokens of a label.
+      temperature: temperature of the probabilities.
+      task: name of a task with a temperature in the server's ``--calibration``.
+      num_draws: number of drawn combinations, if they are not enumerated.
       seed: random seed of the draws.
       user: ignored.
     """
@@ -571,11 +577,11 @@ class Limits:
     """Limits of a request.
 
     Attributes:
-      rows: most rows of one request, over all its prompts.
-      waiting: most rows that wait for a slot.
-      body: most bytes of a request.
-      seconds: longest time of a request, including its wait.
-      steps: most steps of a row.
+      rows: maximum rows of a request, over all its prompts.
+      waiting: maximum rows that wait for a slot.
+      body: maximum bytes of a request.
+      seconds: maximum seconds of a request, including waiting.
+      steps: maximum steps of a row.
     """
 
     rows: int = 128
@@ -586,7 +592,7 @@ class Limits:
 
 
 SHORT = 16
-"""New tokens of completions and infills by default."""
+"""Default number of new tokens of completions and infills."""
 
 _REMEMBERED = 1024
 
@@ -596,7 +602,7 @@ class Planner:
 
     Args:
       model: the model that runs them.
-      name: its name in requests.
+      name: name of the model in requests.
       limits: limits of each request.
       defaults: default settings of requests.
       length: default number of new tokens of completions and infills.
@@ -632,9 +638,9 @@ class Planner:
     def _completion(self, asked: Completion) -> Answer:
         prompts = _prompts(asked.prompt)
         if asked.suffix is not None and asked.draft is not None:
-            raise refused("suffix and draft exclude each other; give one of them", "suffix")
+            raise refused("suffix and draft exclude each other; pass only one of them", "suffix")
         if asked.echo and asked.suffix is not None:
-            raise refused("echo has no effect with a suffix; drop one", "echo")
+            raise refused("echo has no effect with a suffix; remove one", "echo")
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
@@ -663,7 +669,7 @@ class Planner:
             if getattr(asked, name):
                 raise refused(f"{name} is not available here; use /v1/chat/completions", name)
         if asked.n not in (None, 1):
-            raise refused(f"n={asked.n}: a response has one text; send several requests", "n")
+            raise refused(f"n={asked.n}: a response has a single text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
         if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
             ids = self._encoded(asked.input, "input")
@@ -674,7 +680,7 @@ class Planner:
 
     def _infill(self, asked: Infill) -> Answer:
         if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
-            raise refused("give prefix and suffix, or a template with <hole:8>", "template")
+            raise refused("pass prefix and suffix, or a template with <hole:8>", "template")
         if asked.template is not None:
             content: dict[str, Any] = {"template": asked.template}
         else:
@@ -684,7 +690,7 @@ class Planner:
         return self._answer(asked, [content], asked.max_tokens)
 
     def decide(self, asked: Decide, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """The body of an answer of ``/v1/decide``; `goes_on` as in `decisions.answers`."""
+        """The response body of ``/v1/decide``; `goes_on` as in `decisions.answers`."""
         self.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("give prompt, or messages", "prompt")
@@ -697,7 +703,9 @@ class Planner:
         try:
             if asked.task is not None:
                 if temperature is not None:
-                    raise SettingError("temperature", temperature, "is that of the task", "drop it")
+                    raise SettingError(
+                        "temperature", temperature, "belongs to the task", "remove it"
+                    )
                 known = {} if self.calibration is None else self.calibration
                 temperature = decisions.temperature_of(asked.task, known.get(order, {}))
             choices = decisions.YES_NO if asked.choices is None else asked.choices
@@ -726,7 +734,7 @@ class Planner:
         }
 
     def usual(self) -> Iterator[Request]:
-        """Default requests of the length of each canvas, with and without a format."""
+        """Default requests with the length of each canvas, with and without a format."""
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
         for length in sorted(lengths | {longest}):
@@ -746,16 +754,18 @@ class Planner:
         if continues and asked.add_generation_prompt:
             raise refused(
                 "continue_final_message and add_generation_prompt exclude each other; "
-                "give one of them", "continue_final_message",
+                "pass only one of them", "continue_final_message",
             )  # fmt: skip
         begins = not continues and asked.add_generation_prompt is not False
         more = asked.chat_template_kwargs or {}
         offered = asked.tools if isinstance(asked, Chat) else None
         if offered and "tools" in more:
-            raise refused("chat_template_kwargs gives tools, too; drop one", "chat_template_kwargs")
+            raise refused(
+                "chat_template_kwargs also sets tools; remove one", "chat_template_kwargs"
+            )
         for name in sorted(RESERVED & more.keys()):
             raise refused(
-                f"chat_template_kwargs gives {name}, which the server sets; drop it",
+                f"chat_template_kwargs sets {name}, which the server sets; remove it",
                 "chat_template_kwargs",
             )
         if offered:
@@ -787,7 +797,7 @@ class Planner:
             if getattr(asked, name) and not asked.stream:
                 raise refused(f"{name} has no effect without stream=true", name)
         if asked.read_back and asked.diffusing:
-            raise refused("read_back and diffusing exclude each other; drop one", "read_back")
+            raise refused("read_back and diffusing exclude each other; remove one", "read_back")
         settings = self._own_settings(asked, length)
         reads = bool(asked.rivals or asked.read_back)
         if reads and "fill" not in settings:
@@ -795,14 +805,14 @@ class Planner:
         structure = self._structure(asked)
         shape = "tools" if isinstance(asked, Chat) and asked.functions else "response_format"
         if shape == "tools" and asked.diffusing:
-            raise refused("tools and diffusing exclude each other; drop one", "diffusing")
+            raise refused("tools and diffusing exclude each other; remove one", "diffusing")
         if structure:
             settings = self._holding(asked, settings) | settings | structure
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
             raise refused(
-                f"{count} rows of {len(contents)} prompts are more than {self.limits.rows}; "
+                f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
                 "send several requests", name,
             )  # fmt: skip
         try:
@@ -810,7 +820,7 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), "stop") from None
         if structure and stops:
-            raise refused(f"stop could cut a structure; drop it, or {shape}", "stop")
+            raise refused(f"stop could truncate a structure; remove it, or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
         requests: list[Request] = []
@@ -839,18 +849,18 @@ class Planner:
             raise of_value(error, content, asked.named, **names) from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
-                f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
+                f"steps={made[0].sample.steps} exceeds {self.limits.steps}; use fewer", "steps"
             )
         return made
 
     def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
-        """The settings of a request by name, each checked separately."""
+        """The settings of a request by name, each validated separately."""
         given = {name: value for name, value in (asked.model_extra or {}).items()
                  if value is not None}  # fmt: skip
         if length is not None:
             if given.get("gen_length", length) != length:
                 raise refused(
-                    "gen_length is another name of max_tokens; give one of them", "gen_length"
+                    "gen_length is another name of max_tokens; pass only one of them", "gen_length"
                 )
             given["gen_length"] = length
         for name, value in given.items():
@@ -885,7 +895,7 @@ class Planner:
         if form is None or form.type == "text":
             return {}
         if "structure" in (asked.model_extra or {}):
-            raise refused("structure is another name of response_format; give one", "structure")
+            raise refused("structure is another name of response_format; use one", "structure")
         missing = {"json_schema": form.json_schema, "regex": form.regex}
         if missing.get(form.type, "") is None:
             raise refused(f"response_format lacks {form.type}; give it", "response_format")
@@ -902,7 +912,7 @@ class Planner:
     def _calling(
         self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
     ) -> dict[str, Any]:
-        """The settings that make an answer a call, or with ``auto`` a call or a text."""
+        """The settings that constrain an answer to a call, or with ``auto`` to a call or text."""
         form = asked.response_format
         shaped = form is not None and form.type != "text"
         if shaped or "structure" in (asked.model_extra or {}):
@@ -920,8 +930,8 @@ class Planner:
     def _room(self, asked: Sampled) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
             raise refused(
-                f"max_length={asked.max_length} is more than {self.model.max_length}, the canvas "
-                "of the model", "max_length",
+                f"max_length={asked.max_length} exceeds {self.model.max_length}, the canvas of "
+                f"the model", "max_length",
             )  # fmt: skip
         return asked.max_length or self.model.max_length
 
@@ -929,10 +939,10 @@ class Planner:
         """A canvas with one gap."""
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
-            raise refused(f"{name} holds MASK ({mask_id}); use a template", name)
+            raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
         behind = self._encoded(suffix, "suffix")
         if length > self.model.max_length:
-            raise refused(f"max_tokens={length} is more than the canvas holds", "max_tokens")
+            raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
 
@@ -943,7 +953,7 @@ class Planner:
             raise refused(f"{name}: {error}", name) from None
 
     def text(self, ids: Sequence[int], name: str = "prompt") -> str:
-        """The text of ids that a client gave in the field `name`."""
+        """The text of ids that a client passed in the field `name`."""
         try:
             return self.model.tokenizer.decode(ids)
         except (ValueError, IndexError, OverflowError) as error:
@@ -974,7 +984,9 @@ _MOST_TOLD = 128
 
 
 def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
-    """The object of a decision: each slot, and the likeliest combinations if there are several."""
+    """The object of a decision: each slot, and the most likely combinations if there are several
+    slots.
+    """
     slots = {}
     for name, labels in made.choices.items():
         slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
@@ -996,10 +1008,10 @@ def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
-    """New tokens, from `max_tokens` or its other name at an end point."""
+    """Number of new tokens, from `max_tokens` or the other name at an endpoint."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
     if len(lengths) > 1:
-        raise refused(f"max_tokens and {other} differ; give one of them", "max_tokens")
+        raise refused(f"max_tokens and {other} differ; pass only one of them", "max_tokens")
     return min(lengths, default=None)
 
 
@@ -1007,11 +1019,11 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise refused("prompt is an empty list; give a text", "prompt")
+        raise refused("prompt is an empty list; pass a string", "prompt")
     if isinstance(prompt[0], int):
         return [prompt]
     if any(isinstance(one, list) and not one for one in prompt):
-        raise refused("prompt has an empty list of ids; give at least one", "prompt")
+        raise refused("prompt has an empty list of ids; pass at least one id", "prompt")
     return prompt
 
 
@@ -1019,7 +1031,7 @@ _LEAST = -9999.0
 
 
 class Done(NamedTuple):
-    """A finished choice; for an infill also the text of each gap, and the whole text."""
+    """A finished choice; an infill also has the text of each gap and the whole text."""
 
     text: str
     row: Row
@@ -1043,7 +1055,7 @@ class Answer:
       model: its name.
       tokenizer: tokenizer of the model.
       requests: one for each choice, grouped by prompt.
-      stops: texts that end a choice.
+      stops: stop strings of a choice.
       seed: random seed of the first row.
       echoes: text at the start of each choice.
       id: id of the answer.
@@ -1219,7 +1231,7 @@ class Answer:
         return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
 
     def _record(self, written: Written) -> dict[str, Any]:
-        """A written position with the candidates that the chain left, most likely first."""
+        """A written position with the candidates that remain after the chain, most likely first."""
         told = written.to_json(self.asked.read_back or 0)
         texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
         return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
@@ -1266,7 +1278,7 @@ class Answer:
 
 @dataclass
 class ResponseAnswer(Answer):
-    """The object and the events of ``/v1/responses``: one message of one text."""
+    """The object and the events of ``/v1/responses``: one message with one text."""
 
     ends_with_done = False
     _count: int = 0

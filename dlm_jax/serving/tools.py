@@ -15,7 +15,7 @@ from typing import Any
 from dlm_jax.inference.structure import regex_of_schema
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""A name of a function, as in OpenAI's protocol."""
+"""Pattern of a function name, as in OpenAI's protocol."""
 
 _HEAD = re.compile(r'[\s}]*\{"name": ?"([A-Za-z0-9_-]{1,64})", ?"arguments": ?')
 _TEXT = r"(?:[^{][\s\S]*)?"
@@ -27,7 +27,8 @@ def pattern_of(
     """The regular expression of the answers that call these functions.
 
     Args:
-      functions: JSON schema of the arguments of each function, by its name; None: it has none.
+      functions: JSON schema of the arguments of each function, by its name; None if it has no
+          schema.
       is_parallel: whether several calls are allowed.
       may_talk: whether texts that do not begin with a brace are also allowed.
 
@@ -37,7 +38,7 @@ def pattern_of(
     calls = []
     for name, schema in functions.items():
         if schema and schema.get("type", "object") != "object":
-            raise ValueError(f"tools: function {name!r}: parameters are no schema of an object")
+            raise ValueError(f"tools: function {name!r}: parameters are not an object schema")
         try:
             arguments = r"\{\}" if not schema else regex_of_schema(schema)
         except ValueError as error:
@@ -97,7 +98,7 @@ class Calls:
             part["function"]["arguments"] += taken
 
     def _arguments(self) -> tuple[str, bool]:
-        """What the rest holds of the arguments, and whether they end there."""
+        """The arguments in the rest of the text, and whether they end there."""
         for place, c in enumerate(self._rest):
             if self._in_string:
                 ends = c == '"' and not self._is_escaped

@@ -1,6 +1,6 @@
-"""Checkpoints that are complete or absent, and never silently wrong.
+"""Checkpoints that are either complete or absent, and never silently corrupt.
 
-Names are imported at first use: files of results need no JAX.
+Names are imported on first use, because files of results do not need JAX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checkpoints of a directory, and which of them are usable.
+"""The checkpoints of a directory, and which ones are usable.
 
 Names with a suffix are not checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
 process and are removed by the next save; ``.damaged`` is kept until the user removes it.
@@ -54,7 +54,7 @@ def _is_finite(part: jax.Array | np.ndarray) -> bool:
 
 FORMAT = 1
 Leaves = dict[str, list[Any]]
-"""Path of each array in the saved pytree -> [dtype, shape]."""
+"""[dtype, shape] of each array in the saved pytree, by path."""
 
 Place = Callable[[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]
 """Maps the path and stored type of a parameter to its dtype and sharding."""
@@ -83,7 +83,7 @@ def step_path(root: Path, step: int) -> Path:
 def failures_of_writing(path: AnyPath) -> Iterator[None]:
     """Converts the `ValueError` of tensorstore for a failed write to `OSError`.
 
-    Its errno is that in the message, if any, or `errno.EIO`; its file name is `path`.
+    Its errno is taken from the message, if any, or is `errno.EIO`; its file name is `path`.
     """
     try:
         yield
@@ -96,7 +96,8 @@ def failures_of_writing(path: AnyPath) -> Iterator[None]:
 
 
 def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
-    """Contents of the manifest of a checkpoint besides its files: format, writer, identity, arrays.
+    """Contents of the manifest of a checkpoint other than its files: format, writer, identity,
+    arrays.
 
     The identity is ``run`` of the metadata; checkpoints without one share the empty identity.
     """
@@ -112,9 +113,9 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
-    """Prepares to write ``step`` and returns True; False if it is complete already.
+    """Prepares to write ``step`` and returns True; False if it is already complete.
 
-    Creates ``root``, removes leftovers, and sets aside damaged checkpoints.
+    Creates ``root``, removes leftovers, and renames damaged checkpoints.
     """
     root.mkdir(parents=True, exist_ok=True)
     usable = [s for s in complete_steps(root) if checked.get(s, True)]
@@ -122,8 +123,8 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
         return False
     if usable and step < usable[-1]:
         raise ValueError(
-            f"step={step} is behind step {usable[-1]} in {root}; "
-            f"resume from the newest checkpoint or save to another directory"
+            f"step={step} is before step {usable[-1]} in {root}; resume from the newest "
+            f"checkpoint or save to another directory"
         )
     if not is_remote(root):
         for path in list(root.iterdir()):
@@ -155,12 +156,12 @@ def remove(path: Path) -> None:
 
 
 def prune(root: Path, *, keep: int) -> None:
-    """Deletes all complete checkpoints but the ``keep`` newest."""
+    """Deletes all complete checkpoints except the ``keep`` newest."""
     for step in complete_steps(root)[:-keep]:
         if is_remote(root):
             remove(step_path(root, step))
             continue
-        # Rename first, so that a kill leaves no checkpoint with missing files.
+        # Rename first, so that a killed process leaves no checkpoint with missing files.
         path = step_path(root, step)
         doomed = path.with_name(f"{path.name}.deleted")
         remove_tree(doomed)
@@ -178,10 +179,10 @@ def newest_usable(
     """The step to restore: ``step``, or the newest undamaged one.
 
     ``checked`` caches the result per step, so that files are read once and damage is reported once.
-    Raises `ValueError` if none is usable, if one has other ``leaves`` (if given) or another format,
-    or if they belong to several runs.
+    Raises `ValueError` if none is usable, if one has different ``leaves`` (if given) or another
+    format, or if they belong to several runs.
     """
-    # In a bucket, a checkpoint without a manifest is incomplete; on a disk it is damaged.
+    # In a bucket, a checkpoint without a manifest is incomplete; on a disk, it is damaged.
     listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
     if not listed:
         raise ValueError(_why_empty(root))
@@ -198,7 +199,8 @@ def newest_usable(
             facts = files.read_manifest(path)
             if facts["format"] != FORMAT:
                 raise ValueError(
-                    f"checkpoint {path} has format {facts['format']}, this program reads {FORMAT}; "
+                    f"checkpoint {path} has format {facts['format']}, but this program reads "
+                    f"{FORMAT}; "
                     f"use the program that wrote it (with {facts['versions']})"
                 )
             if leaves is not None:
@@ -213,8 +215,8 @@ def newest_usable(
         for reason in reasons:
             report(f"damaged checkpoint: {reason}; using step {candidate} instead")
         return candidate
-    why = reasons[0] if reasons else "all were found damaged before"
-    remedy = "start again in another directory" if step is None else "try another step"
+    why = reasons[0] if reasons else "all are damaged"
+    remedy = "restart in another directory" if step is None else "try another step"
     raise ValueError(f"no usable checkpoint in {root}: {why}; {remedy}")
 
 
@@ -229,8 +231,8 @@ def _check_one_run(root: Path, steps: list[int]) -> None:
     if len(runs) > 1:
         found = ", ".join(f"{of} of run {run or 'unnamed'}" for run, of in runs.items())
         raise ValueError(
-            f"{root} holds checkpoints of several runs (steps {found}); move those of all but one "
-            "elsewhere"
+            f"{root} holds checkpoints of several runs (steps {found}); move the checkpoints of "
+            f"all but one run elsewhere"
         )
 
 
@@ -241,7 +243,7 @@ def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
         if here != there:
             raise ValueError(
                 f"{name} is {spell(here)} in this run but {spell(there)} in checkpoint {path}; "
-                f"use the config the checkpoint was trained with or another directory"
+                f"use the training config of the checkpoint, or another directory"
             )
 
 
@@ -264,22 +266,22 @@ def _why_empty(root: Path) -> str:
     if not root.exists():
         return f"checkpoint directory {root} does not exist; check the path"
     if _STEP_NAME.fullmatch(root.name):
-        return f"{root} is a single checkpoint; pass the directory around it, {root.parent}"
+        return f"{root} is a single checkpoint; pass its parent directory, {root.parent}"
     names = [path.name for path in root.iterdir()]
     if any(_LEFTOVER_NAME.fullmatch(name) for name in names):
-        return f"{root} holds only an unfinished checkpoint; train until one is complete"
+        return f"{root} holds only an unfinished checkpoint; train until a checkpoint is complete"
     if not names:
         return f"checkpoint directory {root} is empty; train until a checkpoint is written"
     return f"{root} is not a checkpoint directory (no step_* in it); check the path"
 
 
 def describe(tree: Any, what: str) -> Leaves:
-    """Path, dtype and shape of every array of a pytree; `what` names it in errors."""
+    """Path, dtype and shape of every array of a pytree; `what` names the pytree in errors."""
     leaves: Leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = path_name(path)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; make it a jax array")
+            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; use a JAX array")
         leaves[name] = [str(leaf.dtype), list(leaf.shape)]
     return leaves
 
@@ -301,20 +303,20 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_not_quantised(tree: Any) -> None:
-    """Raises ValueError for a matrix in 8 bits, as `dlm_jax.load` with ``quantize`` makes them."""
+    """Raises ValueError for an 8-bit matrix, as created by `dlm_jax.load` with ``quantize``."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = path_name(path)
         if name.endswith("/kernel/values") and leaf.dtype == jnp.int8:
             raise ValueError(
-                f"parameter {name.removesuffix('/values')} is quantised, and only float parameters "
-                "are saved; load the model without quantize"
+                f"parameter {name.removesuffix('/values')} is quantised, but only float "
+                f"parameters can be saved; load the model without quantize"
             )
 
 
 def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
     check_not_quantised(state)
     if step < 0:
-        raise ValueError(f"step={step} cannot be saved; steps count from 0")
+        raise ValueError(f"step={step} cannot be saved; steps start at 0")
     try:
         json.dumps(meta)
     except (TypeError, ValueError) as error:
@@ -325,6 +327,6 @@ def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
             if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
                 raise ValueError(
-                    f"state {path_name(path)} lives in one process only; create the state under "
+                    f"state {path_name(path)} is in one process only; create the state under "
                     "jit with shardings over the whole mesh"
                 )

@@ -1,6 +1,6 @@
-"""Checkpoints that are complete or absent, and never silently wrong.
+"""Checkpoints that are either complete or absent, and never silently corrupt.
 
-A checkpoint is one directory that is renamed into place when all its files are on disk::
+A checkpoint is one directory that is renamed into place once all its files are on disk::
 
     step_00000250/
       state/         the pytree of arrays (Orbax, OCDBT)
@@ -8,8 +8,8 @@ A checkpoint is one directory that is renamed into place when all its files are 
       manifest.json  format, library versions, the identity of the run, shape and dtype of every
                      array, and the size and CRC32 of every file
 
-Orbax alone loads most bit-flipped files, so restoring verifies the manifest first and falls back to
-the checkpoint before a damaged one. All uses of Orbax are in this file: the asynchronous
+Orbax loads most bit-flipped files, so restoring verifies the manifest first and falls back to
+an earlier checkpoint if one is damaged. All uses of Orbax are in this file: the asynchronous
 checkpointer, without the manager, whose pruning ignores checksums.
 
 A bucket has no rename, and every process writes its own files. There ``state/`` holds a zarr array
@@ -137,7 +137,7 @@ def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> 
 
 
 def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
-    """Writes the pieces of this process, and the checksums of its files as read back."""
+    """Writes the pieces of this process, and the checksums of its files after reading them back."""
     first = jax.process_index() == 0
     wanted = set(specs) if first else {name for name, _, _ in parts}
     opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
@@ -169,7 +169,7 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
         path = step / "sums" / f"{process}.json"
         while not path.exists():
             if time.monotonic() > deadline:
-                why = f"did not appear: process {process} has not saved its part"
+                why = f"did not appear: process {process} has not saved its shards"
                 raise OSError(errno.ETIMEDOUT, why, str(path))
             time.sleep(_POLL)
         sums |= json.loads(path.read_text())
@@ -178,7 +178,7 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
 
 
 def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
-    """The saved arrays, each with the sharding `sharding_of` its abstract leaf."""
+    """The saved arrays, each with the sharding from `sharding_of` for its abstract leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
     pending = []
@@ -234,14 +234,14 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of one training run, newest last; use it as a context manager.
 
-    A save in progress is lost (not partially written) if the program ends without `close` or
+    An unfinished save is lost (not partially written) if the program ends without `close` or
     `wait`. Every process of a multi-process run creates one on the same shared directory and calls
     the same methods in the same order. Process 0 verifies, renames and prunes.
 
     Args:
       directory: parent of the ``step_*`` directories; created by the first save.
-      keep: number of newest complete checkpoints to keep, at least 1. An older one is deleted after
-        the newer one is complete on disk.
+      keep: number of newest complete checkpoints to keep, at least 1. An older checkpoint is
+          deleted once the newer one is complete on disk.
       check: called on process 0 before files in the directory are removed or a checkpoint is
         completed; raises if another process has claimed the directory.
 
@@ -274,7 +274,7 @@ class Checkpoints:
         self._close(together=exc_type is None)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending, without the one in progress."""
+        """Steps of the complete checkpoints, ascending, excluding one in progress."""
         return complete_steps(self.directory)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
@@ -284,8 +284,8 @@ class Checkpoints:
         the previous save.
 
         Args:
-          step: at least 0, and not behind the newest checkpoint.
-          state: any pytree of arrays, typed keys included; global arrays if there are several
+          step: at least 0, and not before the newest checkpoint.
+          state: any pytree of arrays, including typed keys; global arrays if there are several
             processes.
           meta: a JSON dict, equal on all processes; its ``run`` is the identity of the run.
 
@@ -313,7 +313,7 @@ class Checkpoints:
         """Waits until the save in progress is complete and visible to every process.
 
         Raises:
-          OSError: it failed (`ValueError` on the other processes if it did so on process 0).
+          OSError: if it failed (`ValueError` on the other processes if it failed on process 0).
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -325,7 +325,7 @@ class Checkpoints:
         self._close(together=True)
 
     def abandon(self) -> None:
-        """Ends all threads; it does not wait for other processes."""
+        """Ends all threads; does not wait for other processes."""
         self._close(together=False)
 
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
@@ -336,9 +336,10 @@ class Checkpoints:
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
     ) -> Restored:
-        """Restores the newest usable checkpoint (or that of ``step``) like ``abstract_state``.
+        """Restores the newest usable checkpoint (or the one of ``step``) with the structure of
+        ``abstract_state``.
 
-        A damaged checkpoint is reported and the one before it is used, unless ``step`` is given.
+        A damaged checkpoint is reported and the previous one is used, unless ``step`` is given.
 
         Args:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings need not
@@ -374,7 +375,9 @@ class Checkpoints:
         arrays: dict[str, Any],
         parts: list[Part],
     ) -> None:
-        """Writes a checkpoint: every process its own files, then process 0 the manifest."""
+        """Writes a checkpoint: every process writes its own files, then process 0 writes the
+        manifest.
+        """
         path, is_first = step_path(self.directory, step), jax.process_index() == 0
         if is_first:
             (path / "meta").mkdir(parents=True, exist_ok=True)
@@ -387,7 +390,7 @@ class Checkpoints:
             prune(self.directory, keep=self._keep)
 
     def _finish(self, step: int, facts: dict[str, Any]) -> None:
-        # On process 0 Orbax returns only when every process has written its part.
+        # On process 0, Orbax returns only when every process has written its shards.
         with failures_of_writing(step_path(self.directory, step)):
             self._writer.wait_until_finished()
         if jax.process_index() == 0:
@@ -409,7 +412,7 @@ class Checkpoints:
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
-    """The directory of checkpoints of a run, or the given directory itself."""
+    """The directory of checkpoints of a run, or the given directory."""
     root = checkpoint_root(directory)
     return root / "checkpoints" if (root / "checkpoints").is_dir() else root
 
@@ -437,18 +440,18 @@ def load_params(
     place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and metadata of the newest usable checkpoint (or that of ``step``).
+    """The parameters and metadata of the newest usable checkpoint (or the one of ``step``).
 
     Only the parameters are read (their moving average, if there is one), not the optimiser state.
-    The mesh and the number of processes may differ from those of the save.
+    The mesh and the number of processes may differ from those at the save.
 
     Args:
-      directory: the one given to `Checkpoints`, or the one that holds it as ``checkpoints``.
+      directory: the directory passed to `Checkpoints`, or its parent.
       abstract_params: maps the metadata to the expected shapes, dtypes and shardings. Without it,
         the saved nested dict is returned, on the first local device.
       step: exactly this checkpoint, without falling back.
       place: sharding and dtype of each parameter; each device reads only its own parts.
-      report: receives one line about each damaged checkpoint passed over; default
+      report: receives one line about each skipped damaged checkpoint; default
         `warnings.warn`.
     """
     path = _newest(_root_of(directory), step, None, report, {})[1]
@@ -457,7 +460,7 @@ def load_params(
     entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
     saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
     if not saved:
-        raise ValueError(f"checkpoint {path} holds no params; pass one that train.py wrote")
+        raise ValueError(f"checkpoint {path} has no params; pass one written by train.py")
     if abstract_params is None:
         wanted = nested({
             name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
@@ -490,7 +493,7 @@ def _read_arrays(path: Path, abstract: Any, *, partial: bool) -> Any:
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays = reader.restore(path / "state", args=args)
-    # Typed keys are restored with an equivalent sharding; only an equal one avoids a recompile.
+    # Typed keys are restored with an equivalent sharding; only an equal one avoids a recompilation.
     return jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
 
 
@@ -508,8 +511,8 @@ def load_any(
     """(parameters, metadata) of a run, a weights file, or a shipped model.
 
     Args:
-      path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file of ``python -m
-        dlm_jax.export``; or a name, see `dlm_jax.store.weights`.
+      path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m
+          dlm_jax.export``; or a name, see `dlm_jax.store.weights`.
       make_abstract: maps the metadata to the shapes, as in `load_params`.
       place: sharding and dtype of each parameter; by default the first local device and the stored
         dtype, or float32 for a file.
@@ -541,9 +544,7 @@ def load_meta(
 def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     for name in ("config", "tokenizer"):
         if not isinstance(meta.get(name), dict):
-            raise ValueError(
-                f"{path} does not describe its {name}; load a model that train.py made"
-            )
+            raise ValueError(f"{path} does not describe its {name}; load a model from train.py")
     if not isinstance(meta["config"].get("model"), dict):
-        raise ValueError(f"{path} has a config without [model]; load a model that train.py made")
+        raise ValueError(f"{path} has a config without [model]; load a model from train.py")
     return meta

@@ -1,7 +1,7 @@
 """Files on local disks and in buckets (``gs://``, ``s3://``): atomic writes, checksums and locks.
 
-A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. A bucket has no rename: several
-objects there become valid with the one that is written last.
+A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. A bucket has no rename: a group
+of objects there becomes valid with the object that is written last.
 
 The last key of a JSON line is ``crc``, the CRC32, in hex, of the line's JSON without that key.
 
@@ -71,12 +71,13 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
 
 @contextlib.contextmanager
 def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
-    """Converts errors of a bucket or disk to a `ValueError` that names it."""
+    """Converts errors of a bucket or disk to a `ValueError` that names the location."""
     try:
         yield
     except PermissionError as error:
         raise ValueError(
-            f"{what}={location} is not allowed ({_said(error)}); check who may read and write there"
+            f"{what}={location} is not allowed ({_said(error)}); check the read and write "
+            f"permissions"
         ) from None
     except FileNotFoundError as error:
         raise ValueError(
@@ -96,7 +97,7 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
 def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
     """Raises ValueError for a URL whose bucket is missing or not writable; no-op for local paths.
 
-    It writes and deletes one empty object.
+    It writes and deletes an empty object.
     """
     if not is_remote(location):
         return
@@ -116,7 +117,7 @@ def files_under(directory: epath.Path) -> list[epath.Path]:
 
 
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """(size in bytes, CRC32) of a file, read in parts."""
+    """(size in bytes, CRC32) of a file, read in chunks."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -129,7 +130,8 @@ def copy_whole(source: epath.Path, target: epath.Path) -> None:
     """Copies a file to a local `target` atomically.
 
     Raises:
-      OSError: `source` cannot be read, or `target` cannot be written; it has that file name.
+      OSError: if `source` cannot be read or `target` cannot be written; it has the name of that
+          file.
     """
     with source.open("rb") as read, replacing(target) as written:
         while chunk := _read(read, source):
@@ -147,19 +149,20 @@ def _read(file: IO[bytes], path: AnyPath) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
-    """Opens a new file that replaces `path` atomically when the block ends, synced to disk.
+    """Opens a new file that replaces `path` atomically when the block ends, after a sync to disk.
 
-    After an error, kill or power cut a local `path` holds either the old content or the new one. If
-    `path` is a link, the link stays and its target is replaced.
+    After an error, kill or power failure, a local `path` has either the old or the new content. If
+    `path` is a link, the link is kept and its target is replaced.
 
     Args:
       path: path of the file, or a URL.
       temporary: path of the new file in the same directory, which no other caller uses; the caller
-        removes leftovers of a kill. By default a new name; leftovers are removed after an hour.
+          removes leftovers of killed processes. The default is a new name; leftovers are removed
+          after an hour.
 
     Raises:
-      OSError: the file cannot be written, with the name of `path`; or the block raises one that
-        names another file.
+      OSError: the file cannot be written, with the name of `path`; or an error of the block that
+          names another file.
     """
     if is_remote(path):
         with located(path).open("wb") as file:
@@ -189,7 +192,9 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes leftovers of killed writers of `path`; call it only if no other process writes it."""
+    """Removes leftovers of killed writers of `path`; call it only if no other process writes
+    `path`.
+    """
     for leftover in _leftovers(Path(os.path.realpath(path))):
         leftover.unlink(missing_ok=True)
 
@@ -201,7 +206,7 @@ def _leftovers(target: Path) -> list[Path]:
 def sync(path: str | os.PathLike[str]) -> None:
     """Syncs a file or directory to disk.
 
-    It does nothing on file systems that cannot sync a directory.
+    It has no effect on file systems that cannot sync a directory.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -215,7 +220,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a local directory, file, or link (but not what it points to), if it is there."""
+    """Removes a local directory, file, or link (but not its target), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -232,7 +237,7 @@ def is_full(error: BaseException) -> bool:
 def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
     """Converts the `OSError` of a failed write to a `ValueError` with the remedy.
 
-    The error of a full disk (`is_full`) stays an `OSError`: another name would not help.
+    The error of a full disk (`is_full`) remains an `OSError`, because another name would not help.
     """
     try:
         yield
@@ -251,7 +256,7 @@ _ENDING_BYTES = len(', "crc": "00000000"}')
 
 
 class Damaged(ValueError):
-    """A line differs from what was written."""
+    """A line or file differs from what was written."""
 
 
 def with_crc(line: bytes) -> bytes:
@@ -260,7 +265,7 @@ def with_crc(line: bytes) -> bytes:
 
 
 def has_crc(line: bytes) -> bool:
-    """Whether the line ends with a checksum, right or wrong."""
+    """Whether the line ends with a checksum, valid or not."""
     return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
 
 
@@ -295,7 +300,7 @@ def source_digest(code: object) -> str | None:
 _READERS = 32
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.json.damaged"
-"""The name that the manifest of a damaged checkpoint in a bucket gets."""
+"""The new name of the manifest of a damaged checkpoint in a bucket."""
 
 
 def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
@@ -321,7 +326,7 @@ def put_manifest(
 
 
 def write_line(path: AnyPath, line: str) -> None:
-    """Writes a line, and its CRC32 in hex as a second one, atomically."""
+    """Atomically writes a line and, as a second line, its CRC32 in hex."""
     with replacing(path) as file:
         file.write(_with_crc(line).encode())
 
@@ -336,7 +341,7 @@ def read_line(path: AnyPath) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The facts that were given to `write`; raises `Damaged` if the manifest is not as written."""
+    """The facts that were passed to `write`; raises `Damaged` if the manifest has changed."""
     return _manifest_read(directory)["facts"]
 
 
@@ -388,8 +393,8 @@ class DirectoryLock:
 
     `lock` locks the directory itself, or the file `LOCK` in it if the file system locks only files,
     as network file systems do. In a bucket, or on a file system without locks, the process writes a
-    claim to that file. The process with the last claim has the directory, and `check` raises in the
-    process with an earlier claim.
+    claim to that file. The process with the last claim owns the directory, and `check` raises in
+    processes with earlier claims.
     """
 
     def __init__(self) -> None:
@@ -401,10 +406,10 @@ class DirectoryLock:
 
         Args:
           directory: an existing directory, or a path in a bucket.
-          setting: name of the setting that gives it, for the message.
+          setting: name of the setting with the directory, for the message.
 
         Returns:
-          False if nothing can be locked.
+          Returns False if nothing can be locked.
 
         Raises:
           ValueError: another process has locked it.
@@ -423,8 +428,8 @@ class DirectoryLock:
                 except BlockingIOError:
                     os.close(descriptor)
                     raise ValueError(
-                        f"{setting}={directory} is in use by another training; wait for its end, "
-                        f"or use another {setting}"
+                        f"{setting}={directory} is in use by another run; wait until it ends, or "
+                        f"use another {setting}"
                     ) from None
                 except OSError:
                     os.close(descriptor)
@@ -444,13 +449,13 @@ class DirectoryLock:
             self._claims[path] = claim
 
     def check(self) -> None:
-        """Raises OSError if another process has claimed a directory since."""
+        """Raises OSError if another process has since claimed a directory."""
         for path, claim in self._claims.items():
             if _claim_in(path) != claim:
-                raise OSError(errno.EBUSY, "taken over by another training", str(path.parent))
+                raise OSError(errno.EBUSY, "taken over by another run", str(path.parent))
 
     def release(self) -> None:
-        """Releases all directories; a second call does nothing."""
+        """Releases all directories; a second call has no effect."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[0])
         while self._claims:
@@ -461,7 +466,7 @@ class DirectoryLock:
 
 
 def _claim_in(path: AnyPath) -> str:
-    """The claim in a file; empty if a process with a later claim has released it."""
+    """The claim in a file; empty if a process with a later claim has released the directory."""
     try:
         return path.read_text()
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """A trained model in one file: its parameters and the JSON that describes it (safetensors).
 
 The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``); the
-header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, header included, under
-``crc32_of_file``: that of its bytes with eight zeros in place of its own digits. Any flipped bit is
-detected.
+header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, including the header, under
+``crc32_of_file``: the CRC32 of its bytes with eight zeros instead of these digits. Any flipped bit
+is detected.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def save_weights(
       path: ends in ``.safetensors``.
       params: nested dict of arrays.
       meta: a JSON dict, as in a checkpoint.
-      dtype: one of `DTYPES`, for all tensors; float16 halves the file.
+      dtype: one of `DTYPES`, for all tensors; float16 halves the size of the file.
 
     Raises:
       OSError: the disk is full.
     """
     target = Path(path)
     if target.suffix != SUFFIX:
-        raise ValueError(f"{target} does not end in {SUFFIX}; name it so")
+        raise ValueError(f"{target} does not end in {SUFFIX}; add the suffix")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     check_not_quantised(params)
@@ -62,7 +62,7 @@ def save_weights(
         name = path_name(keys)
         value = np.asarray(leaf)
         if not (np.abs(value) <= np.finfo(dtype).max).all():
-            raise ValueError(f"parameter {name} does not fit {dtype}; use float32")
+            raise ValueError(f"parameter {name} does not fit in {dtype}; use float32")
         tensors[name] = np.ascontiguousarray(value, dtype)
     header = {_KEY: json.dumps(meta), _CHECKSUM: _NO_DIGITS}
     content = bytearray(safetensors.numpy.save(tensors, metadata=header))
@@ -70,7 +70,7 @@ def save_weights(
     content[place : place + 8] = f"{zlib.crc32(content):08x}".encode()
     with refused_unless_full(target, "name another"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The library's own writer makes the file unreadable for other users.
+        # The library's own writer creates files that other users cannot read.
         with replacing(target) as file:
             file.write(content)
     return target.stat().st_size
@@ -86,9 +86,9 @@ def load_weights(
 
     Args:
       path: path of the file.
-      make_abstract: maps the metadata to the shapes, which the file must have.
+      make_abstract: maps the metadata to the shapes, which must match the file.
       place: sharding and dtype of each parameter; the parts of a sharded parameter are read
-        separately. By default the default device and float32.
+        separately. The default is the default device and float32.
     """
     with _opened(path) as (file, meta):
         found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
@@ -105,7 +105,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An open file and its metadata; errors in the context name the file."""
+    """An open file and its metadata; errors raised in the context name the file."""
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
@@ -124,11 +124,11 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]
 
 
 def _described(file: Any, name: str) -> list[Any]:
-    """Type and shape of a tensor of the file; ValueError for another type than `DTYPES`."""
+    """Type and shape of a tensor of the file; ValueError for a type that is not in `DTYPES`."""
     content = file.get_slice(name)
     kind = content.get_dtype()
     if kind not in _NUMPY_OF:
-        raise ValueError(f"{name} is of type {kind}, and none of {', '.join(DTYPES)}")
+        raise ValueError(f"{name} has type {kind}, which is not one of {', '.join(DTYPES)}")
     return [str(_NUMPY_OF[kind]), list(content.get_shape())]
 
 
@@ -138,12 +138,12 @@ def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]
         ours, theirs = wanted.get(name), found.get(name)
         if ours is None or theirs is None or ours[1] != theirs[1]:
             raise ValueError(
-                f"its config asks for {name} as {spell(ours)}, and it is {spell(theirs)}"
+                f"its config requires {name} as {spell(ours)}, but it is {spell(theirs)}"
             )
 
 
 def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
-    """A tensor of the file, each of its parts read for the devices that hold it."""
+    """A tensor of the file; each part is read for the devices that hold it."""
     content = file.get_slice(name)
     shape = tuple(content.get_shape())
     if place is None:
@@ -181,14 +181,14 @@ SHIPPED: Mapping[str, Path] = {
     path.stem: path
     for path in sorted((Path(__file__).parent.parent / "shipped").glob(f"*{SUFFIX}"))
 }
-"""Files of the shipped models by name, which ``--checkpoint NAME`` accepts besides paths."""
+"""Files of the shipped models by name, which ``--checkpoint NAME`` accepts in addition to paths."""
 
 DEFAULT = "shakespeare"
-"""The default model: a small Shakespeare in byte-pair tokens."""
+"""The default model: a small Shakespeare model with byte-pair tokens."""
 
 
 def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """The path itself, or that of the shipped model of this name; None means `DEFAULT`.
+    """The path itself, or the path of the shipped model of this name; None means `DEFAULT`.
 
     Existing paths take precedence over names.
     """
@@ -201,6 +201,6 @@ def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]
     if Path(path).suffix == SUFFIX:
         return path
     raise ValueError(
-        f"checkpoint directory {path} does not exist; check the path, or name a model that ships "
-        f"with the package: {', '.join(SHIPPED)}"
+        f"checkpoint directory {path} does not exist; check the path, or use a shipped model: "
+        f"{', '.join(SHIPPED)}"
     )

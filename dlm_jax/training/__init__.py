@@ -1,4 +1,4 @@
-"""Training: tasks, heads, stages, the optimiser, the step, the run and its loop."""
+"""Training: tasks, heads, stages, the optimiser, the step, the run and the loop."""
 
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import Batch, Example, MixedExample, Mixture, NetworkObjective

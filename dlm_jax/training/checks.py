@@ -32,13 +32,13 @@ def check_parts(config: Config, mesh: Mesh) -> None:
         if config.train.accumulate == 1:
             raise
         raise ValueError(
-            f"train.accumulate={config.train.accumulate} leaves parts of {part} rows, which the "
-            "devices that split the batch do not divide; lower it"
+            f"train.accumulate={config.train.accumulate} gives microbatches of {part} rows, which "
+            f"are not divisible by the devices that split the batch; lower it"
         ) from None
 
 
 def check_model_fits(config: Config, mesh: Mesh) -> None:
-    """Raises if the mesh splits an indivisible axis of the config's Transformer."""
+    """Raises if the mesh splits an axis of the Transformer that is not divisible."""
     model, positions = config.model, config.data.seq_len
     sizes = {
         "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
@@ -56,13 +56,13 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
     experts = mesh.shape.get("expert", 1)
     if experts > 1 and (not model.experts or model.experts % experts):
         raise ValueError(
-            f"mesh.expert={experts} splits experts, and the model of the config has "
+            f"mesh.expert={experts} splits experts, but the model of the config has "
             f"{model.experts or 'none'}; use 1 or a divisor of their number"
         )
     if mesh.shape.get("context", 1) > 1 and model.attention_type != "bidirectional":
         raise ValueError(
-            f"mesh.context={mesh.shape['context']} needs model.attention_type='bidirectional', and "
-            f"it is {model.attention_type!r}; use 1"
+            f"mesh.context={mesh.shape['context']} requires model.attention_type='bidirectional', "
+            f"not {model.attention_type!r}; use 1"
         )
 
 
@@ -72,10 +72,10 @@ def check_writable(setting: str, directory: Path) -> None:
     if not nearest.is_dir():
         raise ValueError(
             f"{setting}={directory} cannot be a directory, because {nearest} is a file; "
-            "name another one"
+            "choose another one"
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{setting}={directory} is not writable; name another directory")
+        raise ValueError(f"{setting}={directory} is not writable; choose another directory")
 
 
 def make_directory(setting: str, directory: Path) -> None:
@@ -83,8 +83,8 @@ def make_directory(setting: str, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{setting}={directory} cannot be made ({error.strerror or error}); name another "
-            "directory"
+            f"{setting}={directory} cannot be created ({error.strerror or error}); choose another "
+            f"directory"
         ) from None
 
 
@@ -108,57 +108,57 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
         raise ValueError(
-            f"train.out_dir={meta['config']['train']['out_dir']} holds a run {what}; {remedy} to "
-            "continue it, or use another train.out_dir"
+            f"train.out_dir={meta['config']['train']['out_dir']} has a run {what}; {remedy} to "
+            f"resume it, or use another train.out_dir"
         )
 
 
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
     """The first difference as a description of the other run and a remedy."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
-        text = f"on another text than {meta['corpus']['name']}"
-        return text, "set data.source to the text of that run"
+        text = f"that was trained on a different text from {meta['corpus']['name']}"
+        return text, "set data.source to the text of the other run"
     drawn, draws = saved["randomness"], meta["randomness"]
     if drawn["draws"] != draws["draws"]:
         there, here = (found["version of jax"] for found in (drawn, draws))
-        what = f"whose jax {there} draws other random numbers than jax {here} here"
+        what = f"whose jax {there} draws different random numbers than jax {here} here"
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
     # The critic trains on rows filled with the recommended settings.
     trained = RECOMMENDED if here["model.add_critic_head"] else ()
     if here["rl.reward"]:
-        # The settings of the samples are the policy.
+        # The sampling settings define the policy.
         trained = (*trained, *(key for key in here if key.startswith("sample.")))
     free = set(configs.keys(Trait.FREE)).difference(trained)
     differing = [key for key in there if key not in free and here.get(key) != there[key]]
     steps, most = here["train.steps"], there["train.steps"]
     if steps < most:
-        what = f"with train.steps={most}, and this run has {steps}"
+        what = f"with train.steps={most}, but this run has {steps}"
         return what, f"raise train.steps to {most} or more"
     if differing:
         # The vocabulary follows from the tokenizer, so the error names the tokenizer.
         key = min(differing, key=lambda key: key == "model.vocab_size")
-        what = f"with {key}={there[key]!r}, and this run has {here.get(key)!r}"
+        what = f"with {key}={there[key]!r}, but this run has {here.get(key)!r}"
         return what, f"set {key}={there[key]!r}"
     # The file of a tokenizer may have changed.
     if saved["tokenizer"] != meta["tokenizer"]:
-        return "with another tokenizer", "use that one"
+        return "with a different tokenizer", "use that one"
     for part in saved["own"] | meta["own"]:
         before, now = saved["own"].get(part), meta["own"].get(part)
         if before != now:
-            return f"whose own {part} is {before}, and here it is {now}", "pass the same"
+            return f"whose {part} is {before}, but here it is {now}", "pass the same"
     return None
 
 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
-    """Raises if the directory holds another run without a checkpoint.
+    """Raises if the directory contains another run without a checkpoint.
 
-    A run with the same config restarts in the directory and drops the metrics. A directory without
-    metrics may be reused.
+    A run with the same config restarts in the directory and discards the metrics. A directory
+    without metrics may be reused.
 
     Args:
-      asked: config of the new run, before the data fills it in.
+      asked: config of the new run, before values from the data are set.
       out_dir: ``train.out_dir``.
 
     Raises:
@@ -170,16 +170,16 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     try:
         there = _flat(configs.to_dict(configs.load(str(config_path))))
     except ValueError as error:
-        why = f"its config is not known: {error}"
+        why = f"its config is unknown: {error}"
     else:
         here = _flat(configs.to_dict(asked))
-        # Without a checkpoint there is no checksum of the text to compare.
+        # Without a checkpoint, there is no checksum of the text to compare.
         free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
         differing = [key for key in here if key not in free and here[key] != there[key]]
         if not differing:
             return
         key = differing[0]
-        why = f"{config_path} has {key}={there[key]!r}, and this run has {here[key]!r}"
+        why = f"{config_path} has {key}={there[key]!r}, but this run has {here[key]!r}"
     raise ValueError(
         f"train.out_dir={out_dir} holds metrics of another run without checkpoints ({why}); move "
         f"{path} elsewhere, or use another train.out_dir"
@@ -202,9 +202,9 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
         for n in (before, after)
     )
     return (
-        f"train.steps grows from {before} to {after}: the learning rate now falls to its end at "
-        f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result is not "
-        f"that of {after} steps from the start"
+        f"train.steps increases from {before} to {after}: the learning rate now decays until "
+        f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result differs "
+        f"from a run of {after} steps"
     )
 
 

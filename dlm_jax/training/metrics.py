@@ -1,4 +1,4 @@
-"""Metrics of a run: a file of JSON lines, the picture of its losses, and trackers."""
+"""Metrics of a run: a JSON lines file, a plot of the losses, and trackers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PICTURE = "loss.png"
 class MetricsLog:
     """Appends one JSON object per line with a checksum. Reopening drops the lines after a step.
 
-    A killed run may have logged steps that it did not save. A resumed run repeats these steps, so
+    A killed run may have logged steps that were not saved. A resumed run repeats these steps, so
     their lines and a partial last line are removed first.
     """
 
@@ -51,7 +51,7 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        # Failed writes are retried; the failure was reported.
+        # Failed writes are retried; the failure has been reported.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -67,7 +67,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         *lines, last = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    # A complete line without its newline is damaged, because lines are written with it.
+    # A complete line without its newline is damaged, because lines are written with their newline.
     if any(has_crc(last[:end]) for end in (len(last), -1)):
         lines.append(last)
     is_ours, records = any(map(has_crc, lines)), []
@@ -96,8 +96,8 @@ def check_metrics(path: Path, identity: str) -> None:
     runs = {record.get("run", "") for record in read_records(path)}
     if others := runs - {identity}:
         raise ValueError(
-            f"{path} holds metrics of run {min(others) or 'unnamed'}, and the checkpoints are of "
-            f"run {identity or 'unnamed'}; move the metrics of the other run elsewhere"
+            f"{path} holds metrics of run {min(others) or 'unnamed'}, but the checkpoints belong "
+            f"to run {identity or 'unnamed'}; move the metrics of the other run elsewhere"
         )
 
 
@@ -129,12 +129,12 @@ def plot_losses(
 ) -> None:
     """Plots the training loss and each of its parts over the steps as a PNG.
 
-    Nothing is drawn without records of training. It needs matplotlib, of the extra ``plots``.
+    Nothing is plotted without training records. Requires matplotlib (extra ``plots``).
 
     Args:
       records: the records of a metrics file.
       path: path of the PNG.
-      held_out: evaluation metric to plot next to them.
+      held_out: evaluation metric to plot with them.
       unit: unit of all curves.
     """
     curves = loss_curves(records, held_out)
@@ -227,7 +227,7 @@ class _TensorBoard:
     """Writes event files to ``tensorboard/`` in the directory of the run."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
-        # Imported late: protobuf takes half a second, which other runs avoid.
+        # Imported late, because importing protobuf takes half a second.
         writer = importlib.import_module("tensorboardX").SummaryWriter
         self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
 
@@ -269,7 +269,7 @@ Later records are dropped. A tracker has the methods ``write(record)`` and ``clo
 
 
 class Journal:
-    """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
+    """Writes the records of a run to ``metrics.jsonl`` and trackers, only on the first process.
 
     A failed tracker or plot does not end the run. It is reported once.
 
@@ -277,8 +277,8 @@ class Journal:
       out_dir: directory of the run.
       config: config of the run, as plain values.
       identity: identity of the run.
-      figure: evaluation metric to plot next to the training loss.
-      unit: unit of both.
+      figure: evaluation metric to plot with the training loss.
+      unit: unit of both curves.
       step: last saved step. Later records are dropped.
       report: called with one line per failure.
     """
@@ -348,4 +348,4 @@ class Journal:
             yield
         except Exception as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
-            self._report(f"warning: {what} ({why}); the training goes on")
+            self._report(f"warning: {what} ({why}); training continues")

@@ -1,10 +1,10 @@
 """The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
 
-The model and each of its heads are separate groups, each with its clip, schedule and state.
+The model and each of its heads are separate groups, each with its own clipping, schedule and state.
 
-The matrices of Muon are distributed over the devices, so that each is orthogonalised once. By
-default the compiler runs the products of the Newton-Schulz iteration on every device with a copy,
-or as products of sharded matrices with an all-reduce each. Here every device receives whole
+The matrices of Muon are distributed over the devices, so that each matrix is orthogonalised once.
+By default, the compiler replicates the products of the Newton-Schulz iteration on every device, or
+computes them on sharded matrices with an all-reduce each. Here every device receives whole
 matrices, in half precision on accelerators, and the results are resharded like the parameters.
 """
 
@@ -53,7 +53,7 @@ def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
         beta=beta,
         weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: _DIMENSIONS, updates),
     )
-    # With zero iterations, optax's transformation is the momentum divided by its norm.
+    # With zero iterations, the optax transformation returns the momentum divided by its norm.
     whole, momentum = make(ns_steps=_STEPS), make(ns_steps=0)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
     found = [partition(path_name(path), leaf.shape, mesh) for path, leaf in flat]
-    # With an entry for every dimension.
+    # This has an entry for every dimension.
     specs = [
         P(*spec, *[None] * (leaf.ndim - len(spec)))
         for spec, (_, leaf) in zip(found, flat, strict=True)
@@ -128,7 +128,7 @@ def _dealt(
 
     Args:
       x_NIO: parts of N matrices; inside `jax.shard_map`.
-      axes: mesh axes that split the second and the third dimension, or None.
+      axes: mesh axes that shard the second and the third dimension, or None.
       stacked: mesh axes over which the devices have different matrices.
       mesh: the devices.
     """
@@ -151,8 +151,8 @@ def _dealt(
 
 def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Array:
     if devices.platform() == "cpu":
-        # The CPU backend of XLA assigns other layouts to the parts that it sends and then rejects
-        # them.
+        # The CPU backend of XLA assigns different layouts to the parts that it sends and then
+        # rejects them.
         x_NIO = jax.lax.optimization_barrier(x_NIO)
     return jax.lax.all_to_all(x_NIO, axis, split, joined, tiled=True)
 
@@ -171,8 +171,8 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
     """Learning rate by step: linear up to `peak`, then a cosine to ``final_ratio * peak``.
 
-    The first step at the peak is ``warmup_steps``. No step has a rate of 0: the first step has
-    ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last.
+    The first step at the peak is ``warmup_steps``. No step has a rate of 0: the first step has a
+    rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (config.warmup_steps + 1),
@@ -186,7 +186,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 def is_matrix(path: str) -> bool:
     """Whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
 
-    The matrices of experts are stacked by layers and experts, all others by layers.
+    The matrices of experts are stacked by layers and experts, and all others by layers.
     """
     return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
 
@@ -233,10 +233,10 @@ def make_optimizer(
 def _muon(
     config: OptimConfig, rate: optax.Schedule, adam_rate: optax.Schedule
 ) -> optax.GradientTransformation:
-    """As ``optax.contrib.muon``, with the matrices distributed over the devices."""
+    """Like ``optax.contrib.muon``, with the matrices distributed over the devices."""
     matrices = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
-        # Replaces the scale by shape of optax and keeps the structure of its state.
+        # Replaces the shape-dependent scale of optax and keeps the structure of its state.
         optax.identity(),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
@@ -260,10 +260,10 @@ def make_grouped_optimizer(
 ) -> optax.GradientTransformation:
     """Gradient transformation of a stage, with one group for the model and one per head.
 
-    The main group holds the model and the heads that join it. It uses `make_optimizer`, or a custom
-    optimiser with its updates times the schedule. Every other head has a group with its own
-    optimiser. The default is gradient clipping to a norm of ``heads.clip`` and AdamW, with a
-    warm-up and cosine that start with the training of the head. With ``heads.train_main = false``
+    The main group contains the model and the heads that join it. It uses `make_optimizer`, or a
+    custom optimiser whose updates are multiplied by the schedule. Every other head has a group with
+    its own optimiser. The default is gradient clipping to a norm of ``heads.clip`` and AdamW, with
+    a warm-up and cosine that start with the training of the head. With ``heads.train_main = false``
     the model has no state; with adapters only the adapters have state. The state has the same
     structure in every stage. Groups that do not train keep their state and parameters unchanged.
     """

@@ -30,8 +30,8 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     """FLOP of one training step: forward and backward of the model, without recomputation.
 
     Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
-    head feature and visible pair of positions; a causal model has half of the pairs (PaLM,
-    Chowdhery et al. 2022, appendix B). A tied embedding table counts once, as the LM head.
+    head feature and visible pair of positions; a causal model has half the pairs (PaLM,
+    Chowdhery et al. 2022, appendix B). A tied embedding table is counted once, as LM head.
 
     Args:
       params: arrays or their shapes.
@@ -59,20 +59,20 @@ def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A compiled training step, with figures per device.
+    """A compiled training step, with costs per device.
 
     Attributes:
       config: resolved.
       mesh: mesh of the devices.
       state: shapes and shardings of the training state.
-      chip: figures of the device; None if unknown.
+      chip: peak performance of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       at_best: cost if all operations except matrix products are memory-bound.
       at_worst: cost with the cycle estimates of the compiler. Neither is a measurement.
       flops: model FLOP per device and step.
       compile_seconds: compile time.
-      options: of the compiler.
-      text: the program as the compiler prints it.
+      options: compiler options.
+      text: the program text from the compiler.
     """
 
     config: Config
@@ -92,7 +92,7 @@ class Plan:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
 
     def utilisation(self, found: Cost) -> float:
-        """Estimated model FLOPs utilisation, a share of the peak."""
+        """Estimated model FLOPs utilisation, as a share of the peak."""
         if self.chip is None or not found.seconds:
             return math.nan
         return self.flops / (self.chip.flops * found.seconds)
@@ -176,8 +176,8 @@ def _compiled(compile_: Callable[[], Any]) -> Any:
             raise
         line = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
         raise ValueError(
-            f"the step does not fit the memory of its devices ({' '.join(line.split())[:300]}); "
-            "raise mesh.fsdp, or choose another model.remat, a larger train.accumulate or a "
+            f"the step does not fit in the memory of its devices ({' '.join(line.split())[:300]}); "
+            "raise mesh.fsdp, or use another model.remat, a larger train.accumulate or a "
             "smaller train.batch_size"
         ) from None
 
@@ -187,7 +187,7 @@ def _share(leaf: Any) -> int:
 
 
 def torus_of(mesh: Mesh) -> Torus:
-    """The torus coordinates of the devices of `mesh`. For unknown devices only FLOP and bytes are
+    """The torus coordinates of the devices of `mesh`. For unknown devices, only FLOP and bytes are
     counted.
     """
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)
@@ -215,9 +215,9 @@ def lines(found: Plan) -> list[str]:
         *_places(found),
         f"memory       {total / gib:.2f}{limit} GiB a device: "
         + ", ".join(f"{name} {size / gib:.2f}" for name, size in memory.items()),
-        f"work         {found.flops / 1e12:.2f} TFLOP a device and step; with what is computed "
-        f"again {found.at_best.flops / 1e12:.2f}",
-        f"collectives  {moved or 'none'} GiB a device and step",
+        f"work         {found.flops / 1e12:.2f} TFLOP per device and step; with recomputation "
+        f"{found.at_best.flops / 1e12:.2f}",
+        f"collectives  {moved or 'none'} GiB per device and step",
         *_times(found),
         f"compiler     {options or 'without options'}",
         f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
@@ -226,18 +226,18 @@ def lines(found: Plan) -> list[str]:
 
 def _times(found: Plan) -> list[str]:
     if found.chip is None:
-        return ["step         not estimated: the figures of this kind of device are not known"]
+        return ["step not estimated: the peak performance of this kind of device is unknown"]
     tokens = found.config.train.batch_size * found.config.data.seq_len
     return [
-        f"{name:<12} {one.seconds * 1e3:.1f} ms a step ({one.exposed * 1e3:.1f} of them waiting "
-        f"for collectives), {100 * found.utilisation(one):.1f}% of the peak, "
+        f"{name:<12} {one.seconds * 1e3:.1f} ms per step ({one.exposed * 1e3:.1f} waiting for "
+        f"collectives), {100 * found.utilisation(one):.1f}% of the peak, "
         f"{tokens / one.seconds:,.0f} tokens/s"
         for name, one in (("at best", found.at_best), ("at worst", found.at_worst))
     ]
 
 
 def _places(found: Plan) -> list[str]:
-    """The sharding of each kind of array, one line per shape and partition of parameters."""
+    """The sharding of each kind of array, with one line per shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

@@ -83,14 +83,15 @@ def checkpoints_of(config: Config) -> str:
 
 
 def write_config(config: Config, out_dir: Path) -> None:
-    """Writes ``config.toml`` for users and ``--config``, unless it is unchanged.
+    """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
 
     A resume reads the config from the checkpoints, which have checksums.
     """
     header = (
-        "What this run was asked for.\n"
-        "To go on: python train.py --resume DIRECTORY\n"
-        "To train the same anew: python train.py --config THIS_FILE --train.out_dir ELSEWHERE"
+        "The settings of this run.\n"
+        "To resume: python train.py --resume DIRECTORY\n"
+        "To train the same from scratch: python train.py --config THIS_FILE --train.out_dir "
+        "ELSEWHERE"
     )
     text, path = configs.to_toml(config, header=header), out_dir / CONFIG
     try:
@@ -121,11 +122,11 @@ def config_of_run(out_dir: Path) -> Config:
         meta = load_meta(_checkpoints_beside(out_dir) or out_dir, report=lambda line: None)
     except ValueError as error:
         started = out_dir / CONFIG
-        advice = f"; start it again with --config {started}" if started.is_file() else ""
+        advice = f"; restart it with --config {started}" if started.is_file() else ""
         raise ValueError(f"--resume {out_dir}: {error}{advice}") from None
     config = configs.from_dict(meta["config"], where=f"--resume {out_dir}")
     train = dataclasses.replace(config.train, out_dir=str(out_dir))
-    # Values that follow from the text are not part of the config.
+    # Values determined by the text are not part of the config.
     tokenizer, model = from_json(meta["tokenizer"]), config.model
     if model.vocab_size == tokenizer.vocab_size:
         model = dataclasses.replace(model, vocab_size=0)
@@ -135,7 +136,7 @@ def config_of_run(out_dir: Path) -> Config:
 
 
 def _init_path(config: Config) -> str:
-    """The local path of ``train.init_from``; a model of the hub is downloaded."""
+    """The local path of ``train.init_from``; a model on the Hub is downloaded."""
     return os.fspath(fetched(config.train.init_from, "train.init_from"))
 
 
@@ -144,7 +145,7 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     tokenizer.
 
     Settings of ``[model]`` at their defaults are taken from the directory. Other settings must
-    agree with it. The config sets whether and how a causal model is converted to a diffusion model.
+    match it. The config sets whether and how a causal model is converted to a diffusion model.
 
     Returns:
       The unchanged config and None if train.init_from is not a published directory.
@@ -163,15 +164,15 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
         settings[name] = ours if traits & own else other
         if not traits & own and ours not in (other, getattr(default, name)):
             raise ValueError(
-                f"train.init_from={source} has model.{name}={other!r}, and the config asks for "
-                f"{ours!r}; leave it out"
+                f"train.init_from={source} has model.{name}={other!r}, but the config has "
+                f"{ours!r}; remove it"
             )
     model = ModelConfig(**settings)
     return dataclasses.replace(config, model=model), tokenizer
 
 
 _SHOWN = 8
-# The parameters with a vocabulary axis, and its index.
+# The parameters with a vocabulary axis, and the index of that axis.
 _AXES = {"embedding": 0, "head/kernel": 1}
 
 
@@ -218,7 +219,7 @@ def _extended(
         raise ValueError(
             f"{line}; heads.train_main=False would never train them: remove them, or set it to true"
         )
-    report(f"{line}; added, with fresh embeddings")
+    report(f"{line}; added with fresh embeddings")
     return CharacterTokenizer("".join(sorted(known | set(new))))
 
 
@@ -240,8 +241,8 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """Trained parameters with token vectors moved to new ids. Ids without a trained vector get
-    fresh ones.
+    """Trained parameters, with token vectors moved to new ids. Ids without a trained vector are
+    freshly initialised.
 
     Args:
       params: trained parameters.
@@ -322,7 +323,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
         split = max(1, len(devices) // inner)
         fsdp = fsdp_for(state_bytes(config) / mesh.tensor, memory, split)
     else:
-        # `fsdp` must be the rest after `data`, so that the mesh holds all devices.
+        # `fsdp` must cover the rest after `data`, so that the mesh contains all devices.
         fsdp = max(1, len(devices) // (mesh.tensor * mesh.expert * mesh.context * mesh.data))
     return dataclasses.replace(mesh, fsdp=fsdp)
 
@@ -356,20 +357,20 @@ def begin_with(
     report: Callable[[str], None],
     setting: str = "train.init_from",
 ) -> TrainState:
-    """The fresh `state` with the parameters of a trained model. Heads that the model lacks stay
-    fresh.
+    """The fresh `state` with the parameters of a trained model. Heads that the model lacks are
+    freshly initialised.
 
     Args:
-      source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
+      source: ``train.init_from``, a run or a weights file; empty leaves the state unchanged.
       state: fresh training state.
-      tokenizer: tokenizer of the new run: that of the trained model, possibly with more characters.
+      tokenizer: tokenizer of the new run: the trained model's, possibly with more characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
-      setting: the setting that names the model. A teacher has the tokenizer of the run, and is not
-        a published model.
+      setting: setting with the path of the model. A teacher must have the tokenizer of the run and
+          must not be a published model.
 
     Raises:
-      ValueError: the model does not exist, has another tokenizer, shape or training-relevant
+      ValueError: the model does not exist, has a different tokenizer, shape or training-relevant
         setting, or has a config that this version cannot read.
     """
     if not source:
@@ -377,28 +378,32 @@ def begin_with(
     where, teaches = f"{setting}={source}", setting == TEACHER
     if is_published(source):
         if teaches:
-            raise ValueError(f"{where} is a published model; name a run or a weights file")
+            raise ValueError(f"{where} is a published model; use a run or a weights file")
         return _begin_published(source, state, report)
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
-        raise ValueError(f"{where}: its parameter {broken} is not finite; name another model")
+        raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
     if meta["tokenizer"] != tokenizer.to_json():
         if teaches:
-            raise ValueError(f"{where} has another vocabulary than the run; name one with the same")
+            raise ValueError(
+                f"{where} has a different vocabulary from the run; use a model with the same one"
+            )
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
-            raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
+            raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
         params = renumbered(params, state.params, places)
     _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):
         if not name.endswith("_head") and name != GROUP:
-            raise ValueError(f"{where} is a model of another kind: {name} is in one of the two")
+            raise ValueError(
+                f"{where} is a different kind of model: only one of the two has {name}"
+            )
     if fresh:
-        report(f"{where} lacks {', '.join(fresh)}, which begin fresh")
+        report(f"{where} lacks {', '.join(fresh)}, which are freshly initialised")
     if ignored:
-        report(f"{where} has {', '.join(ignored)}, which are left out")
+        report(f"{where} has {', '.join(ignored)}, which are ignored")
     own = {name: tree for name, tree in state.params.items() if name not in fresh}
     return _with_params(state, _laid_out(where, own, {name: params[name] for name in own}))
 
@@ -409,8 +414,8 @@ def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None
         given, ours = getattr(theirs, name), getattr(model, name)
         if given != ours:
             raise ValueError(
-                f"{where} has model.{name}={given!r}, and the config asks for {ours!r}; "
-                "make [model] that of its run"
+                f"{where} has model.{name}={given!r}, but the config has {ours!r}; "
+                "use the [model] of its run"
             )
 
 
@@ -420,14 +425,14 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
     def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
         if given.shape != own.shape:
             raise ValueError(
-                f"{where} has {path_name(path)} of shape {given.shape}, and the config asks for "
-                f"{own.shape}; make [model] that of the other run"
+                f"{where} has {path_name(path)} of shape {given.shape}, but the config requires "
+                f"{own.shape}; use the [model] of the other run"
             )
         return jax.device_put(np.asarray(given, own.dtype), own.sharding)
 
     for name in own:
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
-            raise ValueError(f"{where} has another kind of {name}; make [model] that of its run")
+            raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
     return jax.tree_util.tree_map_with_path(take, own, given)
 
 
@@ -444,10 +449,10 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
     fresh = [name for name in state.params if name not in given]
     if "head" in fresh or set(given) - set(state.params):
         raise ValueError(
-            f"train.init_from={source} has another kind of head; leave model.tied_head out"
+            f"train.init_from={source} has a different kind of head; remove model.tied_head"
         )
     if fresh:
-        report(f"train.init_from={source} lacks {', '.join(fresh)}, which begin fresh")
+        report(f"train.init_from={source} lacks {', '.join(fresh)}, which are freshly initialised")
     return _with_params(state, given)
 
 
@@ -457,11 +462,11 @@ otherwise in ``train.out_dir``. It holds one checkpoint."""
 
 
 class Best:
-    """Saves the parameters with the best evaluation to ``best`` in the directory of a run.
+    """Saves the parameters with the best evaluation in ``best`` in the directory of a run.
 
     A resumed run keeps the best model of its earlier part if the evaluations use the same windows.
-    A run that resumes before that evaluation repeats the same steps. A new run removes the best
-    model of a run with the same config and no checkpoint. Every process of a run creates one
+    A run that resumes from before that evaluation repeats the same steps. A new run removes the
+    best model of a run with the same config and no checkpoint. Every process of a run creates one
     instance and calls the same methods in the same order.
 
     Args:
@@ -471,7 +476,7 @@ class Best:
       check: see `Checkpoints`.
 
     Raises:
-      ValueError: `FOLDER` is not a directory or holds the best model of another run.
+      ValueError: `FOLDER` is not a directory or contains the best model of another run.
     """
 
     def __init__(
@@ -500,11 +505,11 @@ class Best:
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the figure of this step is the lowest. If so, it starts to save the parameters.
+        """Whether the value at this step is the lowest. If so, starts to save the parameters.
 
         Args:
           step: step of the evaluation.
-          figure: value to minimise. A non-finite value is never the best.
+          figure: value to minimise. Non-finite values are never the best.
           params: evaluated parameters.
           meta: metadata to save with them.
         """
@@ -521,11 +526,13 @@ class Best:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Stops all threads. A save without `wait` may be lost."""
+        """Stops all threads. A save without a later `wait` may be lost."""
         self._checkpoints.abandon()
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
-        """The figure of the saved model; None without one or if it used another measure."""
+        """The value of the saved model; None without a saved model, or if it used another
+        metric.
+        """
         # Every process must read, because Orbax synchronises all of them.
         if not on_first_process(self._checkpoints.steps):
             return None
@@ -545,12 +552,12 @@ class Best:
         try:
             if not is_new:
                 raise ValueError(
-                    f"the model is of run {found.get('run')}, and this run is {meta['run']}"
+                    f"the model belongs to run {found.get('run')}, but this run is {meta['run']}"
                 )
             check_same_run(meta, found)
         except ValueError as error:
             raise ValueError(
-                f"{self._checkpoints.directory} holds the best model of another run ({error}); "
+                f"{self._checkpoints.directory} has the best model of another run ({error}); "
                 "move the directory elsewhere, or use another train.out_dir"
             ) from None
 
@@ -566,9 +573,9 @@ class Run:
     """A prepared run: the resolved config and the objects made from it.
 
     ``state`` is fresh or from the newest checkpoint, and ``saved`` is its JSON metadata (empty if
-    fresh). ``meta`` is saved with every state. It describes the run: an identity drawn at the
-    start, which the best model and the metrics share; the names of custom parts (network, objective
-    and heads); and the sources of randomness. The noise of every step is folded from ``noise_key``.
+    fresh). ``meta`` is saved with every state. It describes the run: a random identity, which the
+    best model and the metrics share; the names of custom parts (network, objective and heads); and
+    the sources of randomness. The noise of every step is folded from ``noise_key``.
     """
 
     setup: Setup
@@ -609,20 +616,20 @@ def prepare(
     schedule: optax.Schedule | None = None,
     report: Callable[[str], None],
 ) -> Run:
-    """Prepares the run of `config`. It resumes if the directory holds checkpoints.
+    """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
     Args:
-      config: loaded config. A ``model.vocab_size`` of 0 is replaced by that of the tokenizer.
-      network: replaces the Transformer of the config, see `dlm_jax.training.train`.
-      objective: replaces that of the config, see there.
+      config: loaded config. A ``model.vocab_size`` of 0 is replaced by the size of the tokenizer.
+      network: replaces the Transformer of the config; see `dlm_jax.training.train`.
+      objective: replaces the objective of the config; see there.
       heads: additional heads, see `dlm_jax.training.train`.
-      optimizer: replaces that of the config, see there.
-      schedule: replaces the warm-up and cosine, see there.
-      report: called with one-line messages, such as that a damaged checkpoint was skipped.
+      optimizer: replaces the optimiser of the config; see there.
+      schedule: replaces the warm-up and cosine; see there.
+      report: called with one-line messages, for example about a skipped damaged checkpoint.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
-        holds another run or other files.
+          contains another run or other files.
     """
     asked, mesh = config, _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
@@ -683,7 +690,7 @@ def _setup_of(
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The training of a config as pure functions, for a custom loop.
+    """Training of a config as pure functions, for a custom loop.
 
     All heads train. Nothing is written.
 
@@ -721,7 +728,9 @@ class Problem:
     def gradient(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
     ) -> tuple[jax.Array, Params]:
-        """`loss` and its gradient in `params`; zero for parameters that never train."""
+        """`loss` and its gradient in `params`; the gradient is zero for parameters that never
+        train.
+        """
         compute, trained = self._parts(params, batch, key, step)
         loss, grads = jax.value_and_grad(compute)(trained)
         zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in params}
@@ -760,13 +769,14 @@ def problem(
     heads: Sequence[Head | MakeHead] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> Problem:
-    """The training of a config for a custom loop. Arguments and errors are those of `train`."""
+    """Training of a config for a custom loop. Arguments and errors are those of `train`."""
     if not isinstance(config, Config):
         config = configs.load(str(config))
     if config.rl.reward:
         raise SettingError(
-            "rl.reward", config.rl.reward, "needs samples, which a custom loop must draw itself",
-            "use dlm_jax.train, or leave it out",
+            "rl.reward", config.rl.reward, "requires samples, which a custom loop must generate "
+            "itself",
+            "use dlm_jax.train, or remove it",
         )  # fmt: skip
     mesh = _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
@@ -775,7 +785,8 @@ def problem(
         name = next(iter(config.objective.distilled), "")
         raise SettingError(
             f"objective.{name}_share" if name else "objective", UNSET,
-            "needs a teacher, whose parameters a custom loop must keep itself", "use dlm_jax.train",
+            "requires a teacher, whose parameters a custom loop must keep itself",
+            "use dlm_jax.train",
         )  # fmt: skip
     return Problem(setup, corpus, task)
 
@@ -796,7 +807,7 @@ def _continued(
 def _begun(
     task: Task, meta: dict[str, Any], key: jax.Array, *, report: Callable[[str], None]
 ) -> TrainState:
-    """The state before the first step of a new run, with a newly drawn identity."""
+    """The state before the first step of a new run, with a new random identity."""
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
     config, mesh = task.setup.config, task.setup.mesh
     shares = [
@@ -805,7 +816,7 @@ def _begun(
     ]
     require_room(
         sum(shares), mesh.devices.flat, "the state of the training",
-        "make [model] smaller, or split it over more devices with mesh.fsdp",
+        "use a smaller [model], or split it over more devices with mesh.fsdp",
     )  # fmt: skip
     fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
     state = begin_with(_init_path(config), fresh, tokenizer, model=config.model, report=report)
@@ -845,7 +856,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
     """Creates and locks the directories. Directories that cannot be locked are claimed.
 
     Raises:
-      ValueError: another run holds a directory, or has saved a checkpoint since the check.
+      ValueError: if another run owns a directory, or has saved a checkpoint since the check.
     """
     checkpoints = places["train.checkpoint_dir"]
 
@@ -853,13 +864,13 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
         if is_new and complete_steps(checkpoints):
             raise ValueError(
                 f"train.checkpoint_dir={checkpoints} holds checkpoints of a run that started at "
-                "the same time; start again"
+                "the same time; restart"
             )
 
     for setting, path in places.items():
         make_directory(setting, path)
     unlocked = [path for setting, path in places.items() if not lock.lock(path, setting)]
-    # A claim ends the run that holds the directory, so a rejected run must not claim it.
+    # A claim ends the run that owns the directory, so a rejected run must not claim it.
     check_still_new()
     for path in unlocked:
         lock.claim(path)
@@ -892,7 +903,7 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
 
 
 def _optimiser_names(task: Task, optimizer: Any) -> dict[str, str]:
-    """Names of a custom optimiser, with its kinds of state, and of a custom schedule."""
+    """Names of a custom optimiser (with the types of its state) and of a custom schedule."""
     names = {} if task.schedule is None else {"schedule": _name(task.schedule)}
     if task.own_optimizer is None:
         return names

@@ -1,6 +1,6 @@
 """Staged training of a model and its heads: trained groups, and the loss of a stage.
 
-A stage is the static set of trained groups, so other groups cost nothing. Within a stage only the
+A stage is the static set of trained groups, so other groups have no cost. Within a stage, only the
 weights of losses change.
 """
 
@@ -26,7 +26,7 @@ KEPT = "kept"
 
 
 def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
-    """The stage of a step, counted from 0. A head trains if its loss has weight."""
+    """The stage of a step, counted from 0. A head trains if its loss has a positive weight."""
     own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
     return Stage((*[MAIN] * train_main, *own), adapts)
 
@@ -41,12 +41,12 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
 
 
 def teacher_of(params: Params, reference: Params | None) -> Params:
-    """All parameters of the teacher, of which the reference holds those that it does not share."""
+    """All parameters of the teacher, where the reference holds those that are not shared."""
     return jax.lax.stop_gradient(params) | (reference or {})
 
 
 class Drawn(NamedTuple):
-    """A batch with all of its noise, or some rows of it.
+    """A batch with all of its noise, or some rows of such a batch.
 
     Leaves are ``[B, ...]`` or scalars, which are totals of the whole batch.
     """
@@ -109,7 +109,7 @@ class StageLoss:
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
-            # After the keys of the objectives.
+            # Follows the keys of the objectives.
             place = 1 + len(self.mixture.objectives) + self.heads.index(head)
             return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
@@ -118,7 +118,7 @@ class StageLoss:
     def __call__(
         self, params: Params, drawn: Drawn, step: jax.Array, reference: Params | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The total loss, and the loss of each objective and head, of a batch or a part of it.
+        """The total loss, and the loss of each objective and head, for a batch or a part of it.
 
         The unit is nats per token if the objectives and heads use it. `reference` is as in
         `anchored`; objectives with a teacher read it.
@@ -143,7 +143,7 @@ class StageLoss:
         return total, means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
-        """The parts of the loss, if there are several or a head has one, and the weights of
+        """The parts of the loss (if there are several, or if a head has a loss) and the weights of
         heads.
         """
         own = [head for head in self.trained_heads if head.group != MAIN]

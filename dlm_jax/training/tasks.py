@@ -47,12 +47,12 @@ class Task:
       network: the model. Its `init` creates the parameters of all heads.
       mixture: objectives of the model itself.
       heads: heads, in the order in which their losses are summed.
-      measure: ``(params, batch, number_B, key)`` -> figures of held-out rows with these numbers, a
+      measure: ``(params, batch, number_B, key)`` -> values for held-out rows with these indices, a
         pytree of ``[B]``. With `rollouts`, neither `measure` nor `summarize` is called.
-      summarize: ``(measured, free_N) -> figures`` of N rows, given their free positions.
+      summarize: ``(measured, free_N) -> figures`` for N rows, given their free positions.
       line: ``(figures) -> text`` for the log.
-      figure: name of the evaluation metric to plot next to the training loss.
-      is_gain: whether higher figures are better.
+      figure: name of the evaluation metric to plot with the training loss.
+      is_gain: whether higher values are better.
       unit: unit of the figure and of the loss.
       writes_text: whether the model can generate samples.
       next_command: suggested command for the trained model; ``{out_dir}`` is its directory.
@@ -195,7 +195,7 @@ def sequence_scorer(
 ) -> Task:
     """Trains on the loss of the scorer head, or `objective`. It generates no text."""
     if network.scorer is None:
-        raise ValueError("model.mode='sequence_scorer' needs a network with a scorer")
+        raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
     corruption = setup.config.objective
     mixture = Mixture(random_length_share=corruption.random_length_share)
     return Task(
@@ -212,7 +212,7 @@ def sequence_scorer(
         unit="nats per text",
         writes_text=False,
         next_command=(
-            "judge texts with: python -m dlm_jax.evaluate --checkpoint {out_dir} --text FILE"
+            "score texts with: python -m dlm_jax.evaluate --checkpoint {out_dir} --text FILE"
         ),
     )
 
@@ -228,13 +228,13 @@ def policy(
     reward.
 
     Raises:
-      ValueError: there are heads, or a setting is incompatible.
+      ValueError: if there are heads, or a setting is incompatible.
     """
     if heads:
-        raise ValueError(f"rl.reward trains no heads, and {heads[0].name} is one; leave it out")
+        raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
     made = objective_of(setup) if objective is None else objective(setup)
     if not isinstance(made, NetworkObjective):
-        raise ValueError("an own objective of rl.reward must be a NetworkObjective of rollouts")
+        raise ValueError("a custom objective of rl.reward must be a NetworkObjective of rollouts")
     needs_trace = setup.config.rl.loss == "trace"
     return Task(
         setup,
@@ -262,7 +262,7 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     """The heads of the config, followed by those of the caller.
 
     Raises:
-      ValueError: two have the same name or metric, or nothing is left that trains.
+      ValueError: if two heads have the same name or metric, or nothing trains.
     """
     made = [one if isinstance(one, Head) else one(setup) for one in (*HEADS, *own)]
     heads = tuple(head for head in made if head is not None)
@@ -275,7 +275,9 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     }  # fmt: skip
     for head in own:
         if isinstance(head, Head) and head.metric in taken:
-            raise ValueError(f"head {head.name!r} has the metric {head.metric!r}, which is taken")
+            raise ValueError(
+                f"head {head.name!r} has the metric {head.metric!r}, which is already taken"
+            )
     if not setup.config.heads.train_main and all(head.joins_main for head in heads):
         raise ValueError(
             "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "
@@ -303,15 +305,17 @@ def make_mixture(setup: Setup) -> Mixture:
         share = mixture.shares[name]
         what = f"objective.{name}_share={share}" if name != "elbo" else f"the ELBO's share {share}"
         raise ValueError(
-            f"{what} is less than one of train.batch_size={num_rows} rows, so that nothing of it "
-            f"would be trained; raise the share to {1 / num_rows:.4g}, or train.batch_size to "
+            f"{what} is less than one of train.batch_size={num_rows} rows, so it would never be "
+            f"trained; raise the share to {1 / num_rows:.4g}, or train.batch_size to "
             f"{math.ceil(1 / share)}"
         )
     return mixture
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """Returns a `Mixture` unchanged. A single objective receives batches cut as in the config."""
+    """Returns a `Mixture` unchanged. A single objective receives batches that are cut as in the
+    config.
+    """
     made = make(setup)
     if isinstance(made, Mixture):
         return made
@@ -322,7 +326,7 @@ def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
 def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:
     mean, error = ratio_and_error(nats_N.astype(np.float64), free_N)
     windows = int((free_N > 0).sum())
-    # A single window has no error estimate, and JSON has no NaN.
+    # A single window has no error estimate, and JSON cannot represent NaN.
     return (
         {"bound": mean} | ({"standard_error": error} if windows > 1 else {}) | {"windows": windows}
     )

@@ -44,7 +44,7 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Maximum steps in flight: enough to keep the device busy, few enough to stop quickly.
+# Maximum steps in flight: enough to keep the device busy, but few enough to stop quickly.
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
@@ -54,7 +54,7 @@ Callback = Callable[[Run, TrainState, dict[str, Any]], None]
 """``(run, state, record)``: called with a record of the metrics.
 
 ``record["kind"]`` is ``train`` or ``evaluation``, and ``record["step"]`` is the number of steps
-taken. The next step overwrites the arrays of the state, so copy any that you keep.
+taken. The next step overwrites the arrays of the state, so copy arrays that you keep.
 """
 
 
@@ -64,10 +64,10 @@ class Outcome:
 
     ``run`` is the run and ``params`` are its trained parameters: ``dlm_jax.Model(run.network,
     params, run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it. ``reason``
-    is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command continues) or
+    is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command resumes) or
     ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was saved after the
-    last good checkpoint). ``bound`` is the last evaluation in nats per token; None without one, and
-    for a sequence scorer.
+    last good checkpoint). ``bound`` is the last evaluation in nats per token; None if there is
+    none, and for a sequence scorer.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -101,7 +101,7 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` to its last step. A second call resumes the run.
+    """Trains the model of `config` up to its last step. A second call resumes the run.
 
     The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
     checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
@@ -119,8 +119,8 @@ def train(
         `Setup` that create them.
       optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
         schedule: any optax transformation, or a function of the `Setup` that creates one. Heads
-        with an optimiser group keep it, and the custom optimizer receives `optax.MaskedNode` for
-        their parameters. Labels of `optax.partition` should be a function of the parameters.
+        with an optimiser group keep their own, and the custom optimizer receives `optax.MaskedNode`
+        for their parameters. Labels of `optax.partition` should be a function of the parameters.
       schedule: ``step -> factor``, with steps from 0. The factor scales the learning rates of
         ``[optim]`` and replaces its warm-up and cosine. With an `optimizer` it scales the updates
         of that optimizer.
@@ -149,7 +149,7 @@ def train(
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
     corpus, mesh = run.corpus, dict(run.mesh.shape)
     report(
-        f"{corpus.name}: {corpus.num_train_tokens:,} tokens to train on, "
+        f"{corpus.name}: {corpus.num_train_tokens:,} training tokens, "
         f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
     )
     kind = run.mesh.devices.flat[0].platform
@@ -163,10 +163,10 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         told = configs.keys(Trait.FOUND)
         shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
         if shown:
-            report(f"not the default: [{section}] {' '.join(shown)}")
+            report(f"not default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
-        report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")
+        report(f"{run.out_dir} has already taken all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
 
@@ -192,7 +192,7 @@ def run_loop(
     profile: tuple[int, int] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Trains `run` to its last step, or until a signal or a non-finite value.
+    """Trains `run` until its last step, a signal or a non-finite value.
 
     Saves are complete on disk when it returns. A finished run is returned unchanged.
 
@@ -217,7 +217,7 @@ def run_loop(
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
-                    say(f"stopping {where} and saving; a second Ctrl-C would not wait")
+                    say(f"stopping {where} and saving; a second Ctrl-C exits at once")
                     loop.checkpoint()
                     reason = "interrupted"
                     break
@@ -305,7 +305,7 @@ class _Loop:
         self._batches.close()
 
     def take_step(self) -> None:
-        """Dispatches one step. It waits only if too many steps are in flight."""
+        """Dispatches one step. Waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
@@ -323,7 +323,7 @@ class _Loop:
         self._profile.after(self.step, self._settle, say)
 
     def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
-        """The batch of the next step (rows of the corpus, or samples) and its figures."""
+        """The batch of the next step (rows of the corpus, or samples) and its metrics."""
         task = self._run.task
         if task.rollouts is None:
             columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
@@ -376,14 +376,16 @@ class _Loop:
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
                 figures = ", ".join(f"{name} {metrics[name]}" for name in names)
                 say(
-                    f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
-                    "before it is kept; lower the learning rate or optim.clip"
+                    f"step {step} is not finite: {figures}; stopped, the last checkpoint before "
+                    f"it is kept; lower the learning rate or optim.clip"
                 )
                 raise _NonFiniteError
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text. Windows and noise are the same every time."""
+        """Records an evaluation on held-out text. Windows and noise are the same in every
+        evaluation.
+        """
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -401,7 +403,7 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far. If so, it saves the model."""
+        """Whether this evaluation is the best so far. If so, saves the model."""
         # One save at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
@@ -423,7 +425,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """Excludes the time inside from the training rate."""
+        """Excludes the time spent in the context from the training rate."""
         self._settle()
         start = time.perf_counter()
         yield
@@ -490,7 +492,7 @@ class StopRequest:
         self._signal_number = 0
 
     def at(self, step: int) -> int:
-        """The signal that ends the run after `step`, or 0. It is equal on every process.
+        """The signal that stops the run after `step`, or 0. It is equal on every process.
 
         With several processes, each must call it once after every step.
         """
@@ -508,11 +510,11 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 
     A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and has its default
     effect. A second SIGHUP has no effect, because closing terminals often send two. If SIGHUP was
-    already ignored, by ``nohup``, it stays ignored.
+    already ignored, for example by ``nohup``, it remains ignored.
 
-    With several processes the preemption service of JAX handles SIGTERM and agrees on a step with
-    all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread nothing
-    changes, because Python does not deliver signals there.
+    With several processes, the preemption service of JAX handles SIGTERM and agrees on a step with
+    all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread this has no
+    effect, because Python delivers no signals there.
     """
     stop = StopRequest()
     hears_signals = threading.current_thread() is threading.main_thread()
@@ -548,8 +550,8 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 
 def _lost(checkpoints: Checkpoints) -> str:
     steps = checkpoints.steps()
-    after = f"what came after step {steps[-1]} is lost" if steps else "nothing was saved"
-    return f"ended at once: {after}; the same command goes on from there"
+    after = f"steps after {steps[-1]} are lost" if steps else "nothing was saved"
+    return f"stopped at once: {after}; the same command resumes from there"
 
 
 def parse_span(text: str) -> tuple[int, int]:
@@ -563,7 +565,9 @@ def parse_span(text: str) -> tuple[int, int]:
         raise ValueError(f"--profile {text!r} is not FIRST:LAST; write two steps, such as 10:13")
     span = int(first[:12]), int(last[:12])
     if not 1 <= span[0] <= span[1]:
-        raise ValueError(f"--profile {text!r}: steps count from 1, and the last follows the first")
+        raise ValueError(
+            f"--profile {text!r}: steps start at 1, and the last must follow the first"
+        )
     return span
 
 
@@ -633,7 +637,9 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time inside as waiting for ``input`` (once per step) or for the ``device``."""
+        """Counts the time spent in the context as waiting for ``input`` (once per step) or for the
+        ``device``.
+        """
         self._steps += what == "input"
         start = time.perf_counter()
         yield

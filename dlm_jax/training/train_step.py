@@ -41,7 +41,9 @@ class TrainState(NamedTuple):
 
     @property
     def reference(self) -> Params | None:
-        """The initial values of the trained parameters, or a teacher's, if a loss requires them."""
+        """The initial values of the trained parameters, or the parameters of a teacher, if a loss
+        requires them.
+        """
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
@@ -54,7 +56,7 @@ class TrainState(NamedTuple):
         return self._replace(params=params, opt_state=opt_state, ema=ema)
 
     def taught_by(self, other: TrainState) -> TrainState:
-        """The initial state with the reference of another."""
+        """The initial state with the reference of another state."""
         return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
 
 
@@ -83,10 +85,10 @@ def keeping(
 Metrics = dict[str, jax.Array]
 """Metrics of one step by name, float32 scalars.
 
-``loss`` is the minimised loss in nats per token (per row for a sequence scorer).
+``loss`` is the minimised loss in nats per token (or per row for a sequence scorer).
 `StageLoss.metrics` adds its parts. ``grad_norm`` is the Euclidean norm of the gradient before
 clipping, and ``grad_norm_NAME`` that of the parameters under a top-level name, such as ``blocks``.
-``param_norm`` is the norm of the updated parameters. It shows whether they are finite, because the
+``param_norm`` is the norm of the updated parameters. It detects non-finite parameters, because the
 loss precedes the update.
 """
 
@@ -118,7 +120,7 @@ def init_state(
     has_ema: bool,
     key: jax.Array,
 ) -> TrainState:
-    """A fresh training state, created with its sharding. No device ever holds all of it."""
+    """A fresh training state, created with its sharding. No device ever holds the whole state."""
     abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
@@ -220,7 +222,7 @@ def _several(
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
     """``compute(params, part)`` summed over the parts of a batch, one part at a time.
 
-    Part p holds the rows p, p + num_parts, ..., so every device has an equal share of each part.
+    Part p contains the rows p, p + num_parts, ..., so every device has an equal share of each part.
     Scalars are totals of the whole batch and are passed to every part.
     """
     if num_parts == 1:
@@ -249,11 +251,11 @@ def check_adds_up(
 ) -> None:
     """Raises if a loss differs between a batch and the same batch in two parts.
 
-    Losses are computed once, for a few rows of `token_ids`. Losses of both signs may cancel, so the
-    tolerance is relative to the magnitudes of the parts.
+    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign may cancel, so
+    the tolerance is relative to the magnitudes of the parts.
 
     Raises:
-      ValueError: a loss does not add up. The message names it and both values.
+      ValueError: if a loss is not additive. The message names it and both values.
     """
     shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
     num_rows = next(
@@ -282,9 +284,9 @@ def check_adds_up(
         atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
         if not np.isclose(two[name], one[name], rtol=0.0, atol=atol, equal_nan=True):
             raise ValueError(
-                f"train.accumulate needs losses that add up over the parts of a batch, and "
+                f"train.accumulate requires losses that add up over the parts of a batch, but "
                 f"{name!r} is {one[name]:.4g} for a batch and {two[name]:.4g} in two parts; "
-                "return the plain sum from `loss` and make its weight in `draw`, or use "
+                "return the plain sum from `loss` and compute its weight in `draw`, or use "
                 "train.accumulate=1"
             )
 
@@ -310,7 +312,7 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiled `Task.measure`. Its figures by row are replicated over devices."""
+    """Compiled `Task.measure`. Per-row results are replicated over devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):

@@ -1,8 +1,8 @@
-"""Texts of tokens as one reads them: whole characters, also where one is spread over tokens.
+"""Texts of tokens as whole characters, even if a character is spread over several tokens.
 
 Snapshots of a row, and the changes between them.
 
-Shape legend: ``n`` live positions of the row; PAD is in no frame.
+Shape legend: ``n`` live positions of the row; frames exclude PAD.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Frame:
         given tokens and holes.
       status: ``"running"``, ``"done"``, ...
       origin: int32 ``[n]``, the index of each position in the previous frame, ascending, -1 for an
-        inserted one. None: nothing moved; the tail may have been cut.
-      steps: the limit of steps, or None if it is unknown.
+          inserted position. None if no position moved; the tail may have been cut.
+      steps: the maximum number of steps, or None if unknown.
     """
 
     row: int
@@ -132,23 +132,23 @@ class Frame:
             if array.shape != (length,):
                 raise ValueError(
                     f"frame of row {self.row} at step {self.step}: {name} has shape {array.shape}, "
-                    f"tokens has {length} positions; give one value for each live position"
+                    f"tokens has {length} positions; pass one value per live position"
                 )
             object.__setattr__(self, name, array)
         if (self.is_frozen & self.is_hole).any():
             place = int(np.flatnonzero(self.is_frozen & self.is_hole)[0])
             raise ValueError(
                 f"frame of row {self.row} at step {self.step}: position {place} is frozen and a "
-                "hole; a given token is never missing, so set one of the two to False"
+                "hole; a given token is never a hole, so set one of the two to False"
             )
 
 
 class Kind(IntEnum):
     """The change of a position since the previous frame.
 
-    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are unchanged (``KEPT`` also if the same token was
-    committed again). ``FRESH`` was a hole, ``REWRITTEN`` another token, ``REMASKED`` a token that
-    is now a hole. ``INSERTED`` is new; it may be a hole or a token.
+    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are unchanged (a position is also ``KEPT`` if the
+    same token was committed again). ``FRESH`` was a hole, ``REWRITTEN`` was another token, and
+    ``REMASKED`` was a token and is now a hole. ``INSERTED`` is new; it may be a hole or a token.
     """
 
     GIVEN = 0
@@ -166,7 +166,7 @@ class Changes(NamedTuple):
     Attributes:
       kinds: int8 ``[n]``, the `Kind` of each position of the later frame.
       deleted: int32, deleted positions of the earlier frame, ascending.
-      origin: int32 ``[n]``, index of each position in the earlier frame; -1 for a new one.
+      origin: int32 ``[n]``, index of each position in the earlier frame; -1 for a new position.
     """
 
     kinds: np.ndarray
@@ -180,7 +180,7 @@ class Changes(NamedTuple):
 def changes(before: Frame | None, after: Frame) -> Changes:
     """The kind of each position of `after`, and the deleted positions of `before`.
 
-    Without `before`, every token that a step committed is fresh, and nothing is inserted or
+    Without `before`, every token that a step committed is fresh, and no position is inserted or
     deleted.
     """
     if before is None:
@@ -211,26 +211,26 @@ def _checked_origin(before: Frame, after: Frame) -> np.ndarray:
     if before.row != after.row:
         raise ValueError(f"{where}: the first is of row {before.row}; compare frames of one row")
     if before.step > after.step:
-        raise ValueError(f"{where} go backwards; give them in the order of their steps")
+        raise ValueError(f"{where} are out of order; pass them in the order of their steps")
     old, new = before.tokens.size, after.tokens.size
     if after.origin is None:
         if new > old:
             raise ValueError(
-                f"{where}: {old} positions became {new} without an origin; "
-                "give the place that each position had"
+                f"{where}: {old} positions changed to {new} without an origin; pass the previous "
+                f"index of each position"
             )
         return np.arange(new, dtype=np.int32)
     moved = after.origin[after.origin >= 0]
     if (after.origin < -1).any() or (moved >= old).any() or (np.diff(moved) <= 0).any():
         raise ValueError(
-            f"{where}: the origin does not ascend from -1 or 0 to at most {old - 1}; "
-            "give the place of each position in the earlier frame, -1 for an inserted one"
+            f"{where}: the origin is not ascending within -1 to {old - 1}; pass the index of each "
+            f"position in the earlier frame, -1 for an inserted one"
         )
     return after.origin
 
 
 def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -> Frame:
-    """A frame of the current row; `steps` is its limit of steps."""
+    """A frame of the current row; `steps` is its maximum number of steps."""
     return Frame(
         row=number,
         step=row.steps,

@@ -1,4 +1,4 @@
-"""Pictures of a trace: when tokens were written, and how sure the model was. Needs matplotlib."""
+"""Plots of a trace: when tokens were written, and the confidence of the model. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def plot_trace(trace: Trace, row: int = 0) -> Figure:
-    """The writings of a row over its steps, coloured by their log-probability under the policy.
+    """The writes of a row over its steps, coloured by their log-probability under the policy.
 
-    A position that is written again, after remasking, has several marks. Needs the extra
+    A position that is written again after remasking has several marks. Requires the extra
     ``plots``.
 
     Args:
       trace: from ``generate(..., trace=True)``.
-      row: number of the row.
+      row: index of the row.
 
     Returns:
       A matplotlib figure; ``figure.savefig("trace.png")`` writes it.
@@ -33,20 +33,20 @@ def plot_trace(trace: Trace, row: int = 0) -> Figure:
         found["step"], found["position"], c=found["logprob"], s=14, marker="s", cmap="viridis"
     )
     figure.colorbar(marks, ax=axes, label="log-probability (nats)")
-    axes.set(xlabel="step", ylabel="position", title=f"row {row}: what each step wrote")
+    axes.set(xlabel="step", ylabel="position", title=f"row {row}: tokens written by each step")
     axes.set_ylim(int(trace.length[row]) - 0.5, -0.5)
     return figure
 
 
 def plot_confidence(trace: Trace, row: int = 0) -> Figure:
-    """Entropy and confidence at the drawn positions of a row, for each of its steps.
+    """Entropy and confidence at the drawn positions of a row by step.
 
-    Above, the entropies as a map of positions and steps, empty where nothing was drawn; below, the
-    means of both over the positions of a step. Needs the extra ``plots``.
+    The upper plot shows entropies by position and step, empty where no token was drawn. The lower
+    plot shows the means of both per step. Requires the extra ``plots``.
 
     Args:
       trace: from ``generate(..., trace=True)``.
-      row: number of the row.
+      row: index of the row.
 
     Returns:
       A matplotlib figure.
@@ -62,7 +62,7 @@ def plot_confidence(trace: Trace, row: int = 0) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     image = above.imshow(entropy.T, aspect="auto", interpolation="nearest", cmap="magma")
     figure.colorbar(image, ax=above, label="entropy (nats)")
-    above.set(ylabel="position", title=f"row {row}: what each step was unsure of")
+    above.set(ylabel="position", title=f"row {row}: uncertainty of each step")
     steps = np.arange(num_steps)
     for label, values in (("entropy (nats)", entropy), ("confidence", confidence)):
         below.plot(steps, _means(values), label=label)
@@ -72,7 +72,7 @@ def plot_confidence(trace: Trace, row: int = 0) -> Figure:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """The mean of each step; NaN where nothing was drawn."""
+    """The mean of each step; NaN where no token was drawn."""
     count = np.isfinite(values).sum(axis=1)
     total = np.nansum(values, axis=1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
@@ -81,7 +81,7 @@ def _means(values: np.ndarray) -> np.ndarray:
 def _check(trace: Any, row: int) -> None:
     if not isinstance(trace, Trace):
         raise ValueError(
-            f"trace is a {type(trace).__name__}; give result.trace of generate(..., trace=True)"
+            f"trace is a {type(trace).__name__}; pass result.trace of generate(..., trace=True)"
         )
     if not 0 <= row < len(trace.steps):
         raise ValueError(f"row={row} is not in the trace; use 0 to {len(trace.steps) - 1}")
@@ -93,7 +93,7 @@ def _figure() -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError(
-            "plots need matplotlib, which is not installed; pip install 'dlm_jax[plots]'"
+            "plots require matplotlib, which is not installed; pip install 'dlm_jax[plots]'"
         ) from None
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

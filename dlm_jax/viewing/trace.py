@@ -15,7 +15,7 @@ import numpy as np
 from dlm_jax.store.files import replacing
 from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
 
-# A probability below exp(-20) is shown as 0; also used for -inf and NaN.
+# Probabilities below exp(-20), -inf and NaN are shown as 0.
 _LEAST_LOGPROB = -20.0
 
 
@@ -29,12 +29,12 @@ def write_trace(
 ) -> int:
     """Writes the page to `path` atomically and returns its size in bytes.
 
-    The page needs no network and no other file. Each frame is stored as its changes since the
+    The page works offline and without other files. Each frame is stored as its changes since the
     previous one, with log-probabilities to 0.01 nats.
 
     Args:
       path: path of the page. An existing file is replaced.
-      rows: for each row its frames, in the order of their steps.
+      rows: the frames of each row, in the order of their steps.
       decode: text of a sequence of ids; U+FFFD for incomplete characters.
       title: heading of the page.
       names: labels of ids without a text, such as ``{eos_id: "⟨eos⟩"}``.
@@ -52,8 +52,8 @@ def write_trace(
 def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any]:
     """The data of the page's script, as a JSON dict.
 
-    ``pieces`` maps ids to texts, ``joined`` maps neighbouring ids (written with spaces) that are
-    whole characters only together. A row has ``row`` and ``frames``; see `_frame_data`.
+    ``pieces`` maps ids to texts, ``joined`` maps neighbouring ids (written with spaces) that form
+    complete characters only together. A row has ``row`` and ``frames``; see `_frame_data`.
     """
     ids: set[int] = set()
     parts: set[int] = set()
@@ -61,7 +61,7 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
     out = []
     for index, frames in enumerate(rows):
         if not frames:
-            raise ValueError(f"row {index} of the trace has no frames; leave it out")
+            raise ValueError(f"row {index} of the trace has no frames; remove it")
         befores = [None, *frames[:-1]]
         data = [_frame_data(*pair) for pair in zip(befores, frames, strict=True)]
         out.append({"row": frames[0].row, "frames": data})
@@ -72,7 +72,7 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
             if parts:
                 neighbours |= _neighbours(frame, parts)
     if not out:
-        raise ValueError("the trace has no rows; give the frames of at least one")
+        raise ValueError("the trace has no rows; pass the frames of at least one row")
     texts = {str(token): pieces((token,)) for token in sorted(ids)}
     return {"pieces": texts, "joined": _joined(neighbours, pieces), "rows": out}
 
@@ -101,12 +101,11 @@ def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
 def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
     """The changes from `before` to `after`.
 
-    Keys, all but the first left out where they would be empty or as in the frame before: ``s``
-    step, ``S`` status, ``T`` steps in all; ``o`` where positions came from, as runs ``first place,
-    count`` (first place -1: inserted); ``d`` places of `before` that were deleted; and for the
-    positions that changed ``p`` the distance to the one before it in this list, ``t`` id (-1 a
-    hole), ``k`` kind, ``c`` step it was committed at, ``l`` log-probability times -100. A list of
-    equal values is written as that value.
+    Keys are ``s`` step, ``S`` status, ``T`` total steps; ``o`` previous positions, as runs ``first
+    position, count`` (first position -1: inserted); ``d`` deleted positions of `before`; and for
+    changed positions ``p`` distance to the previous entry of the list, ``t`` id (-1: a hole), ``k``
+    kind, ``c`` step of the commit, ``l`` log-probability times -100. Keys except ``s`` are omitted
+    if they are empty or unchanged. A list of equal values is written as that value.
     """
     kinds, deleted, origin = changes(before, after)
     now = _columns(after)
@@ -132,7 +131,9 @@ def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
 
 
 def _columns(frame: Frame) -> np.ndarray:
-    """Per position: id or -1 at a hole, step of its commit, log-probability as stored."""
+    """Per position: the id (-1 at a hole), the step of its commit, and the stored
+    log-probability.
+    """
     logprobs = np.nan_to_num(
         frame.logprobs, nan=_LEAST_LOGPROB, neginf=_LEAST_LOGPROB, posinf=0.0
     ).clip(_LEAST_LOGPROB, 0)
@@ -146,13 +147,13 @@ def _columns(frame: Frame) -> np.ndarray:
 
 
 def _base_kinds(frame: Frame) -> np.ndarray:
-    """`GIVEN`, `HOLE` or `KEPT` for each position: its kind if it is unchanged."""
+    """`GIVEN`, `HOLE` or `KEPT` for each position: its kind if unchanged."""
     kinds = np.where(frame.is_hole, Kind.HOLE, Kind.KEPT)
     return np.where(frame.is_frozen, Kind.GIVEN, kinds)
 
 
 def _runs(origin: np.ndarray) -> list[int]:
-    """Stretches of `origin` that ascend by one, or are -1 throughout, as ``first, count, ...``."""
+    """Runs of `origin` that ascend by one, or are all -1, as ``first, count, ...``."""
     is_new = origin < 0
     breaks = (np.diff(origin) != ~is_new[1:]) | (is_new[1:] != is_new[:-1])
     starts = np.flatnonzero(np.concatenate([[True], breaks])) if origin.size else np.zeros(0, int)
@@ -161,7 +162,7 @@ def _runs(origin: np.ndarray) -> list[int]:
 
 
 def _short(column: np.ndarray) -> Any:
-    """The column as a list, or its value if that is the same throughout."""
+    """The column as a list, or a single value if all are equal."""
     return column[0].item() if (column == column[0]).all() else column.tolist()
 
 

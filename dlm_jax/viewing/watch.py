@@ -1,4 +1,4 @@
-"""Shows a canvas in a terminal: lines of cells, with one visible sign per character."""
+"""Shows a canvas in a terminal: lines of cells, with one visible glyph per character."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TextIO
 from dlm_jax.settings import SettingError
 from dlm_jax.viewing.frames import Changes, Frame, Kind, Pieces, changes
 
-# Replacements for signs that the encoding of a stream lacks.
+# Replacements for glyphs that the encoding of a stream lacks.
 _PLAIN = {"░": "_", "▒": "~", "⏎": "\\n", "␉": "\\t", "⟨": "<", "⟩": ">", "…": "..."}
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 class Cell(NamedTuple):
-    """A sign, the terminal columns it takes, its kind, and whether a line ends after it."""
+    """A glyph, its width in terminal columns, its kind, and whether a line ends after it."""
 
     sign: str
     columns: int
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterator[Cell]:
-    """The cells of a canvas: one per hole, and one harmless sign per character.
+    """The cells of a canvas: one per hole, and one printable glyph per character.
 
     A character of several tokens has the kind of the token with the largest change.
     """
@@ -50,7 +50,7 @@ def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterato
 
 @lru_cache(maxsize=4096)
 def _sign(char: str, encoding: str) -> tuple[str, int]:
-    """The sign for `char`, and its width in columns."""
+    """The glyph for `char`, and its width in columns."""
     if char == "\n":
         sign = "⏎"
     elif char < " ":
@@ -78,7 +78,7 @@ def writes(text: str, encoding: str) -> bool:
 def wrap(canvas: Iterator[Cell], width: int) -> list[list[Cell]]:
     """Lines of at most `width` columns, broken after a space or hole if possible.
 
-    A space at the start of a wrapped line is dropped. The sign of a line end always fits on its
+    A space at the start of a wrapped line is dropped. The glyph of a line end always fits on its
     line.
     """
     lines: list[list[Cell]] = []
@@ -101,7 +101,7 @@ def wrap(canvas: Iterator[Cell], width: int) -> list[list[Cell]]:
 
 
 def _last_break(line: list[Cell]) -> int:
-    """Where to cut `line`: after its last space or hole, else at its end."""
+    """The index at which to break `line`: after its last space or hole, or at its end."""
     for at in range(len(line), 0, -1):
         if line[at - 1].sign == " " or line[at - 1].kind in (Kind.HOLE, Kind.REMASKED):
             return at
@@ -109,7 +109,7 @@ def _last_break(line: list[Cell]) -> int:
 
 
 def paint(line: list[Cell], style: Callable[[Kind], str]) -> str:
-    """The line as text, its kinds in the terminal's styles; an empty style switches nothing."""
+    """The line as text, with its kinds in terminal styles; an empty style has no effect."""
     out, last = [], ""
     for cell in line:
         code = style(cell.kind)
@@ -136,7 +136,7 @@ _MIN_WIDTH = 16
 # Slow enough to follow; rows of many steps are shown faster to stay near this total.
 _PACE = 0.15
 _LONGEST = 12.0
-# A header and three lines of text, the least that is shown of a row.
+# A header and three lines of text, the minimum shown for a row.
 _MIN_LINES = 4
 
 
@@ -146,17 +146,17 @@ def pace_of(steps: int) -> float:
 
 
 class Watch:
-    """Shows the rows of each step, in place on a terminal, else as consecutive blocks of lines.
+    """Shows the rows of each step, in place on a terminal, or as consecutive blocks of lines.
 
     Args:
       decode: text of a sequence of ids; U+FFFD for incomplete characters.
       stream: where to write.
-      width: columns; None: those of the terminal, read each time.
-      height: most lines to draw in place; None: those of the terminal.
-      use_colour: None is yes on a terminal unless the environment has NO_COLOR.
-      rows_shown: rows to draw at most, the first of those given.
+      width: number of columns; None: the current width of the terminal.
+      height: maximum lines to draw in place; None: the height of the terminal.
+      use_colour: None enables colour on a terminal unless NO_COLOR is set.
+      rows_shown: maximum rows to draw, the first ones of a call.
       names: labels of ids without a text, such as ``{eos_id: "⟨eos⟩"}``.
-      pace: least seconds between two drawings on a terminal; other streams do not wait.
+      pace: minimum seconds between two drawings on a terminal; other streams do not wait.
 
     Attributes:
       waited: total seconds of these waits.
@@ -196,7 +196,7 @@ class Watch:
         self.waited = 0.0
 
     def show(self, frames: Sequence[Frame]) -> None:
-        """Draws one frame per row over the previous drawing; without frames it does nothing.
+        """Draws one frame per row over the previous drawing; without frames it has no effect.
 
         A row is compared with its frame in the previous call, if any.
         """
@@ -221,7 +221,7 @@ class Watch:
         self._before = {frame.row: frame for frame in frames}
 
     def _wait(self) -> None:
-        """Waits until the last drawing was visible for long enough."""
+        """Waits until the last drawing has been visible for long enough."""
         rest = self._last + self._pace - time.monotonic()
         if rest > 0:
             time.sleep(rest)
@@ -241,7 +241,7 @@ class Watch:
     def _share(self, num_rows: int, height: int | None) -> tuple[int, int | None]:
         """The number of rows to draw, and the limit of lines for each; None: no limit.
 
-        Drawing more lines than the terminal has would leave fragments in its scroll-back.
+        Drawing more lines than the terminal has leaves fragments in its scroll-back.
         """
         shown = min(num_rows, self._rows_shown)
         if height is None:

@@ -77,13 +77,13 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ('"a"', ': "a" is not an object; write {"prompt": ...}'),
         ("null", ": null is not an object"),
         (b'{"prompt": "\xe4"}', "is not UTF-8: byte 0xe4 at column 13 (in bytes); save the file"),
-        ('{"id": 1.5}', ": id=1.5 is neither a text nor an integer; use one"),
-        ('{"id": true}', ": id=true is neither"),
-        ('{"id": null}', ": id=null is neither"),
-        ('{"id": [1]}', ": id=[...] is neither"),
+        ('{"id": 1.5}', ": id=1.5 must be a string or an integer"),
+        ('{"id": true}', ": id=true must be a string or an integer"),
+        ('{"id": null}', ": id=null must be a string or an integer"),
+        ('{"id": [1]}', ": id=[...] must be a string or an integer"),
         (r'{"id": "\udc00"}', ": id has a lone surrogate (U+DC00) at position 0, which is not"),
         ('{"id": "line 7"}', ': id="line 7" is reserved for that line; use another id'),
-        ('{"id": "first"}', ': id="first" is that of line 1 too; give each its own'),
+        ('{"id": "first"}', ': id="first" is already used by line 1; use unique ids'),
     ],
 )
 def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(path, line, message):
@@ -102,10 +102,10 @@ def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(pat
     [
         ({"prompt": "a", "template": "b"}, " has prompt and template; keep one of them"),
         ({"tokens": [], "prompt": "", "template": ""}, " has prompt and template and tokens; keep"),
-        ({"prompt": 3}, ": prompt=3 is not a text; write it in quotes"),
-        ({"prompt": None}, ": prompt=null is not a text"),
-        ({"template": ["a"]}, ": template=[...] is not a text"),
-        ({"draft": {}}, ": draft={...} is not a text"),
+        ({"prompt": 3}, ": prompt=3 is not a string; write it in quotes"),
+        ({"prompt": None}, ": prompt=null is not a string"),
+        ({"template": ["a"]}, ": template=[...] is not a string"),
+        ({"draft": {}}, ": draft={...} is not a string"),
         ({"prompt": "ab\ud800"}, ": prompt has a lone surrogate (U+D800) at position 2, which"),
         ({"template": "\ud800"}, ": template has a lone surrogate"),
         ({"draft": "\ud800"}, ": draft has a lone surrogate"),
@@ -158,7 +158,7 @@ def test_whatever_a_file_holds_each_line_that_is_not_blank_has_an_id_of_its_own(
 def test_the_error_of_a_repeated_id_names_both_lines_also_where_the_first_was_bad(path):
     first, second = read(path, '{"id": 5, "steps": "x"}\n{"id": 5}')
     assert (first.id, second.id) == (5, "line 2")
-    assert second.error == "in.jsonl line 2: id=5 is that of line 1 too; give each its own"
+    assert second.error == "in.jsonl line 2: id=5 is already used by line 1; use unique ids"
 
 
 def test_a_line_may_be_named_after_its_own_number(path):
@@ -193,8 +193,8 @@ def test_every_line_is_in_the_share_of_exactly_one_process(numbers, count):
         (0, 0, "count=0 processes are too few; use at least 1"),
         (3, 3, "index=3 is not a process of count=3; use 0 to 2"),
         (-1, 3, "index=-1 is not a process of count=3; use 0 to 2"),
-        (True, 3, "index=True of the processes is not an integer; use one"),
-        (0, 2.0, "count=2.0 of the processes is not an integer; use one"),
+        (True, 3, "index=True of the processes is not an integer"),
+        (0, 2.0, "count=2.0 of the processes is not an integer"),
     ],
 )
 def test_a_process_that_cannot_be_is_refused(index, count, message):

@@ -422,7 +422,7 @@ def test_another_number_of_processes_is_refused_and_says_which_continues(path, t
     with Results(path, fingerprint=RUN, count=there) as results:
         results.write(result("b"))
     assert snapshot_and_refusal(path, count=count) == (
-        f"out.jsonl{name} is of a run with count={there} processes, not {count}; "
+        f"out.jsonl{name} belongs to a run with count={there} processes, not {count}; "
         f"continue with {there}, or remove it or choose another --output"
     )
 
@@ -507,7 +507,7 @@ def test_a_result_without_an_id_or_a_second_one_or_after_the_end_is_refused(path
     with Results(path, fingerprint=RUN) as results:
         results.write(result("b"))
         for bad in ({}, {"id": None}, {"id": True}, {"id": 1.0}):
-            with pytest.raises(ValueError, match="has no id; give a text or an integer"):
+            with pytest.raises(ValueError, match="has no id; use a string or an integer"):
                 results.write(bad)
         with pytest.raises(ValueError, match="the result of id='b' exists already; write it"):
             results.write(result("b"))

@@ -215,8 +215,8 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "temperature='0.7' is not a number",
                  "dynatemp_range='0.5' is not", "steps=3000000000 is outside [1, 2147483647]",
                  "exceeds the canvas",
-                 "max_length=10000000", "top_p=1000", "stop_at_eos means nothing", "is not a gap",
-                 "top_k=5 needs 'top_k'", "logit_bias names id 999"):  # fmt: skip
+                 "max_length=10000000", "top_p=1000", "stop_at_eos has no effect", "is not a gap",
+                 "top_k=5 needs 'top_k'", "logit_bias has id 999"):  # fmt: skip
         assert part in told, part
 
 
@@ -538,7 +538,7 @@ def test_a_host_sampler_that_fails_or_is_refused_costs_its_own_row_alone(
     errors = [row["error"] for row in rows[3:]]
     for error, said in zip(errors, [
         "line 3: os:system is not allowed", "line 3: os:system is not allowed",
-        "line 4: host_sampler=5 is not a text", "line 5: read_back=65 is outside [1, 64]",
+        "line 4: host_sampler=5 is not a string", "line 5: read_back=65 is outside [1, 64]",
         "line 6: read_back='all' is not an integer", "line 7: read_back=[2] is not an integer",
         "line 8: n=0 samples must be 1 to 1048576",
     ], strict=True):  # fmt: skip

@@ -43,13 +43,13 @@ def test_a_dry_run_without_the_options_of_the_compiler_says_so(tmp_path, capsys)
     ("more", "changes", "message"),
     [
         (["--topology", "v5e:4x4"], {}, "--topology has no effect without --dry-run"),
-        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is not a topology; write"),
+        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is not a topology; use"),
         (["--dry-run"], {"mesh__fsdp": 3}, "these fit: data=2 fsdp=4 tensor=1"),
         (["--dry-run"], {"mesh__tensor": 4}, "mesh.tensor=4 does not divide model.heads=2; use 2"),
-        (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 splits experts, and the model"),
+        (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 splits experts, but the model"),
         (["--dry-run"], {"train__batch_size": 6}, "train.batch_size=6"),
         (["--dry-run"], {"mesh__compiler_options": "xla_a=1"}, "No such compile option: 'xla_a'"),
-        ([], {"mesh__compiler_options": "xla_a=1"}, "mesh.compiler_options='xla_a=1' is refused"),
+        ([], {"mesh__compiler_options": "xla_a=1"}, "mesh.compiler_options='xla_a=1' is rejected"),
         ([], {"mesh__compiler_options": "xla_a"}, "'xla_a' is not name=value; write"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_topology_without_its_compiler_names_the_extra(monkeypatch):
 @pytest.mark.parametrize("name", ["v9:2x2", "v5e:3x3"])
 def test_a_topology_that_the_compiler_does_not_know_is_refused_in_one_line(name):
     with pytest.raises(
-        ValueError, match=f"--topology={name} is not known to the TPU compiler"
+        ValueError, match=f"--topology={name} is not supported by the TPU compiler"
     ) as e:
         mesh.topology_devices(name)
     assert "\n" not in str(e.value)

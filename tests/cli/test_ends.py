@@ -159,7 +159,7 @@ def test_finite_parameters_whose_logits_overflow_end_with_1_too(tmp_path, capsys
     assert '"status": "non_finite"' in (tmp_path / "out.jsonl").read_text()
     capsys.readouterr()
     assert evaluation.main([*run, "--continuation", "The cat sat."]) == End.NOT_FINITE
-    assert "its score is not finite" in capsys.readouterr().err
+    assert "the score is not finite" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsys):
@@ -209,7 +209,7 @@ def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypat
     out, err = capsys.readouterr()
     assert out == text
     assert f"error: --trace {page} cannot be written: No space left on device" in err
-    for bad, said in ((tmp_path, "is a folder"), ("/proc/page.html", "cannot be written")):
+    for bad, said in ((tmp_path, "is a directory"), ("/proc/page.html", "cannot be written")):
         with pytest.raises(SystemExit) as ended:
             sample.main([*run, "--trace", str(bad)])
         assert ended.value.code == 2

@@ -157,7 +157,7 @@ def test_a_weights_file_decides_neither_what_is_read_nor_what_is_written(
         evaluation, "load_corpus", lambda *args, **kwargs: pytest.fail("it is read")
     )
     line = _refused(capsys, "--checkpoint", path)
-    assert "is a file, which does not decide what is read; name its text: --held-out" in line
+    assert "is a file and cannot select the text to read; name the text: --held-out" in line
     monkeypatch.undo()
     monkeypatch.setattr(evaluation, "start_jax", lambda *args: None)
     monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
@@ -262,15 +262,15 @@ def test_a_temperature_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir,
 @pytest.mark.parametrize(
     ("flags", "lines", "word"),
     [
-        (["--fit", "x"], LABELLED, "--task goes with"),
-        (["--task", "x"], LABELLED, "--task goes with"),
-        (["--text", "x"], LABELLED, "--labelled is a source of its own"),
+        (["--fit", "x"], LABELLED, "--task requires"),
+        (["--task", "x"], LABELLED, "--task requires"),
+        (["--text", "x"], LABELLED, "--labelled excludes other sources"),
         (["--order", "best"], LABELLED, "order='best'"),
-        ([], [LABELLED[0] | {"label": "cat"}], "line 1: label='cat' is none"),
+        ([], [LABELLED[0] | {"label": "cat"}], "line 1: label='cat' is not one"),
         ([], [LABELLED[0] | {"choices": ["sat", ""]}], "holds an empty label"),
         ([], [LABELLED[0] | {"choices": ["sat", "sat"]}], "twice"),
-        ([], [LABELLED[0] | {"more": 1}], "other fields"),
-        ([], [], "has no line"),
+        ([], [LABELLED[0] | {"more": 1}], "unexpected fields"),
+        ([], [], "has no lines"),
     ],
 )
 def test_bad_labelled_lines_are_refused(run_dir, tmp_path, capsys, flags, lines, word):

@@ -60,7 +60,7 @@ def test_a_lost_host_ends_the_other_within_a_minute(tmp_path, lost):
         assert children[0].returncode == EXIT_LOST, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert "process 1 sent no heartbeat" in line
-        assert "the same command continues" in line
+        assert "the same command resumes" in line
         assert "Traceback" not in err
     else:
         assert children[1].returncode != 0
@@ -82,7 +82,7 @@ def test_hosts_that_are_set_otherwise_are_refused_before_anything_is_written(
     assert [child.returncode for child in children] == [2, 2], errors
     for err in errors:
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert f"process 1 has another {told}" in line
+        assert f"process 1 has a different {told}" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +92,7 @@ def test_hosts_that_read_other_text_are_refused(tmp_path):
     children = _two(tmp_path / "run", {}, {"data__source": other})
     errors = [child.communicate(timeout=300)[1] for child in children]
     assert [child.returncode for child in children] == [2, 2], errors
-    assert all("process 1 has another data.source than process 0" in err for err in errors)
+    assert all("process 1 has a different data.source than process 0" in err for err in errors)
     assert list(tmp_path.iterdir()) == [other]
 
 

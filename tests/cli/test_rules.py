@@ -109,7 +109,7 @@ def test_settings_of_ones_own_rules_are_keys_of_requests(run_dir, capsys, tmp_pa
         (["--rules"], "--rules: expected one argument"),
         (["--rules", "own_rules_here", "--my-settin", "1"], "did you mean '--my-setting'?"),
         (["--rules", "own_rules_here", "--my-pace", "0"], "error: --my-pace=0 is outside [1, 99]"),
-        (["--rules", "own_rules_here", "--my-pace", "half"], "--my-pace='half' is not a whole"),
+        (["--rules", "own_rules_here", "--my-pace", "half"], "--my-pace='half' is not an integer"),
         (["--my-setting", "1"], "unknown argument '--my-setting'"),
     ],
 )  # fmt: skip

@@ -102,9 +102,9 @@ def test_two_processes_print_the_texts_once(run_dir):
     ("flags", "axes", "said"),
     [
         (["--batch-size", "6"], {"data": 4}, "--batch-size 6 is not divisible by the 4 devices"),
-        ([], {"data": 3}, "do not multiply to the 4 devices present"),
-        (["--watch"], {"data": 4}, "canvases are shown in one process"),
-        (["--read-back", "2"], {"data": 4}, "host samplers and read-back look at whole rows in"),
+        ([], {"data": 3}, "do not multiply to 4, the number of devices"),
+        (["--watch"], {"data": 4}, "canvases can only be shown in a single process"),
+        (["--read-back", "2"], {"data": 4}, "host samplers and read-back need whole rows in"),
     ],
 )
 def test_what_several_processes_cannot_do_ends_with_code_2_in_each(run_dir, flags, axes, said):

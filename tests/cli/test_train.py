@@ -47,7 +47,7 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
         assert len(samples) == 3, out
         assert all(0 < len(sample) <= 16 for sample in samples), out
         assert "Warning" not in err
-        assert ("nothing is left to train" in err) == (attempt == 1)
+        assert ("nothing to train" in err) == (attempt == 1)
         assert ("held-out bound" in err) == (attempt == 0)
         assert ("sample at step 5" in err) == (attempt == 0)
         texts.append(out)
@@ -71,7 +71,7 @@ def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path,
     assert child.returncode == 128 + number, err
     assert out == ""
     assert "Traceback" not in err
-    (step,) = re.findall(r"interrupted: saved at step (\d+); the same command continues", err)
+    (step,) = re.findall(r"interrupted: saved at step (\d+); the same command resumes", err)
     assert (tmp_path / "checkpoints" / f"step_{int(step):08d}").is_dir()
 
 
@@ -99,7 +99,7 @@ def test_a_second_training_in_a_directory_is_refused_and_the_first_goes_on(tmp_p
         with pytest.raises(SystemExit) as ended:
             train.main(_arguments(tmp_path))
     assert ended.value.code == 2
-    line = f"error: train.out_dir={tmp_path} is in use by another training; wait for its end, or"
+    line = f"error: train.out_dir={tmp_path} is in use by another run; wait until it ends, or"
     assert line in capsys.readouterr().err
     first.checkpoints.close()
 
@@ -115,7 +115,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
     ("more", "message"),
     [
         (["--train.stepz", "3"], "unknown argument '--train.stepz'; did you mean '--train.steps'?"),
-        (["--train.steps", "many"], "--train.steps='many' is not a whole number"),
+        (["--train.steps", "many"], "--train.steps='many' is not an integer"),
         (["--train.steps"], "argument --train.steps: expected one argument"),
         (["--train.batch_size", "0"], "train.batch_size=0 is outside [1, 1048576]"),
         (["--train.seed", str(2**32)], "train.seed=4294967296 is outside [0, 4294967295]"),
@@ -126,7 +126,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--data.source", "nowhere*.txt"], "nowhere*.txt matches no file"),
         (["--data.seq_len", "5000"], "fewer than one window of seq_len=5000"),
         (["--model.vocab_size", "3"], "model.vocab_size=3 is smaller than the tokenizer's"),
-        (["--mesh.tensor", "2"], "do not multiply to the 1 devices present"),
+        (["--mesh.tensor", "2"], "do not multiply to 1, the number of devices"),
         (["--data.tokenizer", "charactre"], "did you mean 'character'?"),
         (["--data.tokenizer", "nowhere.json"], "nowhere.json does not exist"),
         (["--data.tokenizer", "bpe:99"], "cannot hold the 256 bytes"),
@@ -137,7 +137,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--model.attention_type", "causal"], "use left_to_right"),
         (["--resume", "nowhere"], "--train.out_dir has no effect with --resume"),
         (["--resume", "r", "--config", "c"], "--resume and --config exclude each other"),
-        (["--data.tokenizer", "init"], "data.tokenizer='init' needs train.init_from, which"),
+        (["--data.tokenizer", "init"], "data.tokenizer='init' requires train.init_from, which"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
@@ -156,7 +156,7 @@ def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, c
         assert train.main(["--resume", str(tmp_path / "moved")]) == 0
     err = capsys.readouterr().err
     assert f"continuing {tmp_path / 'moved'} from step 5 of 24" in err
-    assert "not the default: [model] depth=2 width=16 heads=2" in err
+    assert "not default: [model] depth=2 width=16 heads=2" in err
     tiny_run.run(tmp_path / "whole")
     assert tiny_run.records(tmp_path / "moved") == tiny_run.records(tmp_path / "whole")
     assert not (tmp_path / "run").exists()
@@ -171,7 +171,7 @@ def test_a_run_that_has_saved_nothing_is_not_resumed_and_it_says_how_to_start_it
         err = capsys.readouterr().err
         assert exit_.value.code == 2
         assert err.startswith(f"error: --resume {tmp_path}: ") and err.count("\n") == 1
-        assert (f"start it again with --config {tmp_path}/config.toml" in err) == made
+        assert (f"restart it with --config {tmp_path}/config.toml" in err) == made
 
 
 def test_a_run_keeps_a_config_that_trains_the_same_anew(tmp_path, capsys):
@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys, setting):
     if os.access("/proc", os.W_OK):  # nobody can make a directory there, and root may write it
         (tmp_path / "run").mkdir()
         line = _refusal(capsys, tmp_path / "run", f"--{setting}", "/proc/x")
-        assert f"{setting}=/proc/x cannot be made (No such file" in line
+        assert f"{setting}=/proc/x cannot be created (No such file" in line
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -269,7 +269,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys, setting):
 def test_a_directory_that_may_not_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "locked").mkdir(mode=0o500)
     line = _refusal(capsys, tmp_path / "run", "--train.out_dir", str(tmp_path / "locked" / "run"))
-    assert "is not writable; name another directory" in line
+    assert "is not writable; choose another directory" in line
 
 
 def test_a_metrics_file_of_another_program_is_refused_and_kept(tmp_path, capsys):

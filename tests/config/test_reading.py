@@ -36,15 +36,15 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
         ("[trian]\nsteps = 3", {}, "unknown section 'trian'; did you mean 'train'?"),
         ("steps = 3", {}, "unknown section 'steps'"),
         ("train = 3", {}, "write [train] above its keys"),
-        ('[train]\nsteps = "3"', {}, "train.steps='3' is not a whole number"),
-        ("[train]\nsteps = 3.5", {}, "train.steps=3.5 is not a whole number"),
+        ('[train]\nsteps = "3"', {}, "train.steps='3' is not an integer"),
+        ("[train]\nsteps = 3.5", {}, "train.steps=3.5 is not an integer"),
         ('[optim]\nname = "adan"', {}, "optim.name='adan' is not one of muon, adamw"),
         ("[train]\nsteps = 0", {}, "train.steps=0 is outside [1, 2147483647]; use 1000, say"),
         ("[model]\nwidth = 30\nheads = 4", {}, "model.width=30 is not an even multiple"),
         ("[model]\nheads = 4\nkv_heads = 3", {}, "does not divide model.heads=4"),
         ("[train]\nsteps = [", {}, "is not valid TOML"),
         ("", {"train.stepz": "3"}, "unknown flag 'train.stepz'; did you mean 'train.steps'?"),
-        ("", {"train.steps": "many"}, "command line: --train.steps='many' is not a whole number"),
+        ("", {"train.steps": "many"}, "command line: --train.steps='many' is not an integer"),
         ("", {"model.qkv_bias": "perhaps"}, "model.qkv_bias='perhaps' is not true or false"),
         (
             "",
@@ -69,17 +69,17 @@ BEGUN = {"train.init_from": "runs/other"}
     ("flags", "message"),
     [
         (SAMPLER | {"model.mode": "sequence_scorer"},
-         "model.add_sampler_head=True needs model.mode='language_model', and it is "
+         "model.add_sampler_head=True requires model.mode='language_model', not "
          "'sequence_scorer'; change one of them"),
         (CRITIC | {"model.mode": "sequence_scorer"},
-         "model.add_critic_head=True needs model.mode='language_model'"),
+         "model.add_critic_head=True requires model.mode='language_model'"),
         (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_sampler_head=True needs model.attention_type='bidirectional', and it is "
+         "model.add_sampler_head=True requires model.attention_type='bidirectional', not "
          "'causal'; change one of them"),
         (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_critic_head=True needs model.attention_type='bidirectional'"),
+         "model.add_critic_head=True requires model.attention_type='bidirectional'"),
         ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},
-         "model.mode='sequence_scorer' needs model.attention_type='bidirectional'"),
+         "model.mode='sequence_scorer' requires model.attention_type='bidirectional'"),
         (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
         (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
         ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.5"),
@@ -90,7 +90,7 @@ BEGUN = {"train.init_from": "runs/other"}
         ({"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
         ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
         (SAMPLER | {"heads.train_main": "false"},
-         "heads.train_main=False freezes the model, and it is untrained; name a trained one in "
+         "heads.train_main=False freezes an untrained model; name a trained one in "
          "train.init_from"),
     ],
 )  # fmt: skip

@@ -142,13 +142,13 @@ def test_bad_sources_are_refused_in_one_line(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     cases = [
-        ("no.txt", r"no\.txt does not exist; give a path, a glob or the built-in corpus"),
-        ("*.md", r"\*\.md matches no file; give a path"),
-        ("", "is a folder; name its files, such as"),
-        ("empty.txt", r"empty\.txt is empty; give"),
-        ("bom.txt", r"bom\.txt is empty; give"),
-        ("empt*", "every file found is empty; give"),
-        ("blank.jsonl", r"blank\.jsonl is empty; give"),
+        ("no.txt", r"no\.txt does not exist; pass a path, a glob or the built-in corpus"),
+        ("*.md", r"\*\.md matches no file; pass a path"),
+        ("", "is a directory; pass its files, such as"),
+        ("empty.txt", r"empty\.txt is empty; use"),
+        ("bom.txt", r"bom\.txt is empty; use"),
+        ("empt*", "all files are empty; use"),
+        ("blank.jsonl", r"blank\.jsonl is empty; use"),
         ("bad.jsonl", r"bad\.jsonl line 2: text is a number; write"),
         ("latin.txt", r"latin\.txt is not UTF-8: byte 0xe9 at byte offset 11 \(line 3\); convert"),
         ("utf16.txt", r"is not UTF-8: byte 0xff at byte offset 0 \(line 1\); convert"),
@@ -179,5 +179,5 @@ def test_a_held_out_fraction_outside_0_and_1_is_refused(fraction):
 
 
 def test_one_character_cannot_be_split():
-    with pytest.raises(ValueError, match="1 characters cannot be split; give more text"):
+    with pytest.raises(ValueError, match="1 characters cannot be split; use more text"):
         split_text("a", 0.5)

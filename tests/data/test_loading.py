@@ -149,13 +149,13 @@ def test_bad_input_is_refused_in_one_line_and_leaves_no_file(source, tmp_path):
     cache = tmp_path / "cache"
     letters = CharacterTokenizer.of(TEXT)
     cases = [
-        (tmp_path / "short.txt", {}, r"short\.txt has 1 characters, too short to split; give"),
+        (tmp_path / "short.txt", {}, r"short\.txt has 1 characters, too short to split; use"),
         (source, {"tokenizer": "word"}, "tokenizer='word' is unknown; use one of byte, character"),
         (source, {"held_out": 1.5}, r"held_out=1\.5 is outside"),
         (
             [source, tmp_path / "strange.txt"],
             {"tokenizer": letters},
-            r"strange\.txt: the character .*\(U\+00E9\) at position 5 is not among",
+            r"strange\.txt: the character .*\(U\+00E9\) at position 5 is not one of",
         ),
     ]
     for bad, options, message in cases:
@@ -264,7 +264,7 @@ def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, 
         (
             tmp_path / "odd.jsonl",
             {"tokenizer": CharacterTokenizer.of("ok")},
-            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 is not among",
+            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 is not one of",
         ),
     ]
     for bad, options, message in cases:

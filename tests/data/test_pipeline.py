@@ -242,7 +242,7 @@ def test_rows_that_fill_up_a_validation_batch_are_empty(path):
         ({"seed": 2**32}, r"seed=4294967296 is outside"),
         ({"start_step": -1}, "start_step=-1 is negative"),
         ({"prefetch": -1}, "prefetch=-1 is negative"),
-        ({"seq_len": 1004}, "1003 tokens, fewer than one window of seq_len=1004; .* seq_len=1003"),
+        ({"seq_len": 1004}, "1003 tokens, fewer than one window of seq_len=1004; .* at most 1003"),
     ],
 )
 def test_bad_training_input_is_refused_in_one_line(path, change, message):

@@ -247,7 +247,7 @@ def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
     os.replace(theirs, tmp_path / "a" / name)
     changed = dataclasses.replace(index, train=(facts, *index.train[1:]))
     changed.write(shards.located(tmp_path / "a"))
-    with pytest.raises(DamagedShard, match=f"{name} is a shard of another tokenizer"):
+    with pytest.raises(DamagedShard, match=f"{name} was made with a different tokenizer"):
         load_corpus(tmp_path / "a", seq_len=16, cache_dir=tmp_path / "c")
 
 
@@ -255,17 +255,21 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     low, high = make(tmp_path, "low"), make(tmp_path, "high", tokenizer="bpe:280")
     text = write_jsonl(tmp_path / "text.jsonl")
     cases = [
-        ([low, high], {}, "high was made with another tokenizer than .*low"),
-        (high, {"tokenizer": "byte"}, "high was made with another tokenizer than data.tokenizer"),
-        (low, {"tokenizer": "bpe:280"}, "would train one"),
+        ([low, high], {}, "high was made with a different tokenizer from .*low"),
+        (high, {"tokenizer": "byte"}, "high was made with a different tokenizer from data.tok"),
+        (low, {"tokenizer": "bpe:280"}, "would train a tokenizer"),
         ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to 0"),
         ([low, low], {"weights": (1, -1)}, "must be numbers of at least 0"),
         ([low, low], {"weights": (1, float("nan"))}, "must be numbers of at least 0"),
         ([low, low], {"weights": (1, 1e-9)}, "1e-09 is less than one row of 10000"),
         ([low, low], {"weights": (1,)}, "data.weights has 1 numbers for 2 corpora"),
-        (text, {"weights": (1,)}, "data.weights mixes sharded corpora"),
+        (text, {"weights": (1,)}, "data.weights applies to sharded corpora"),
         ([low, text], {}, "text.jsonl is not a sharded corpus"),
-        (low, {"layout": "documents"}, "data.layout='documents' is not for sharded corpora"),
+        (
+            low,
+            {"layout": "documents"},
+            "data.layout='documents' is not supported for sharded corpora",
+        ),
         (low, {"seq_len": 10**6}, "fewer than one window of seq_len=1000000"),
         ("ftp://host/x", {}, "URL of an unknown kind; use gs://, s3://"),
     ]
@@ -281,14 +285,14 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     [
         ('{"text": "a"}\n{"text": 3}\n', [], "at byte 14: text is a number"),
         ('{"prompt": "a", "response": "b"}\n', [], "has a prompt, which packed rows"),
-        ('{"text": "a"}\n', [], "no document is"),
+        ('{"text": "a"}\n', [], "no documents are"),
         ('{"text": "a"}\n', ["--held-out", "1"], "--held-out=1.0 is outside"),
         ('{"text": "a"}\n', ["--shards", "0"], "--shards=0 is outside"),
         ('{"text": "a"}\n', ["--tokenizer", "character"], "needs the whole text at once"),
         ('{"text": "a"}\n', ["--tokenizer", "word"], "tokenizer='word' is unknown"),
         ('{"text": "a"}\n', ["--shard", "2"], "unrecognized arguments: --shard"),
-        ('{"text": "a"}\n', ["--out", "/proc/x"], "--out=/proc/x cannot be made (No such file"),
-        ('{"text": "a"}\n', ["--out", __file__], "cannot be made (File exists); name another"),
+        ('{"text": "a"}\n', ["--out", "/proc/x"], "--out=/proc/x cannot be created (No such file"),
+        ('{"text": "a"}\n', ["--out", __file__], "cannot be created (File exists); choose another"),
     ],
 )
 def test_the_command_refuses_in_one_line(tmp_path, capsys, content, flags, message):
@@ -310,7 +314,9 @@ def test_a_full_disk_ends_in_one_line_with_5(tmp_path):
         capture_output=True, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
-    assert re.fullmatch(r"error: .*/train-.*: File too large; free some space, .*\n", done.stderr)
+    assert re.fullmatch(
+        r"error: .*/train-.*: File too large; free some space and .*\n", done.stderr
+    )
 
 
 def test_a_corpus_is_never_written_over(tmp_path, capsys):

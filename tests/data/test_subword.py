@@ -313,7 +313,7 @@ def test_bytes_the_file_has_no_ids_for_are_refused():
 def test_a_broken_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json is broken \(.*\); give") as caught:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken \(.*\); use") as caught:
         SubwordTokenizer.of_file(path)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(str(path))
@@ -325,12 +325,12 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
         (lambda: BPE.encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
         (lambda: BPE.decode([1, 300]), r"id 300 at position 1 is outside .* 300; "),
         (lambda: BPE.decode([0.5]), "decode a row of integers"),
-        (lambda: train_bpe("a", 259), "use bpe:260 at least"),
-        (lambda: train_bpe("the the the", 270), "has pairs for a BPE of 263 ids, not 270; use"),
+        (lambda: train_bpe("a", 259), "use at least bpe:260"),
+        (lambda: train_bpe("the the the", 270), "supports a BPE of 263 ids, not 270; use"),
         (lambda: train_bpe("\ud800", 300), "lone surrogate"),
-        (lambda: SubwordTokenizer.of_file(tmp_path / "no.json"), r"no\.json does not exist; give"),
-        (lambda: SubwordTokenizer.of_file(tmp_path), "is a folder; give its file"),
-        (lambda: SubwordTokenizer.of_file(tmp_path / "latin.json"), "cannot be read .*; give"),
+        (lambda: SubwordTokenizer.of_file(tmp_path / "no.json"), r"no\.json does not exist; pass"),
+        (lambda: SubwordTokenizer.of_file(tmp_path), "is a directory; pass its file"),
+        (lambda: SubwordTokenizer.of_file(tmp_path / "latin.json"), "cannot be read .*; pass"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
@@ -341,7 +341,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize("size", [10**11, 10**20, 2**63])
 def test_a_bpe_that_no_text_could_fill_is_refused_before_anything_is_made(size):
     with pytest.raises(
-        ValueError, match="cannot be learnt from a text of 12 characters; use bpe:272"
+        ValueError, match="cannot be trained on a text of 12 characters; use at most bpe:272"
     ):
         train_bpe("twelve chars", size)
 
@@ -352,7 +352,9 @@ def test_a_tokenizer_json_with_a_huge_id_is_refused_before_anything_is_made(larg
     token = next(iter(data["model"]["vocab"]))
     data["model"]["vocab"][token] = largest
     tracemalloc.start()
-    with pytest.raises(ValueError, match=f"it has the id {largest}, and 4194304 ids are the limit"):
+    with pytest.raises(
+        ValueError, match=f"it has the id {largest}, but at most 4194304 ids are allowed"
+    ):
         SubwordTokenizer(json.dumps(data))
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()

@@ -110,7 +110,7 @@ def test_the_checksum_of_a_download_and_of_a_named_file_is_told(server, tmp_path
     server.body = bytes(len(PLAY))
     found = hashlib.sha256(server.body).hexdigest()[:12]
     wanted = hashlib.sha256(PLAY).hexdigest()[:12]
-    message = f"{len(PLAY)} bytes with the sha256 {found}.*, where {SHAKESPEARE} has {wanted}"
+    message = f"{len(PLAY)} bytes with the sha256 {found}.*, but {SHAKESPEARE} has {wanted}"
     with pytest.raises(ValueError, match=f"{server.url}: {message}"):
         text.read_shakespeare()
     (tmp_path / "own.txt").write_bytes(server.body)
@@ -121,7 +121,7 @@ def test_the_checksum_of_a_download_and_of_a_named_file_is_told(server, tmp_path
 
 def test_without_a_network_the_remedy_is_named(server, monkeypatch, tmp_path):
     server.status = 404
-    with pytest.raises(ValueError, match=f"cannot be loaded from {server.url} .*; name the file"):
+    with pytest.raises(ValueError, match=f"cannot be loaded from {server.url} .*; pass the path"):
         text.read_shakespeare()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, but nobody listens

@@ -119,7 +119,9 @@ def test_a_killed_writer_leaves_no_file_of_that_name_and_its_rest_is_cleared(tmp
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written: .*; set DLM_JAX_CACHE to a folder"):
+    with pytest.raises(
+        ValueError, match="cannot be written: .*; set DLM_JAX_CACHE to a writable directory"
+    ):
         write_tokens(tmp_path / "file" / "t.npy", IDS, vocab_size=260)
 
 

@@ -41,8 +41,11 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_logits_is_refused():
         (lambda: make_tokenizer("word", "a"), "use one of byte, character, bpe:SIZE or the path"),
         (lambda: make_tokenizer("bpe:", TEXT), "'bpe:' has no size; write .* such as bpe:1024"),
         (lambda: make_tokenizer("bpe:1e3", TEXT), "'bpe:1e3' has no size"),
-        (lambda: make_tokenizer("bpe:259", TEXT), "cannot hold the 256 bytes .* use bpe:260"),
-        (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json does not exist; give the path"),
+        (
+            lambda: make_tokenizer("bpe:259", TEXT),
+            "cannot hold the 256 bytes .* use at least bpe:260",
+        ),
+        (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json does not exist; pass the path"),
         (lambda: from_json({"type": "bytes"}), "did you mean 'byte'"),
         (lambda: from_json(["byte"]), "tokenizer type=None is unknown; use one of byte, char"),
         (lambda: from_json({"type": "byte", "size": 3}), r"no fields, found \['size'\]"),

@@ -303,10 +303,10 @@ def test_a_process_of_ones_own_is_named_by_its_module():
         ),
         (
             lambda: ObjectiveConfig(process="uniform", denoising_share=0.5),
-            "objective.denoising_share=0.5 needs objective.process='masked'",
+            "objective.denoising_share=0.5 requires objective.process='masked'",
         ),
-        (lambda: checked(Sticky(), "own:Sticky"), "does not fall from 1"),
-        (lambda: checked(Shrinking(), "own:Shrinking"), "falls faster"),
+        (lambda: checked(Sticky(), "own:Sticky"), "does not decrease from 1"),
+        (lambda: checked(Shrinking(), "own:Shrinking"), "decreases faster"),
     ],
 )
 def test_what_no_process_can_be_is_refused_in_one_line(make, message):

@@ -45,7 +45,7 @@ def test_given_options_are_added_replace_a_default_or_stand_alone():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("xla_foo=1", "mesh.compiler_options='xla_foo=1' is refused by the compiler of cpu"),
+        ("xla_foo=1", "mesh.compiler_options='xla_foo=1' is rejected by the compiler of cpu"),
         ("xla_cpu_enable_fast_math=2", "'2' is not a valid bool"),
     ],
 )
@@ -72,7 +72,7 @@ def test_the_compiler_of_a_chip_takes_its_defaults_for_the_uses_they_name(topolo
     for use in ("train", "sample"):
         assert options(use, mesh) == {o.name: o.value for o in table if use in o.uses}
     assert options("train", mesh, ["none"]) == {}
-    with pytest.raises(SettingError, match="refused by the compiler of TPU v.*'xla_foo'"):
+    with pytest.raises(SettingError, match="rejected by the compiler of TPU v.*'xla_foo'"):
         options("train", mesh, ["xla_foo=1"])
 
 

@@ -28,7 +28,9 @@ class Chip:
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(config, fits):
-    with pytest.raises(ValueError, match=f"8 devices present; these fit: .*{fits}") as error:
+    with pytest.raises(
+        ValueError, match=f"to 8, the number of devices; these fit: .*{fits}"
+    ) as error:
         make_mesh(config)
     named = str(error.value).split("these fit: ")[1].split(", or ")
     for text in named:

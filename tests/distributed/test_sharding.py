@@ -32,7 +32,9 @@ def test_minus_one_takes_all_devices_that_the_other_axes_leave():
     "config", [MeshConfig(data=3), MeshConfig(fsdp=3), MeshConfig(tensor=16), MeshConfig(data=4)]
 )
 def test_axes_that_do_not_multiply_to_the_devices_are_refused_by_name(config):
-    with pytest.raises(ValueError, match=r"mesh.tensor=\d+ do not multiply to the 8 devices"):
+    with pytest.raises(
+        ValueError, match=r"mesh.tensor=\d+ do not multiply to 8, the number of devices"
+    ):
         make_mesh(config)
 
 
@@ -82,7 +84,7 @@ def test_processes_that_hold_the_same_rows_feed_the_same_share():
 
 @pytest.mark.parametrize("spans", [[(0, 2), (6, 8)], [(0, 2), (4, 6)], [(2, 4), (4, 6)], [(0, 3)]])
 def test_a_process_with_rows_that_are_no_equal_share_is_refused(spans):
-    with pytest.raises(ValueError, match="not one equal share"):
+    with pytest.raises(ValueError, match="not an equal share"):
         share_of_batch(_Placed(*spans), 8)
 
 

@@ -97,7 +97,7 @@ def test_the_line_names_who_is_lost_and_what_to_do(three, monkeypatch, capsys):
     with pytest.raises(Ended, match="75"):
         watches[0]._end("process 1 sent no heartbeat for 25 s")
     assert capsys.readouterr().err == (
-        "error: process 1 sent no heartbeat for 25 s; process 0 of 3 ends too: the same command "
-        "continues from the last checkpoint\n"
+        "error: process 1 sent no heartbeat for 25 s; process 0 of 3 also ends: the same command "
+        "resumes from the last checkpoint\n"
     )
     assert watches[1]._heard() == "process 1 sent no heartbeat for 25 s", "told before it ended"

@@ -89,7 +89,7 @@ def test_what_is_refused_or_fails_is_told_to_its_caller_alone():
     good, refused, failed, other = _run(mixed)
     assert same_row(good, alone(4)) and same_row(other, alone(6))
     assert isinstance(refused, ValueError) and "steps=2 is less" in str(refused)
-    assert failed.status is Status.FAILED and "none of its" in str(failed.error)
+    assert failed.status is Status.FAILED and "not one of its" in str(failed.error)
 
 
 def test_a_row_with_a_host_sampler_is_awaited_beside_others_and_carries_what_was_read_back():

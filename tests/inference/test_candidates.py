@@ -59,10 +59,10 @@ class _Secret:
     [
         (_leave, "failed at position 7: SystemExit: 0"),
         (_fail, "failed at position 7: KeyError: 'no such key'"),
-        (lambda candidates: _Secret(), "chose a _Secret at position 7, which is none of its 4"),
-        (lambda candidates: True, "chose True at position 7, which is none"),
-        (lambda candidates: 0.0, "chose 0.0 at position 7, which is none"),
-        (lambda candidates: np.zeros(3, int), "chose a ndarray at position 7, which is none"),
+        (lambda candidates: _Secret(), "chose a _Secret at position 7, which is not one of its 4"),
+        (lambda candidates: True, "chose True at position 7, which is not one"),
+        (lambda candidates: 0.0, "chose 0.0 at position 7, which is not one"),
+        (lambda candidates: np.zeros(3, int), "chose a ndarray at position 7, which is not one"),
         (lambda candidates: 10**30, "chose 1000000000000000000000000000000 at position 7"),
     ],
 )

@@ -164,16 +164,16 @@ def test_a_scale_has_a_mean():
 
 
 REFUSED = [
-    ({"choices": ["a", ""]}, "choices=.* holds an empty label; drop it"),
+    ({"choices": ["a", ""]}, "choices=.* holds an empty label; remove it"),
     ({"choices": ["a", "t", "a"]}, "choices=.* holds 'a' twice; keep one"),
     ({"choices": ["a"]}, "choices=.* has no two labels"),
     ({"choices": "at"}, "choices='at' are not a list"),
     ({"choices": ["a", "\u00e9"]}, "choices='\u00e9' cannot be written"),
-    ({"choices": {"x": ["a", "t"]}}, "do not agree about the slot 'x'"),
+    ({"choices": {"x": ["a", "t"]}}, "disagree about the slot 'x'"),
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
     ({"prompts": []}, "prompts are none"),
     ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
-    ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is for 8 tokens"),
+    ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is limited to 8 tokens"),
     ({"temperature": 0}, "temperature=0 is not a number above 0"),
     ({"task": "mood"}, "task='mood' and calibration go together"),
     ({"task": "mood", "calibration": {"x": 1.0}}, "task='mood' has no temperature"),
@@ -237,11 +237,11 @@ def test_a_task_has_its_temperature_in_a_file_of_its_model(tmp_path):
     by_task = decide(MODEL, "A r", labels, task="mood", calibration=path, batch_size=8)
     by_hand = decide(MODEL, "A r", labels, temperature=1.5, batch_size=8)
     assert by_task[0].of() == by_hand[0].of()
-    with pytest.raises(ValueError, match="has no temperature of this order"):
+    with pytest.raises(ValueError, match="has no temperature for this order"):
         decide(MODEL, "A r", labels, task="mood", calibration=path, order="mean")
     told = json.loads(path.read_text()) | {"vocabulary": "0"}
     path.write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="is that of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         decide(MODEL, "A r", labels, task="mood", calibration=path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not a calibration"):

@@ -186,8 +186,8 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"cooldown_distance": -1}, "cooldown_distance=-1 is outside"),
         ({"cooldown_distance": 0.5}, "cooldown_distance=0.5 is not an integer; use 1"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 is outside"),
-        ({"max_new_tokens": 9}, "needs edit=True and a length_target_mode; without them use gen"),
-        ({"max_new_tokens": 9, "length_target_mode": "exact", "edit": False}, "needs edit=True"),
+        ({"max_new_tokens": 9}, "requires edit=True and a length_target_mode; without them use"),
+        ({"max_new_tokens": 9, "length_target_mode": "exact", "edit": False}, "requires edit=True"),
         ({"edit": "yes"}, "edit='yes' is not a bool; use False"),
         ({"resample": 1}, "resample=1 is not a bool; use False"),
         ({"edit_token": "spaces"}, "edit_token='spaces' is not one of space, mask; did you mean"),
@@ -198,16 +198,16 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"renoise": "masks"}, "did you mean 'mask'"),
         ({"renoise_schedule": "linea"}, "did you mean 'linear'"),
         ({"insert_ratio": 0.1}, "did you mean 'insert_ratio_"),
-        ({"schedule": "linear"}, "resample has no use for a quota of order='random'; use"),
-        ({"resample": False}, "edit inserts spaces that nothing rewrites; use edit_token='mask'"),
+        ({"schedule": "linear"}, "resample does not support a quota of order='random'; use"),
+        ({"resample": False}, "edit inserts spaces that no rule rewrites; use edit_token='mask'"),
         ({"resample": False}, "--preset variable_length, in Python Model.preset("),
         ({"schedule": "linear"}, "or --preset variable_length"),
         ({"resample": False, "edit_token": "mask", "renoise_end": 0.1}, "use renoise='mask'"),
-        ({"prompt": "The cat", "max_length": 6}, "leaves no room on the canvas of 6"),
+        ({"prompt": "The cat", "max_length": 6}, "leaves no space on the canvas of 6"),
         ({"prompt": "The ", "draft": "cat", "max_length": 6}, "prompt and draft of 7 tokens"),
-        ({"draft": "cat", "edit": False, "resample": False}, "draft is refined by"),
+        ({"draft": "cat", "edit": False, "resample": False}, "draft requires remasking"),
         ({"draft": "cat", "insert_ratio_start": 0.0, "delete_ratio_start": 0.0,
-          "resample": False}, "draft is refined by"),
+          "resample": False}, "draft requires remasking"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_or_cannot_be_is_refused_in_one_line_with_its_remedy(settings, said):
@@ -217,7 +217,9 @@ def test_what_means_nothing_or_cannot_be_is_refused_in_one_line_with_its_remedy(
 @pytest.mark.parametrize(("name", "done"), [("insert", "inserted"), ("delete", "deleted")])
 def test_a_margin_that_no_probability_exceeds_is_warned_of_where_it_counts(name, done):
     margin = {f"{name}_margin": 1.0}
-    with pytest.warns(UserWarning, match=f"{name}_margin=1.0 lets nothing be {done}"):
+    with pytest.warns(
+        UserWarning, match=f"{name}_margin=1.0 is never exceeded, so no token is {done}"
+    ):
         dlm_jax.generate(MODEL, PROMPTS, **margin)
     for off in ({f"{name}_ratio_start": 0.0}, {"edit": False}):
         dataclasses.replace(SAMPLE, **(margin | off))
@@ -241,9 +243,9 @@ def test_what_puts_spaces_needs_a_vocabulary_with_a_space():
     model = _flat()
     assert model.tokenizer.space_id is None
     said = _refused(model, "The!")
-    assert said.startswith("edit_token='space' needs a token that is a space") and "'mask'" in said
+    assert said.startswith("edit_token='space' requires a space token") and "'mask'" in said
     said = _refused(model, "The!", edit=False, renoise_start=0.1)
-    assert said.startswith("renoise='space' needs a token that is a space") and "'mask'" in said
+    assert said.startswith("renoise='space' requires a space token") and "'mask'" in said
 
 
 def test_a_space_that_the_row_bans_is_not_inserted():

@@ -348,11 +348,11 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
         )
         long = dataclasses.replace(request(6), tokens=np.full(70, MODEL.tokenizer.mask_id))
         for call, said in (
-            (lambda: engine.cancel(first), "request 1 has been cancelled before"),
+            (lambda: engine.cancel(first), "request 1 is already cancelled"),
             (lambda: engine.cancel(Ticket(9)), "is not a ticket of this engine"),
             (lambda: engine.cancel(Ticket(-1)), "is not a ticket of this engine"),
             (lambda: engine.submit(few), "steps=2 is less than the 3 blocks"),
-            (lambda: engine.submit(long), "fill 70 positions, and the longest canvas is 64"),
+            (lambda: engine.submit(long), "fill 70 positions, but the longest canvas is 64"),
             (lambda: engine.step(-1), "num_steps=-1 must be at least 0"),
         ):
             with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):
@@ -360,15 +360,17 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
         for _ in range(3):
             engine.submit(request(4))
         assert not engine.has_room
-        with pytest.raises(EngineFullError, match="^max_waiting=3 requests wait already; submit"):
+        with pytest.raises(EngineFullError, match="^max_waiting=3 requests are waiting; retry"):
             engine.submit(request(4))
         rows = _all(engine)
         assert sorted(rows) == [0, 1, 2, 3, 4]
         assert same_row(rows[running.number], alone(6))
-        with pytest.raises(ValueError, match="^request 0 has ended; only one that waits or runs"):
+        with pytest.raises(
+            ValueError, match="^request 0 has ended; only waiting or running requests"
+        ):
             engine.cancel(running)
     for call in (lambda: engine.submit(request(4)), engine.step, lambda: engine.cancel(running)):
-        with pytest.raises(ValueError, match="^the engine is closed; make another one$"):
+        with pytest.raises(ValueError, match="^the engine is closed; create a new one$"):
             call()
     engine.close()
 
@@ -376,13 +378,13 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"batch_size": 2.0}, "batch_size=2.0 must be at least 1, a whole number"),
-        ({"sizes": (4, 0)}, "sizes=0 must be at least 1"),
-        ({"canvases": (64, "a")}, "canvases='a' must be at least 1"),
-        ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
-        ({"max_programs": True}, "max_programs=True must be at least 1"),
-        ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0 must be an integer of at least 1"),
+        ({"sizes": (4, 0)}, "sizes=0 must be an integer of at least 1"),
+        ({"canvases": (64, "a")}, "canvases='a' must be an integer of at least 1"),
+        ({"max_waiting": 0}, "max_waiting=0 must be an integer of at least 1"),
+        ({"max_programs": True}, "max_programs=True must be an integer of at least 1"),
+        ({"max_candidates": 0}, "max_candidates=0 must be an integer of at least 1"),
     ],
 )
 def test_an_engine_of_nothing_is_refused(options, said):

@@ -344,7 +344,7 @@ def test_report_says_where_each_part_of_a_chain_runs():
     parts = ["bans: device", "temperature: device"]
     assert chain_report(SHORT).splitlines() == [*parts, "draw: device"]
     report = chain_report(SHORT, host_sampler=ONLY_VOWELS, temperature=0.5).splitlines()
-    assert report == [*parts, "choice among the survivors: host (matching '[ae]{5}')"]
+    assert report == [*parts, "choice among the remaining candidates: host (matching '[ae]{5}')"]
 
 
 def test_a_hosted_row_on_eight_devices_is_the_same():
@@ -382,24 +382,24 @@ def test_draws_of_the_settings_are_those_of_the_library():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; give a function"),
+        ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; pass a function"),
         ({"read_back": 3}, "read_back=3 is not a bool"),
-        ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
-        ({"max_candidates": "3"}, "max_candidates='3' must be at least 1"),
+        ({"max_candidates": 0}, "max_candidates=0 must be an integer of at least 1"),
+        ({"max_candidates": "3"}, "max_candidates='3' must be an integer of at least 1"),
         ({"prompts": ["", {"read_bak": True}]}, "prompt 1: read_bak=True is not a sampling"),
         ({"draw": "gumble"}, "draw='gumble' is not one of inverse_cdf, gumbel; did you mean 'gum"),
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
-        ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no room on the canvas of 32"),
+        ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no space on the canvas of 32"),
         ({"prompts": []}, "nothing to generate"),
         ({"steps": 0}, "steps=0 is outside [1, "),
         ({"temperature": -0.5}, "temperature=-0.5 is outside [0, "),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"num_samples": 0}, "num_samples=0 must be at least 1"),
+        ({"num_samples": 0}, "num_samples=0 must be an integer of at least 1"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"gen_length": 33}, "use gen_length=32 at most"),
-        ({"gen_length": 29, "prompts": [PROMPT]}, "use gen_length=28 at most"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
+        ({"gen_length": 33}, "use gen_length=32 or less"),
+        ({"gen_length": 29, "prompts": [PROMPT]}, "use gen_length=28 or less"),
         ({"gen_length": -1}, "gen_length=-1 is outside [0, "),
         ({"max_length": 0}, "max_length=0"),
         ({"max_length": -3}, "max_length=-3"),
@@ -421,8 +421,8 @@ def test_refused_prompts_are_told_apart():
         (lambda path: shutil.rmtree(path), "does not exist"),
         (lambda path: _empty(path), "empty"),
         (lambda path: _truncate(path), "no usable checkpoint"),
-        (lambda path: saved_model.save(_empty(path), width=32), "use the config"),
-        (lambda path: saved_model.save(_empty(path), depth=3), "use the config"),
+        (lambda path: saved_model.save(_empty(path), width=32), "use the training config"),
+        (lambda path: saved_model.save(_empty(path), depth=3), "use the training config"),
     ],
     ids=["missing", "empty", "truncated", "other width", "other depth"],
 )

@@ -59,13 +59,13 @@ def test_a_grammar_is_a_structure():
 
 @pytest.mark.parametrize(
     ("grammar", "told"),
-    [("a ::= [b]", "no rule 'root'"), ('root ::= "a', "line 1 .* cannot be read"),
-     ('root ::= (\n"a"', "opens a group"), ("root ::= *", "repeats nothing"),
-     ("root ::= root", "no text that nests 3 deep"), ('root ::= "a"\n\n"b"', "line 3 .* begins no"),
-     ('root ::= "a"\nroot ::= "b"', "line 2 .* again"), ("root ::= a\n  b", "begins no rule"),
-     ('root ::= "a"\n  | x', "line 2 .* names 'x'"),
+    [("a ::= [b]", "no rule 'root'"), ('root ::= "a', "line 1 .* cannot be parsed"),
+     ('root ::= (\n"a"', "opens a group"), ("root ::= *", "nothing to repeat"),
+     ("root ::= root", "depth of at most 3"), ('root ::= "a"\n\n"b"', "line 3 .* not begin"),
+     ('root ::= "a"\nroot ::= "b"', "line 2 .* again"), ("root ::= a\n  b", "not begin a rule"),
+     ('root ::= "a"\n  | x', "line 2 .* refers to 'x'"),
      ("root ::= root root root root [0-9] | [0-9]", "rule 'root' .* more than"),
-     ("root ::= x0\n" + LAUGHS, "rule 'x.*' of the grammar has more than")],
+     ("root ::= x0\n" + LAUGHS, "rule 'x.*' of the grammar expands to more than")],
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_by_line(grammar, told):
     with pytest.raises(ValueError, match=told):

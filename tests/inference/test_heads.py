@@ -152,10 +152,10 @@ def _refused(model, **settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"fill": "wavefront"}, "fill='wavefront' needs a sampler head, which this model lacks"),
+        ({"fill": "wavefront"}, "fill='wavefront' requires a sampler head, which this model lacks"),
         (
             {"remask_by": "critic", "remask": "scheduled"},
-            "remask_by='critic' needs a critic head, which this model lacks",
+            "remask_by='critic' requires a critic head, which this model lacks",
         ),
     ],
 )

@@ -289,6 +289,6 @@ def test_report_names_each_part_and_where_it_runs():
     report = chain_report(model, host_sampler=my_sampler, chain=chain, mirostat=2).splitlines()
     assert report == [
         "bans: device", *(f"{name}: device" for name in chain),
-        "choice among the survivors: host (my_sampler)",
+        "choice among the remaining candidates: host (my_sampler)",
     ]  # fmt: skip
     assert chain_report(model).splitlines()[-1] == "draw: device"

@@ -58,9 +58,9 @@ def test_what_is_shown_leads_to_the_output_of_the_trunk(kind):
 @pytest.mark.parametrize(
     ("tokens", "lengths", "message"),
     [
-        (TOKENS[0], None, r"tokens has shape \(8,\) of int64; use whole numbers \[B, L\]"),
+        (TOKENS[0], None, r"tokens has shape \(8,\) of int64; use integers \[B, L\]"),
         (TOKENS + 100, None, "tokens has ids outside the vocabulary; use 0 to"),
-        (TOKENS, [8, 9], r"lengths=\[8, 9\] is not one of 1 to 8 for each row"),
+        (TOKENS, [8, 9], r"lengths=\[8, 9\] must be 1 to 8 for each row"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tokens, lengths, message):
@@ -69,6 +69,6 @@ def test_bad_input_is_refused_in_one_line(tokens, lengths, message):
 
 
 def test_a_network_that_shows_nothing_says_so():
-    with pytest.raises(ValueError, match="does not show its inside; give dlm_jax.Network"):
+    with pytest.raises(ValueError, match="does not expose its internals; pass `inside` to"):
         dlm_jax.inside(enumerable.MODEL, TOKENS)
     assert "inside" in {field.name for field in dataclasses.fields(dlm_jax.Network)}

@@ -75,7 +75,11 @@ def test_no_parameter_is_ever_whole_on_a_device(run_dir, file, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "axes", [{"data": 4, "tensor": 2}, {"data": 2, "fsdp": 4}], ids=["tensor", "fsdp"]
+    "axes",
+    [
+        pytest.param({"data": 4, "tensor": 2}, id="tensor", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 4}, id="fsdp"),
+    ],
 )
 def test_texts_on_a_mesh_are_those_of_one_device_and_no_device_has_all_rows(run_dir, axes):
     model = dlm_jax.load(run_dir, mesh=MeshConfig(**axes))
@@ -107,7 +111,7 @@ def test_parameters_of_half_the_size_write_texts_too(run_dir):
 
 def test_what_does_not_fit_is_refused_in_one_line(run_dir):
     for options, said in (
-        ({"mesh": MeshConfig(data=3)}, "do not multiply to the 8 devices present; these fit: "),
+        ({"mesh": MeshConfig(data=3)}, "do not multiply to 8, the number of devices; these fit: "),
         ({"dtype": "float8"}, "dtype='float8' is not one of float32, bfloat16, stored"),
     ):
         with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):

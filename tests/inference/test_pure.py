@@ -77,6 +77,7 @@ def _check_texts(case: str) -> None:
     np.testing.assert_array_equal(found.counters.forwards, wanted.forwards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["wavefront"])
 def test_texts_are_those_of_generate_bit_for_bit(case):
     _check_texts(case)
@@ -154,7 +155,8 @@ def test_rows_are_the_same_under_shard_map():
     np.testing.assert_array_equal(jax.jit(split)(enumerable.PARAMS, SEEDS), wanted)
 
 
-@pytest.mark.parametrize("sample", [by_scan, pytest.param(sampled, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [by_scan, sampled])
 def test_log_probabilities_have_the_derivatives_of_replay(sample):
     weight = jnp.arange(1.0, 17.0)
 
@@ -222,7 +224,7 @@ def test_rows_are_refused_at_the_door():
         tiny().init(tokens, jnp.ones(3), two)
     with pytest.raises(SettingError, match="^tokens=-1 of row 0 is outside the vocabulary"):
         tiny().init(tokens.at[0, 1].set(-1), two, two)
-    with pytest.raises(ValueError, match=r"is_draft has shape \(3,\); give \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"is_draft has shape \(3,\); expected \(2, 3\)"):
         tiny().init(tokens, two, two, jnp.zeros(3, bool))
     with pytest.raises(ValueError, match="row 1 has length 4"):
         tiny().init(tokens, jnp.array([3, 4]), two)
@@ -232,5 +234,5 @@ def test_rows_are_refused_at_the_door():
         dataclasses.replace(enumerable.MODEL, max_length=9), edit=True, resample=True,
         schedule="all", edit_token="mask",
     )  # fmt: skip
-    with pytest.raises(SettingError, match="^tokens have 3 positions, and a row may grow to 9"):
+    with pytest.raises(SettingError, match="^tokens have 3 positions, but a row may grow to 9"):
         grows.init(tokens, two, two)

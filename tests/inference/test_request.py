@@ -36,7 +36,7 @@ def _request(*, steps=4, tokens=TOKENS, seed=0, is_draft=None, **settings) -> Re
         ({"seed": 2**32}, "seed=4294967296 is outside"),
         ({"tokens": np.zeros(0, np.int32)}, "tokens have shape (0,)"),
         ({"tokens": np.zeros((2, 3), np.int32)}, "tokens have shape (2, 3)"),
-        ({"is_draft": np.zeros(3, bool)}, "is_draft has shape (3,) and tokens (4,)"),
+        ({"is_draft": np.zeros(3, bool)}, "is_draft has shape (3,) and tokens has (4,)"),
     ],
 )
 def test_bad_request_is_refused_by_name(changes, said):

@@ -83,18 +83,18 @@ def test_a_loaded_scorer_is_the_scorer(run_dir):
     np.testing.assert_allclose(
         dlm_jax.corrupted_share(loaded, TEXTS), corrupted_share(MODEL, TEXTS)
     )
-    with pytest.raises(ValueError, match="is a sequence scorer, which writes nothing"):
+    with pytest.raises(ValueError, match="is a sequence scorer, which does not generate"):
         dlm_jax.generate(loaded)
 
 
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        ([], "there are no texts to judge"),
+        ([], "there are no texts to score"),
         ("The cat", "texts='The cat' is one text; put it in a list"),
         (["The cat", ""], "text 1: the text is empty"),
         ([""], "the text is empty"),
-        (["The cat", 3], "text 1: 3 is not a text"),
+        (["The cat", 3], "text 1: 3 is not a string"),
         (["Zebra"], r"'Z' \(U\+005A\)"),
     ],
 )
@@ -153,8 +153,8 @@ def test_without_texts_its_error_on_held_out_text_is_said(run_dir, tmp_path, cap
     [
         (["--num-draws", "2"], "--num-draws=2 has no effect on a sequence scorer"),
         (["--batch-size", "0"], "argument --batch-size: 0 is not in [1, 65536]"),
-        (["--continuation", "sat", "--prompt", "The "], "judges whole texts; leave out the prompt"),
-        (["--pairs", "pairs.jsonl"], "pairs.jsonl: a sequence scorer judges whole texts"),
+        (["--continuation", "sat", "--prompt", "The "], "scores whole texts; remove the prompt"),
+        (["--pairs", "pairs.jsonl"], "pairs.jsonl: a sequence scorer scores whole texts"),
         (["--continuation", ""], "the text is empty"),
     ],
 )

@@ -191,7 +191,7 @@ def test_slots_come_in_few_sizes():
 def test_what_the_slots_cannot_run_is_refused():
     asks = dataclasses.replace(_request(ROWS[0]), read_back=True)
     bucket = Bucket([asks], FACTS, 64)
-    with pytest.raises(ValueError, match="rows that need the host run in a HostLoop"):
+    with pytest.raises(ValueError, match="rows that need the host require a HostLoop"):
         Slots(canvases.shared_advance(), toy.params(), bucket, 2)
     assert Slots(HostLoop(canvases.program()), toy.params(), bucket, 2).num_slots == 2
     with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):

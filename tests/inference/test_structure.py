@@ -138,12 +138,12 @@ def test_equal_ids_share_a_class_and_specials_fit_nowhere():
     [
         ({"structure": "("}, "structure='\\('"),
         ({"structure": "[A-Z]"}, "structure='\\[A-Z\\]'"),
-        ({"structure": "a{30}"}, "structure needs 30 new tokens"),
+        ({"structure": "a{30}"}, "structure requires at least 30 new"),
         ({"structure": "a+", "steps": 5}, "steps=5 is less than the 24"),
         ({"structure": "a+", "order": "threshold"}, "order='threshold'"),
         ({"structure": "a+", "schedule": "cosine"}, "schedule='cosine'"),
         ({"structure": "a+", "ignore_eos": True}, "ignore_eos"),
-        ({"structure": "a+", "remask": "scheduled"}, "tokens that stay"),
+        ({"structure": "a+", "remask": "scheduled"}, "tokens that do not change"),
         ({"structure": 3}, "structure=3"),
         ({"structure": "a" * 40_000}, "40000 characters"),
     ],
@@ -152,7 +152,7 @@ def test_what_cannot_be_held_is_refused(settings, told):
     settings = {"gen_length": 24, "steps": 24} | settings
     with pytest.raises(ValueError, match=told):
         dlm_jax.generate(MODEL, ["ab"], **settings)
-    with pytest.raises(ValueError, match="does not go with the text"):
+    with pytest.raises(ValueError, match="cannot match the given text"):
         dlm_jax.generate(
             MODEL, [{"template": "a<hole:2>b"}], steps=2, structure="c+", order="random"
         )

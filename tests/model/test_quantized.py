@@ -187,6 +187,7 @@ def test_a_published_directory_is_quantised_matrix_by_matrix(tmp_path, monkeypat
     jax.tree.map(np.testing.assert_array_equal, found, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bound_of_the_shipped_model_is_within_half_a_percent(kind):
     usual, small = dlm_jax.load(), dlm_jax.load(quantize=kind)

@@ -48,7 +48,7 @@ def test_text_never_becomes_a_special_outside_a_template(model):
 )
 def test_a_template_reaches_nothing_outside_its_sandbox(model, source):
     template = ChatTemplate(source, model.tokenizer)
-    with pytest.raises(ValueError, match="chat_template refuses"):
+    with pytest.raises(ValueError, match="chat_template rejects"):
         template.text([{"role": "user", "content": "hi"}])
 
 
@@ -61,11 +61,11 @@ LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% end
         (LOOP, "it takes longer than 0.5 s"),
         ("{{ 10 ** 10000000000 }}", "it takes longer than 0.5 s"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{{ 'a' * 10**10 }}", "it needs more than 1024 MiB"),
+        ("{{ 'a' * 10**10 }}", "it uses more than 1024 MiB"),
         ("{{ messages[0].role * 10**8 }}", "its text is longer than 16,777,216 characters"),
-        ("{{ 'a' | center(10**10) }}", "it needs more than 1024 MiB"),
+        ("{{ 'a' | center(10**10) }}", "it uses more than 1024 MiB"),
         ("{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
-         "{% endfor %}", "it needs more than 1024 MiB"),
+         "{% endfor %}", "it uses more than 1024 MiB"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{{ " + "(" * 9999 + ")" * 9999 + " }}", "maximum recursion depth"),
     ],
@@ -73,7 +73,7 @@ LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% end
 def test_a_template_is_bounded_in_time_memory_and_output(model, source, reason, monkeypatch):
     monkeypatch.setattr(chat, "_SECONDS", 0.5 if "longer than 0.5" in reason else 60.0)
     template = ChatTemplate(source, model.tokenizer)
-    with pytest.raises(ValueError, match="chat_template refuses the messages") as refused:
+    with pytest.raises(ValueError, match="chat_template rejects the messages") as refused:
         template.text([{"role": "user", "content": "hi"}])
     assert reason in str(refused.value) and "\n" not in str(refused.value)
     # The next one is not touched by it.
@@ -86,7 +86,7 @@ def test_variables_of_a_template_are_what_json_can_hold(model, values):
     template = ChatTemplate("{{ source }}", model.tokenizer)
     turns = [{"role": "user", "content": "hi"}]
     if "more" in values:
-        with pytest.raises(ValueError, match="chat_template refuses .*not JSON serializable"):
+        with pytest.raises(ValueError, match="chat_template rejects .*not JSON serializable"):
             template.text(turns, **values)
     else:
         assert template.text(turns, **values) == "x"

@@ -122,7 +122,7 @@ def _rows(lengths, seed=0):
 
 
 @pytest.mark.parametrize("lengths", [(9,), (0,), (13, 1, 3, 0, 4, 7, 2, 11)])
-@pytest.mark.parametrize("has_signal", [False, True])
+@pytest.mark.parametrize("has_signal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_text_canvas_and_logits_are_those_of_the_reference(both, forward, lengths, has_signal):
     reference, _, model = both
     prompts, canvases = _rows(lengths)

@@ -81,8 +81,8 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         assert _files(other).keys() - _files(whole).keys() == {"chat_template.jinja"}
         assert str(tmp_path) in whole
         assert [line.split(";")[0] for line in refused] == [
-            "checkpoint: checkpoint='org/none' is neither a local path nor a model on the hub that "
-            "you may read",
+            "checkpoint: checkpoint='org/none' is neither a local path nor a model on the Hub that "
+            "you can access",
             "checkpoint: checkpoint='org/m@none' is not an existing revision",
             "checkpoint: checkpoint='org/gated' is gated",
             "checkpoint: checkpoint='org/empty' has neither a config.json nor one file of "
@@ -98,9 +98,10 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
         kept, lost = _told(client(hub.url, f"NAMES = ['org/m', 'org/x']\n{TELL}", **more))
         assert kept == whole
-        assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, and the hub ")
+        assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, the Hub ")
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
     given = tiny_run.flags(tmp_path / "run", train__init_from="org/m", train__steps=1)
     flags = [f"--{name}={value}" for name, value in given.items() if name[:6] != "model."]
@@ -111,7 +112,7 @@ def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
         lost = client(hub.url, [str(ROOT / "train.py"), *flags, "--train.init_from", "org/none"])
     assert lost.returncode == 2
     (line,) = [line for line in lost.stderr.splitlines() if line.startswith("error")]
-    assert "train.init_from='org/none' is neither a local path nor a model on the hub" in line
+    assert "train.init_from='org/none' is neither a local path nor a model on the Hub" in line
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])
@@ -171,7 +172,7 @@ print(push_to_hub(PATH, "org/new", **MORE))
 """
 
 
-@pytest.mark.parametrize("kind", ["directory", "weights"])
+@pytest.mark.parametrize("kind", ["directory", pytest.param("weights", marks=pytest.mark.slow)])
 def test_what_is_pushed_is_loaded_again(directory, client, kind):
     path = directory if kind == "directory" else SHIPPED["proofreader"]
     code = f"PATH = {str(path)!r}\nMORE = {{'license': 'apache-2.0'}}\n{PUSH}"

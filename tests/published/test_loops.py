@@ -186,7 +186,9 @@ def test_fast_dllm_v2_writes_what_its_own_loop_writes(models, threshold, cache):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("patience", "cache"), [(0, "none"), (2, "exact")])
+@pytest.mark.parametrize(
+    ("patience", "cache"), [(0, "none"), pytest.param(2, "exact", marks=pytest.mark.slow)]
+)
 def test_llada21_writes_and_rewrites_what_its_own_loop_does(models, patience, cache):
     model, oracle = models("llada2")
     rewritten = []

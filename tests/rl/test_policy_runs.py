@@ -75,6 +75,7 @@ def _lines(out_dir: Path) -> list[dict]:
     return [line for line in tiny_run.records(out_dir) if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_the_uninterrupted_one(folder, monkeypatch):
     """Samples, several updates and the reference, bit for bit."""
     with monkeypatch.context() as patch:
@@ -140,15 +141,18 @@ def test_samples_that_are_left_out_are_reported_and_counted(folder):
     )  # fmt: skip
     (line,) = _lines(folder / "leaves")
     assert line["left_out"] > 0 and line["reward"] == 0.5 and line["grad_norm"] == 0
-    told = [one for one in said if "samples are left out" in one]
+    told = [one for one in said if "samples are excluded" in one]
     assert told and name in told[0] and "\n" not in told[0]
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("raises", "raised RuntimeError: no verifier; mend it, or use rl.bad_reward=leave_out"),
-        ("too_few", r"gave rewards of shape \(1,\) for 2 samples; return one number for each"),
+        ("raises", "raised RuntimeError: no verifier; fix it, or use rl.bad_reward=leave_out"),
+        (
+            "too_few",
+            r"returned rewards of shape \(1,\) for 2 samples; return one number per sample",
+        ),
     ],
 )
 def test_bad_rewards_end_a_call_in_one_line(function, message):
@@ -164,34 +168,35 @@ def test_a_judge_tells_rewards_that_are_missing_from_those_that_are_there():
     found = judge.rewards(["p"] * 4, ["1", "2", "3", "4"])
     np.testing.assert_array_equal(found, [np.nan, np.nan, 0.5, 0.5])
     assert said == [
-        f"2 samples are left out: rl.reward={__name__}:fails_sometimes raised KeyError: 'no such "
+        f"2 samples are excluded: rl.reward={__name__}:fails_sometimes raised KeyError: 'no such "
         "answer' for 'p' and '1'"
     ]
-    with pytest.raises(RewardError, match="none is left of the samples"):
+    with pytest.raises(RewardError, match="no samples remain"):
         judge.rewards(["p", "p"], ["1", "2"])
     strict = Judge(f"{__name__}:fails_sometimes", leaves_out=False, report=said.append)
-    with pytest.raises(RewardError, match="gave nan for 'p' and '2'; mend it"):
+    with pytest.raises(RewardError, match="gave nan for 'p' and '2'; fix it"):
         strict.rewards(["p", "p"], ["2", "3"])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rl__group": 1}, "rl.group=1 is outside .*; use 8, for a group of one has nothing"),
+        ({"rl__group": 1}, "rl.group=1 is outside .*; use 8; a group of one has no baseline"),
         ({"rl__group": 5}, "rl.group=5 does not divide train.batch_size=16"),
         ({"rl__reward": "ones"}, "rl.reward='ones' is not module:function; write"),
         ({"rl__reward": "no_such_module:f"}, "cannot be imported .*; write module:function"),
         ({"rl__reward": "dlm_jax.tasks:none"}, "is not a function of dlm_jax.tasks"),
         ({"rl__loss": "grpo"}, "rl.loss='grpo' is not one of diffu_grpo"),
-        ({"model__add_critic_head": True}, "model.add_critic_head=True does not go with rl.reward"),
+        ({"model__add_critic_head": True},
+         "model.add_critic_head=True is not supported with rl.reward"),
         ({"model__attention_type": "causal", "sample__order": "left_to_right"},
-         "model.attention_type='causal' does not go with rl.reward"),
+         "model.attention_type='causal' is not supported with rl.reward"),
         ({"sample__edit": True, "sample__edit_token": "mask", "sample__insert_ratio_start": 0.1},
-             "rl.reward=.* needs samples whose tokens stay"),
+             "rl.reward=.* requires samples whose tokens do not move"),
         ({"rl__loss": "trace", "sample__cache": "dual", "sample__block_length": 2},
              "cache='dual' has no trace"),
         ({"rl__loss": "trace", "sample__temperature": 0.0},
-             "sample.temperature=0.0 draws nothing that rl.loss='trace' could learn from; use 1"),
+             "sample.temperature=0.0 draws nothing that rl.loss='trace' can train on; use 1"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, message):
@@ -203,12 +208,12 @@ def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, mes
 
 def test_the_settings_of_the_samples_are_part_of_a_run(folder):
     _whole(folder)
-    with pytest.raises(ValueError, match="sample.temperature=1.0, and this run has 0.5"):
+    with pytest.raises(ValueError, match="sample.temperature=1.0, but this run has 0.5"):
         _train(folder / "whole", **TRACED | {"sample__temperature": 0.5})
 
 
 def test_a_problem_has_no_samples(tmp_path):
-    with pytest.raises(ValueError, match="rl.reward=.* needs samples"):
+    with pytest.raises(ValueError, match="rl.reward=.* requires samples"):
         problem(configs.load(None, _flags(tmp_path / "run")))
 
 

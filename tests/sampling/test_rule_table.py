@@ -60,9 +60,9 @@ def test_default_settings_are_neutral():
 @pytest.mark.parametrize(
     ("settings", "banned_ids", "match"),
     [
-        ({"logit_bias": {40: 1.0}}, (), "^logit_bias names id 40, outside the vocabulary of 40; "),
-        ({"dry_breakers": (99,)}, (), "^dry_breakers names id 99, outside .* use 0 to 39$"),
-        ({}, (40,), "^banned_ids names id 40"),
+        ({"logit_bias": {40: 1.0}}, (), "^logit_bias has id 40, outside the vocabulary of 40; "),
+        ({"dry_breakers": (99,)}, (), "^dry_breakers has id 99, outside .* use 0 to 39$"),
+        ({}, (40,), "^banned_ids has id 40"),
         ({"logit_bias": {i: -math.inf for i in range(1, 40)}}, (0,), "^all 40 tokens are banned; "),
         ({"top_p": 0.5, "chain": ["top_k"]}, (), "^top_p=0.5 needs 'top_p', which the chain lacks"),
         ({"temperature": 0.0, "chain": ["top_k"]}, (), "^temperature=0.0 needs 'temperature'"),

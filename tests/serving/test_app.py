@@ -372,7 +372,7 @@ def test_a_body_is_read_as_it_is_or_refused_by_its_encoding(running, encoding):
         ("completions", {"prompt": [MODEL.tokenizer.mask_id]}, "prompt", "tokens hold MASK"),
         ("completions", {"prompt": "A", "response_format": {"type": "regex", "regex": "cat"},
                          "resample": True, "schedule": "all"},
-         "response_format", "goes with tokens that stay"),
+         "response_format", "requires tokens that do not change"),
         ("chat/completions", {"messages": [{"role": "user", "content": "The " * 9}]}, "messages",
          "prompt of 36 tokens"),
         ("completions", {"prompt": "A", "repeat_penalty": 0}, "repeat_penalty",

@@ -171,7 +171,7 @@ def test_another_architecture_is_refused_naming_the_first_parameter(saved: Path)
     ]
     with Checkpoints(saved, keep=2) as checkpoints:
         for wanted, message in cases:
-            with pytest.raises(ValueError, match=message + ".*use the config") as error:
+            with pytest.raises(ValueError, match=message + ".*use the training config") as error:
                 checkpoints.restore(wanted)
             assert "\n" not in str(error.value)
 
@@ -222,7 +222,7 @@ def test_damage_without_a_fallback_is_one_line_with_a_remedy(copy: Path):
         load_params(copy, step=2)
     (copy / "step_00000001" / files.MANIFEST).unlink()
     with Checkpoints(copy, keep=2) as checkpoints:
-        with pytest.raises(ValueError, match="no usable checkpoint.*; start again") as error:
+        with pytest.raises(ValueError, match="no usable checkpoint.*; restart") as error:
             checkpoints.restore(_abstract(_state(0)))
     assert "\n" not in str(error.value)
 
@@ -261,7 +261,7 @@ def _directory(kind: str, copy: Path) -> Path:
         ("empty", "is empty; train until"),
         ("foreign", "is not a checkpoint directory .*; check"),
         ("unfinished", "only an unfinished checkpoint; train"),
-        ("one step", "is a single checkpoint; pass the directory around it"),
+        ("one step", "is a single checkpoint; pass its parent directory"),
     ],
 )
 def test_a_directory_without_checkpoints_is_named_with_a_remedy(
@@ -280,7 +280,7 @@ def test_another_format_or_step_is_refused_with_a_remedy(copy: Path):
     facts = files.read_manifest(path) | {"format": 99}
     (path / files.MANIFEST).unlink()
     files.write_manifest(path, facts)
-    with pytest.raises(ValueError, match="has format 99, this program reads 1; use"):
+    with pytest.raises(ValueError, match="has format 99, but this program reads 1; use"):
         load_params(copy)
 
 
@@ -291,8 +291,8 @@ def test_bad_arguments_are_refused_and_nothing_is_written(tmp_path: Path):
         Checkpoints("ftp://bucket", keep=1)
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
         for step, state, meta, message in [
-            (-1, _state(0), {}, "step=-1 .*count from 0"),
-            (0, {"step": 3}, {}, "state step is a int; make it a jax array"),
+            (-1, _state(0), {}, "step=-1 .*start at 0"),
+            (0, {"step": 3}, {}, "state step is a int; use a JAX array"),
             (0, _state(0), {"x": object()}, "meta is not JSON .*; use"),
         ]:
             with pytest.raises(ValueError, match=message):
@@ -304,7 +304,7 @@ def test_a_complete_step_is_not_saved_again_nor_an_older_one(copy: Path):
     before = {path: path.read_bytes() for path in _files(copy)}
     with Checkpoints(copy, keep=2) as checkpoints:
         assert not checkpoints.save(2, _state(9), META)
-        with pytest.raises(ValueError, match="step=0 is behind step 2"):
+        with pytest.raises(ValueError, match="step=0 is before step 2"):
             checkpoints.save(0, _state(0), META)
     assert {path: path.read_bytes() for path in _files(copy)} == before
 
@@ -502,7 +502,7 @@ def test_two_processes_save_what_one_process_restores(tmp_path: Path):
     outputs = [child.communicate(timeout=60)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     for output in outputs:
-        assert "state x lives in one process only" in output
+        assert "state x is in one process only" in output
         assert "other is int32[] in this run but absent" in output
     params, meta = load_params(tmp_path)
     assert meta == {"step": 6}

@@ -87,7 +87,7 @@ def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
     tiny_run.assert_same(state.ema, state.params)
     (line,) = lines
     assert line.startswith(f"train.init_from={source} lacks ")
-    assert line.endswith(", which begin fresh")
+    assert line.endswith(", which are freshly initialised")
     assert "sampler_head" in line and "critic_head" in line
 
 
@@ -100,7 +100,7 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
     assert state.params.keys() == _params(1).keys()
     (line,) = lines
     assert line.startswith(f"train.init_from={source} has ")
-    assert line.endswith(", which are left out")
+    assert line.endswith(", which are ignored")
     assert "sampler_head" in line and "critic_head" in line
 
 
@@ -112,24 +112,24 @@ def test_without_a_source_the_state_is_as_it_was():
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
-        ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), and the"),
-        ({"depth": 1}, {}, "of shape (1, 16, 16), and the config asks for (2, 16, 16)"),
+        ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), but the"),
+        ({"depth": 1}, {}, "of shape (1, 16, 16), but the config requires (2, 16, 16)"),
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
-        ({"tied_head": False}, {}, "is a model of another kind: head is in one of the two"),
-        ({}, {"tied_head": False}, "is a model of another kind: head is in one of the two"),
-        ({"qk_norm": False}, {}, "has another kind of blocks; make [model] that of its run"),
+        ({"tied_head": False}, {}, "is a different kind of model: only one of the two has head"),
+        ({}, {"tied_head": False}, "is a different kind of model: only one of the two has head"),
+        ({"qk_norm": False}, {}, "has a different kind of blocks; use the [model] of its run"),
         (
             {"activation": "gelu"},
             {},
-            "has model.activation='gelu', and the config asks for 'relu2'",
+            "has model.activation='gelu', but the config has 'relu2'",
         ),
         (
             {"heads": 4},
             {},
-            "has model.heads=4, and the config asks for 2; make [model] that of its",
+            "has model.heads=4, but the config has 2; use the [model] of its",
         ),
-        ({"rope_theta": 100.0}, {}, "has model.rope_theta=100.0, and the config asks for 10000.0"),
-        ({"norm_epsilon": 0.1}, {}, "has model.norm_epsilon=0.1, and the config asks for 1e-05"),
+        ({"rope_theta": 100.0}, {}, "has model.rope_theta=100.0, but the config has 10000.0"),
+        ({"norm_epsilon": 0.1}, {}, "has model.norm_epsilon=0.1, but the config has 1e-05"),
         (HEADS | {"sampler_context": 1}, HEADS, "sampler_head/inner/kernel of shape (48, 16)"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_model_whose_config_cannot_be_read_is_refused(tmp_path, section, key, 
 
 
 def test_a_model_of_another_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has another tokenizer; use data.tokenizer=init"):
+    with pytest.raises(ValueError, match="has a different tokenizer; use data.tokenizer=init"):
         begin_with(
             _trained(tmp_path),
             _fresh(),

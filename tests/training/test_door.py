@@ -112,7 +112,7 @@ def test_a_stopped_run_with_an_own_optimiser_ends_as_the_uninterrupted_one(folde
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "message"),
     [
-        (None, None, "whose own optimizer is partition.<locals>.update_fn of .*here it is None"),
+        (None, None, "whose optimizer is partition.<locals>.update_fn of .*here it is None"),
         (optax.sgd(0.1), None, "here it is chain.<locals>.update_fn of"),
         (
             partitioned(),
@@ -136,6 +136,7 @@ def _plain(folder: Path):
     return _train(folder / "plain", flags=PLAIN)
 
 
+@pytest.mark.slow
 def test_the_config_s_own_optimiser_passed_in_trains_as_that_of_the_config(folder):
     def made(setup):
         return make_optimizer(setup.config.optim, num_steps=setup.config.train.steps)

@@ -78,18 +78,20 @@ def test_a_checkpoint_of_another_run_is_neither_continued_nor_loaded(runs, ours)
 def test_a_checkpoint_of_another_run_in_the_place_of_the_own_is_not_continued(runs, ours):
     shutil.rmtree(ours / "checkpoints")
     shutil.copytree(runs[1] / "checkpoints", ours / "checkpoints")
-    told = rf"{ours}/best holds the best model of another run \(the model is of run \w+, and this "
+    told = (
+        rf"{ours}/best has the best model of another run \(the model belongs to run \w+, but this "
+    )
     _refused(ours, told)
     shutil.rmtree(ours / "best")
     _refused(
-        ours, r"metrics.jsonl holds metrics of run \w+, and the checkpoints are of run \w+; mo"
+        ours, r"metrics.jsonl holds metrics of run \w+, but the checkpoints belong to run \w+; mo"
     )
 
 
 def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
     shutil.rmtree(ours / "checkpoints")
     told = (
-        r"best holds the best model of another run \(.*model.width=16, and this run has 32.*\); "
+        r"best has the best model of another run \(.*model.width=16, but this run has 32.*\); "
         "move the directory elsewhere, or use another train.out_dir"
     )
     _refused(ours, told, model__width=32)
@@ -121,10 +123,10 @@ def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours,
     [
         (
             {"model__width": 32},
-            r"config.toml has model.width=16, and this run has 32\); move .*/met",
+            r"config.toml has model.width=16, but this run has 32\); move .*/met",
         ),
-        ({"train__init_from": "x"}, "config.toml has train.init_from='', and this run has 'x'"),
-        ({}, r"its config is not known: .*config.toml.*; move .*/metrics.jsonl elsewhere, or use"),
+        ({"train__init_from": "x"}, "config.toml has train.init_from='', but this run has 'x'"),
+        ({}, r"its config is unknown: .*config.toml.*; move .*/metrics.jsonl elsewhere, or use"),
     ],
 )
 def test_metrics_of_another_config_are_not_dropped_by_a_new_run(ours, changes, told):

@@ -30,7 +30,7 @@ def _locks(directory) -> bool:
 def test_a_directory_is_one_process_s_until_it_lets_go(tmp_path):
     lock = DirectoryLock()
     lock.lock(tmp_path, "train.out_dir")
-    with pytest.raises(ValueError, match="is in use by another training; wait for its end, or use"):
+    with pytest.raises(ValueError, match="is in use by another run; wait until it ends, or use"):
         DirectoryLock().lock(tmp_path, "train.out_dir")
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
@@ -53,7 +53,7 @@ def test_where_directories_cannot_be_locked_a_file_in_them_is(tmp_path, monkeypa
     lock = DirectoryLock()
     lock.lock(tmp_path, "train.out_dir")
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-    with pytest.raises(ValueError, match="is in use by another training"):
+    with pytest.raises(ValueError, match="is in use by another run"):
         DirectoryLock().lock(tmp_path, "train.out_dir")
     lock.release()
     DirectoryLock().lock(tmp_path, "train.out_dir")
@@ -72,7 +72,7 @@ def test_a_second_training_in_a_directory_is_refused_and_changes_nothing(tmp_pat
         out_dir.mkdir()
     first = _prepare(out_dir)
     before = list(out_dir.rglob("*"))
-    with pytest.raises(ValueError, match="train.out_dir=.* is in use by another training"):
+    with pytest.raises(ValueError, match="train.out_dir=.* is in use by another run"):
         _prepare(out_dir)
     assert list(out_dir.rglob("*")) == before
     first.checkpoints.close()
@@ -95,7 +95,7 @@ def test_a_second_training_of_the_same_checkpoints_is_refused_and_the_first_goes
         shared.mkdir()
     given = {"train__checkpoint_dir": shared, "train__steps": 3, "train__eval_every": 0}
     first = _prepare(tmp_path / "a", **given)
-    with pytest.raises(ValueError, match=f"train.checkpoint_dir={shared} is in use by another tr"):
+    with pytest.raises(ValueError, match=f"train.checkpoint_dir={shared} is in use by another run"):
         _prepare(tmp_path / "b", **given)
     with first.checkpoints:
         assert run_loop(first).step == 3
@@ -127,7 +127,7 @@ def test_in_a_bucket_who_claims_last_has_it_and_the_one_before_changes_nothing_m
                 ours.wait()  # complete before the claim, or not at all
             before = ours.steps()
             for step in (7, 8):
-                with pytest.raises(OSError, match="taken over by another training"):
+                with pytest.raises(OSError, match="taken over by another run"):
                     _save(ours, step)
             assert ours.steps() == before
             _save(theirs, 9)
@@ -144,10 +144,10 @@ def test_a_save_that_is_overtaken_while_it_is_written_does_not_appear(tmp_path):
     def check():
         calls.append(None)
         if len(calls) == 2:
-            raise OSError(16, "taken over by another training", "x")
+            raise OSError(16, "taken over by another run", "x")
 
     with Checkpoints(tmp_path, keep=1, check=check) as checkpoints:
-        with pytest.raises(OSError, match="taken over by another training"):
+        with pytest.raises(OSError, match="taken over by another run"):
             _save(checkpoints, 1)
         assert checkpoints.steps() == []
 
@@ -169,10 +169,10 @@ def test_where_nothing_can_be_locked_the_last_claim_counts(tmp_path, without_loc
     old.check()
     new.claim(tmp_path)
     new.check()
-    with pytest.raises(OSError, match="taken over by another training"):
+    with pytest.raises(OSError, match="taken over by another run"):
         old.check()
     new.release()
-    with pytest.raises(OSError, match="taken over by another training"):
+    with pytest.raises(OSError, match="taken over by another run"):
         old.check()
 
 

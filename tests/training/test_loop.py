@@ -160,7 +160,7 @@ class _Saved:
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"), [((), "nothing was saved"), ((4, 9), "what came after step 9 is lost")]
+    ("steps", "said"), [((), "nothing was saved"), ((4, 9), "steps after 9 are lost")]
 )
 def test_a_second_signal_says_what_is_lost_and_acts_as_usual(usual_interrupt, capfd, steps, said):
     with stop_on_signals(_Saved(*steps)) as stop:
@@ -169,7 +169,7 @@ def test_a_second_signal_says_what_is_lost_and_acts_as_usual(usual_interrupt, ca
         assert capfd.readouterr().err == ""
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    line = f"ended at once: {said}; the same command goes on from there"
+    line = f"stopped at once: {said}; the same command resumes from there"
     assert capfd.readouterr().err == f"\n{line}\n"
 
 
@@ -266,7 +266,7 @@ def test_a_picture_that_cannot_be_drawn_costs_the_run_nothing_else(tmp_path, cap
     assert outcome.reason == "finished"
     err = capsys.readouterr().err
     assert err.count("warning: loss.png cannot be drawn") == 1
-    assert "the training goes on" in err
+    assert "training continues" in err
     found = [record["step"] for record in tiny_run.records(tmp_path) if record["kind"] == "train"]
     assert found == list(range(3, 25, 3))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

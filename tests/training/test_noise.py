@@ -33,10 +33,13 @@ def test_a_model_learns_is_scored_and_writes(process, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"model": ModelConfig(add_critic_head=True)}, "does not go with model.add_critic_head"),
-        ({"model": ModelConfig(add_sampler_head=True)}, "go with model.add_sampler_head"),
-        ({"model": ModelConfig(mode="sequence_scorer")}, "does not go with model.mode"),
-        ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "does not go with rl.reward"),
+        (
+            {"model": ModelConfig(add_critic_head=True)},
+            "is not supported with model.add_critic_head",
+        ),
+        ({"model": ModelConfig(add_sampler_head=True)}, "supported with model.add_sampler_head"),
+        ({"model": ModelConfig(mode="sequence_scorer")}, "is not supported with model.mode"),
+        ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "is not supported with rl.reward"),
     ],
 )
 def test_what_reads_holes_is_refused_beside_another_process(changes, line):

@@ -150,6 +150,7 @@ def test_own_parts_train_and_are_sampled(folder):
     assert len(text) == 16
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_own_parts_continues_bit_for_bit(folder):
     for step in (1, 3):
         with pytest.MonkeyPatch.context() as patch:
@@ -168,7 +169,7 @@ def test_a_stopped_run_of_own_parts_continues_bit_for_bit(folder):
 def test_continuing_with_other_parts_is_refused_by_name(folder, changes, part):
     _whole(folder)
     given = {"objective": two_passes, "heads": [left_head(start=2)]} | changes
-    with pytest.raises(ValueError, match=f"holds a run whose own {part} is .*, and here it is"):
+    with pytest.raises(ValueError, match=f"has a run whose {part} is .*, but here it is"):
         _train(folder / "whole", **given)
 
 

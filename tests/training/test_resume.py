@@ -145,7 +145,7 @@ def test_a_run_goes_on_on_other_devices_to_float_tolerance(tmp_path, whole):
 )
 def test_a_directory_of_a_run_that_differs_is_refused_by_the_key(whole, key, value):
     before = _listing(whole[0])
-    told = rf"holds a run with {key}=.* to continue it, or use another train.out_dir$"
+    told = rf"has a run with {key}=.* to resume it, or use another train.out_dir$"
     with pytest.raises(ValueError, match=told) as error:
         tiny_run.run(whole[0], **{key.replace(".", "__"): value})
     assert "delete" not in str(error.value)
@@ -163,7 +163,7 @@ def test_a_run_may_go_on_for_more_steps_and_says_what_that_means(tmp_path, whole
     # Warm-up of 2 steps, then a cosine: at step 24 it is 0 of 24 steps, and (1 + cos(pi 22/34)) / 2
     # of 36.
     new = 0.01 * (1 + math.cos(math.pi * 22 / 34)) / 2
-    assert line.startswith("train.steps grows from 24 to 36: the learning rate now falls to its ")
+    assert line.startswith("train.steps increases from 24 to 36: the learning rate now decays ")
     assert f"at step 24 it is {new:.3g} instead of 0" in line
     assert "\n" not in line
     rates = {r["step"]: r["learning_rate"] for r in tiny_run.records(tmp_path)
@@ -185,7 +185,7 @@ def test_every_record_tells_its_time(whole):
 
 def test_a_directory_of_a_run_on_another_text_is_refused(whole, tmp_path):
     (tmp_path / "other.txt").write_text(tiny_run.TEXT + "More.")
-    with pytest.raises(ValueError, match="holds a run on another text"):
+    with pytest.raises(ValueError, match="has a run that was trained on a different text"):
         tiny_run.run(whole[0], data__source=tmp_path / "other.txt")
 
 
@@ -225,7 +225,7 @@ def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monk
     other = {"draws": [1, 2, 0.5], "version of jax": "9.9.9"}
     monkeypatch.setattr("dlm_jax.training.run.fingerprint", lambda: other)
     with pytest.raises(
-        ValueError, match=f"jax {jax.__version__} draws other random numbers than jax 9.9.9"
+        ValueError, match=f"jax {jax.__version__} draws different random numbers than jax 9.9.9"
     ):
         tiny_run.run(whole[0])
 
@@ -250,7 +250,7 @@ def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
         ({ratio: 0.3}, _meta(**critic)),
         ({}, _meta(is_old=True, **critic)),
     ):
-        with pytest.raises(ValueError, match="holds a run with sample.sampler_"):
+        with pytest.raises(ValueError, match="has a run with sample.sampler_"):
             check_same_run(_meta(**critic, **changes), saved)
 
 

@@ -129,8 +129,8 @@ def test_a_scorer_begins_with_the_trunk_of_a_language_model_and_the_other_way(
     head = _HEADS[kind]
     expected = {"embedding": trained.params["embedding"], head: fresh.params[head]}
     tiny_run.assert_same(begun.params, expected)
-    assert f"lacks {head}, which begin fresh" in lines[0]
-    assert f"has {_HEADS[source]}, which are left out" in lines[1]
+    assert f"lacks {head}, which are freshly initialised" in lines[0]
+    assert f"has {_HEADS[source]}, which are ignored" in lines[1]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_the_program_says_what_it_measures_and_how_to_judge_and_samples_nothing(
     last = tiny_run.records(out_dir)[-1]
     assert f"step 200: held-out squared error {last['squared_error']:.5f} +- " in err
     assert "bound" not in err
-    assert f"judge texts with: python -m dlm_jax.evaluate --checkpoint {out_dir} --text" in err
+    assert f"score texts with: python -m dlm_jax.evaluate --checkpoint {out_dir} --text" in err
 
 
 def test_evaluating_the_run_gives_the_error_of_its_last_evaluation(finished, capsys, monkeypatch):
@@ -199,5 +199,5 @@ def test_it_tells_true_text_from_letters_in_any_order(finished):
     shares = dlm_jax.corrupted_share(model, [true, half, wrong])
     assert shares[0] < 0.3 < shares[1] + 0.1
     assert shares[0] < shares[1] < shares[2]
-    with pytest.raises(ValueError, match="is a sequence scorer, which writes nothing"):
+    with pytest.raises(ValueError, match="is a sequence scorer, which does not generate"):
         dlm_jax.generate(model)

@@ -26,6 +26,7 @@ def corpora(tmp_path_factory):
     return ",".join(roots)
 
 
+@pytest.mark.slow
 def test_a_run_on_mixed_shards_continues_and_is_evaluated(corpora, tmp_path, capsys):
     given = {
         "data__source": corpora,
@@ -42,9 +43,9 @@ def test_a_run_on_mixed_shards_continues_and_is_evaluated(corpora, tmp_path, cap
     outcome = tiny_run.run(tmp_path / "run", **given)
     tiny_run.assert_same(outcome.state, expected.state)
     assert tiny_run.records(tmp_path / "run") == tiny_run.records(tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"holds a run with data.weights=\[3.0, 1.0\]"):
+    with pytest.raises(ValueError, match=r"has a run with data.weights=\[3.0, 1.0\]"):
         tiny_run.run(tmp_path / "run", **(given | {"data__weights": "1,1"}))
-    with pytest.raises(ValueError, match="holds a run on another text"):
+    with pytest.raises(ValueError, match="has a run that was trained on a different text"):
         tiny_run.run(
             tmp_path / "run", **(given | {"data__source": ",".join(corpora.split(",")[::-1])})
         )

@@ -32,5 +32,5 @@ def test_the_summary_tells_the_parts_and_what_is_not_the_default(tmp_path):
     assert model.startswith(f"model of {total:,} parameters on cpu, ")
     for name, size in parts.items():
         assert f"{name} {size:,}" in model
-    (line,) = [line for line in said if line.startswith("not the default: [model]")]
-    assert line == "not the default: [model] depth=2 width=16 heads=2"
+    (line,) = [line for line in said if line.startswith("not default: [model]")]
+    assert line == "not default: [model] depth=2 width=16 heads=2"

@@ -32,8 +32,8 @@ def _mixture(rows: int, **objective: Any):
     ("rows", "shares", "message"),
     [
         (8, {"proofreading_share": 0.05},
-         r"objective.proofreading_share=0.05 is less than one of train.batch_size=8 rows, so that "
-         r"nothing of it would be trained; raise the share to 0.125, or train.batch_size to 20"),
+         r"objective.proofreading_share=0.05 is less than one of train.batch_size=8 rows, so it "
+         r"would never be trained; raise the share to 0.125, or train.batch_size to 20"),
         (4, {"denoising_share": 0.5, "proofreading_share": 0.49}, "the ELBO's share 0.01"),
     ],
 )  # fmt: skip

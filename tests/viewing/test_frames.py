@@ -70,11 +70,11 @@ def _told(before: Frame, after: Frame, place: int, came: int) -> Kind:
     ("before", "after", "told"),
     [
         (frame("AA"), frame("AA", row=1, step=1), "frames of one row"),
-        (frame("AA", step=2), frame("AA", step=1), "go backwards"),
+        (frame("AA", step=2), frame("AA", step=1), "are out of order"),
         (frame("AA"), frame("AAA", step=1), "without an origin"),
-        (frame("AA"), frame("AA", step=1, origin=[1, 0]), "does not ascend"),
-        (frame("AA"), frame("AA", step=1, origin=[0, 2]), "does not ascend"),
-        (frame("AA"), frame("AA", step=1, origin=[-2, 0]), "does not ascend"),
+        (frame("AA"), frame("AA", step=1, origin=[1, 0]), "is not ascending"),
+        (frame("AA"), frame("AA", step=1, origin=[0, 2]), "is not ascending"),
+        (frame("AA"), frame("AA", step=1, origin=[-2, 0]), "is not ascending"),
     ],
 )
 def test_frames_that_do_not_follow_each_other_are_refused(before, after, told):

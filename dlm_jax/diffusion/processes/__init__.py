@@ -27,10 +27,10 @@ PROCESSES: Mapping[str, type[Process]] = {
 
 @functools.lru_cache(maxsize=64)
 def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
-    """The process that a config names.
+    """The process selected by a config.
 
     Args:
-      name: one of `PROCESSES`, or ``module:Class`` of your own.
+      name: one of `PROCESSES`, or a custom ``module:Class``.
       settings: its settings, each ``NAME=VALUE``.
 
     Raises:
@@ -43,7 +43,7 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
         key, _, text = given.partition("=")
         if key not in declared:
             why = f"has {key!r}, which objective.process={name!r} does not have"
-            advice = nearest(key, tuple(declared)) if declared else "leave it out"
+            advice = nearest(key, tuple(declared)) if declared else "remove it"
             raise SettingError("objective.process_settings", UNSET, why, advice)
         try:
             values[key] = declared[key].checked(_parsed(declared[key].kind, text))
@@ -75,7 +75,7 @@ def _own(name: str) -> type[Process]:
     if not attribute:
         raise SettingError(
             "objective.process", name, f"is not one of {', '.join(PROCESSES)}",
-            f"{nearest(name, tuple(PROCESSES))}, or name your own as module:Class",
+            f"{nearest(name, tuple(PROCESSES))}, or pass your own as module:Class",
         )  # fmt: skip
     try:
         found = getattr(importlib.import_module(module), attribute)

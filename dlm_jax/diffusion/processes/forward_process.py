@@ -20,16 +20,16 @@ import numpy as np
 from dlm_jax.settings import Rule, SettingError
 
 HIGHEST_LEVEL = 1.0 - 1e-4
-"""Levels above are taken as this one in a bound, whose terms are 0 / 0 at 1."""
+"""Levels above this one are clipped to it in a bound, because its terms are 0 / 0 at 1."""
 
 
 class Shares(NamedTuple):
     """The probabilities of a position at a noise level; they add up to 1.
 
     Attributes:
-      clean: of its own token.
+      clean: probability of its own token.
       mask: of MASK.
-      text: of a uniform draw from the noise ids.
+      text: probability of a uniform draw from the noise ids.
     """
 
     clean: jax.Array
@@ -38,12 +38,12 @@ class Shares(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """The noise of each position in a bound, float32 of one shape.
+    """The noise of each position in a bound, float32 arrays of equal shape.
 
     Attributes:
       clean: ``alpha``.
       text: ``c(k)`` of each noise id.
-      shown: ``c(z)`` of what the position shows.
+      shown: ``c(z)`` of the shown id.
       weight: factor of `divergence`.
       is_first: True for the step to level 0.
     """
@@ -59,24 +59,25 @@ class Process(Rule):
     """A forward process; only `shares` is required.
 
     Attributes:
-      is_masked: whether noise is MASK alone, so that visible tokens are true.
+      is_masked: whether noise is MASK only, so that visible tokens are correct.
     """
 
     required: ClassVar[tuple[str, ...]] = ("shares",)
     is_masked: ClassVar[bool] = False
 
     def shares(self, level: jax.Array, /) -> Shares:
-        """The `Shares` at levels in [0, 1]: all clean at 0, nothing clean at 1; differentiable.
+        """The `Shares` at levels in [0, 1]: all tokens are clean at 0, none at 1; differentiable.
 
-        Those at 1 are the prior.
+        The shares at 1 are the prior.
         """
         raise NotImplementedError
 
     def rates(self, level: jax.Array) -> Shares:
-        """Forward rates per level, times ``alpha``; of the noise, whose ``text`` is of all ids.
+        """Forward rates of the noise per level, times ``alpha``; ``text`` is the rate of all ids
+        together.
 
-        ``alpha c' - alpha' c``: the rate of jumps into noise ``k`` is that over ``alpha``,
-        whatever stood there before (GIDD, proposition 3.4).
+        ``alpha c' - alpha' c``: the rate of jumps into noise ``k`` is this divided by ``alpha``,
+        for every previous token (GIDD, proposition 3.4).
         """
         now, slope = jax.jvp(self.shares, (level,), (jnp.ones_like(level),))
         mask, text = (
@@ -95,7 +96,7 @@ class Process(Rule):
         mask_id: int,
         noise_ids: tuple[int, ...],
     ) -> jax.Array:
-        """Noised tokens, int32 ``[B, L]``: free positions at their level, others as they are.
+        """Noised tokens, int32 ``[B, L]``: free positions at their level, others unchanged.
 
         The level is ``[B]`` or ``[B, L]``.
         """
@@ -126,7 +127,7 @@ class Process(Rule):
           shown_BL: from `sample`.
           level: ``[B]`` or ``[B, L]``, below `HIGHEST_LEVEL`.
           speed: the slope of the level in time.
-          is_first: True where the term is that of the step to level 0, whose weight is `speed`.
+          is_first: True where the term is the one for the step to level 0, with weight `speed`.
           mask_id: the id of MASK.
           noise_ids: as for `sample`.
         """
@@ -144,7 +145,7 @@ class Process(Rule):
 
         shown = of_shown(now.mask, now.text)
         chance = jnp.where(shown_BL == tokens_BL, now.clean, 0.0) + shown
-        # The rate is over alpha, and `divergence` is, too.
+        # Both the rate and `divergence` are divided by alpha.
         weight = speed * of_shown(rates.mask, rates.text) / jnp.maximum(chance, 1e-30)
         return Noise(
             now.clean,
@@ -156,7 +157,7 @@ class Process(Rule):
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
-    """True where a token is one of the ids; ids are ascending or few."""
+    """True where a token is one of the ids; ids must be ascending or few."""
     first, last = min(ids), max(ids)
     if last - first + 1 == len(set(ids)):
         return (tokens >= first) & (tokens <= last)
@@ -171,14 +172,14 @@ def divergence(
     *,
     noise_ids: tuple[int, ...],
 ) -> jax.Array:
-    """The term of each position in the bound, over ``alpha``; float32 ``[N]``, nats.
+    """The term of each position in the bound, divided by ``alpha``; float32 ``[N]``, in nats.
 
     ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) / alpha``,
-    with ``q(. | p)`` the marginals of the predicted distribution of the token. Times the forward
-    rate into z over ``q(z | x)`` it is the integrand of the continuous-time negative ELBO (GIDD,
-    theorem 3.5). For masked diffusion it is the cross-entropy, and for uniform diffusion the bound
-    of UDLM (Schiff et al. 2024, equation 18). Where ``is_first``, instead, ``-ln p(x | z)`` of the
-    reverse step to level 0.
+    with ``q(. | p)`` the marginals of the predicted distribution of the token. Multiplied by the
+    forward rate into z and divided by ``q(z | x)``, it is the integrand of the continuous-time
+    negative ELBO (GIDD, theorem 3.5). For masked diffusion it is the cross-entropy, and for uniform
+    diffusion the bound of UDLM (Schiff et al. 2024, equation 18). Where ``is_first`` is True, it is
+    ``-ln p(x | z)`` of the reverse step to level 0 instead.
 
     Args:
       logits_NV: with -inf at MASK.
@@ -203,7 +204,7 @@ def divergence(
         alpha_N * (1.0 - true_N) / jnp.where(has_own_N, alpha_N * true_N + own_N, 1.0)
     )
     kl_N = (alpha_N + own_N) * jnp.where(has_own_N, gain_N, -log_true_N)
-    # Of the other noise ids, all of which have the same noise.
+    # For the other noise ids, which all have the same noise.
     ratio_N = jnp.where(text_N > 0, alpha_N / jnp.where(text_N > 0, text_N, 1.0), 0.0)
     first, last = min(noise_ids), max(noise_ids)
     p_NV = jnp.exp(logits_NV[:, first : last + 1] - total_N[:, None])
@@ -216,7 +217,7 @@ def divergence(
     # Of what is shown.
     model_N = jnp.maximum(alpha_N * seen_N + noise.shown, 1e-30)
     excess_N = alpha_N * (is_same_N - seen_N) / model_N
-    # The padding of a readout has no noise at all.
+    # Padding of a readout has no noise.
     term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / jnp.maximum(alpha_N, 1e-30)
     data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
     last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
@@ -227,7 +228,7 @@ def checked(process: Process, name: str) -> Process:
     """The process, if its shares are valid and reach 0 clean tokens at level 1.
 
     Raises:
-      SettingError: they are not; `name` is the setting's value.
+      SettingError: if they are not; `name` is the value of the setting.
     """
     level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
     found = process.shares(jnp.asarray(level))
@@ -238,15 +239,15 @@ def checked(process: Process, name: str) -> Process:
         return SettingError("objective.process", name, why, "correct its shares()")
 
     if kept is None:
-        raise refuse("returns no Shares of the levels' shape")
+        raise refuse("does not return Shares with the shape of the levels")
     clean = kept[0]
     if not np.isfinite(kept).all() or kept.min() < -1e-6 or abs(kept.sum(0) - 1).max() > 1e-5:
         raise refuse("has shares that are not in [0, 1] or do not add up to 1")
     if abs(clean[0] - 1) > 1e-6 or abs(clean[-1]) > 1e-6 or (np.diff(clean) > 1e-6).any():
-        raise refuse("has a clean share that does not fall from 1 at level 0 to 0 at level 1")
-    # A rate below 0: noise would become another token in the forward process.
+        raise refuse("has a clean share that does not decrease from 1 at level 0 to 0 at level 1")
+    # A negative rate would turn noise into another token in the forward process.
     inner = clean[:-1]
     for noise in kept[1:]:
         if (noise[1:] - clean[1:] / inner * noise[:-1] < -1e-6).any():
-            raise refuse("has noise that falls faster than the clean share")
+            raise refuse("has noise that decreases faster than the clean share")
     return process

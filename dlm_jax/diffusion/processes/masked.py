@@ -1,4 +1,4 @@
-"""Masked diffusion: noise is MASK alone."""
+"""Masked diffusion: the only noise is MASK."""
 
 from __future__ import annotations
 

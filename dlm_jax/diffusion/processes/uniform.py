@@ -13,7 +13,7 @@ from dlm_jax.settings import rule
 class Uniform(Process):
     """Each position shows a uniform noise id with the level's probability.
 
-    Schiff et al. 2024, UDLM, section 4; the network is not told the level, as in GIDD.
+    Schiff et al. 2024, UDLM, section 4; the network is not conditioned on the level, as in GIDD.
     """
 
     about = "a uniformly random token"

@@ -1,4 +1,5 @@
-"""Exact forms of the layers that XLA's CPU backend runs faster; elsewhere the plain formulas.
+"""Exact forms of the layers that are faster with XLA's CPU backend; other backends use the plain
+formulas.
 
 The traced form depends only on the devices in use (`dlm_jax.devices`), so GPU and TPU programs use
 the plain formulas. The mathematics is the same; only the order of the operations differs.
@@ -26,7 +27,7 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 
     On CPU the leading axes are merged first: the kernel's gradient is then one matrix product that
     reads both operands in place. If two axes are contracted at once, XLA copies an operand into
-    transposed order and recomputes its producer inside that strided copy.
+    transposed order and recomputes its producer inside the strided copy.
     """
     if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
@@ -38,7 +39,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
 
     `scale` has the rank of `x`, its last axis, and size 1 elsewhere. On CPU the backward pass is
-    written out: it keeps `x` and one number per position, and sums the gradient of `scale` once.
+    explicit: it stores `x` and one number per position, and reduces the gradient of `scale` once.
     """
     if platform() != "cpu":
         return x * _per_root_mean_square(x, epsilon) * scale
@@ -76,9 +77,9 @@ def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array
     """Queries or keys rotated by their position, computed in float32 and returned in their dtype.
 
     Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
-    K/2]`` where the positions of rows differ. On CPU the halves are exchanged by a reversed axis of
-    size 2, whose index is affine; fused into a loop, the concatenation of two halves costs a branch
-    for every number.
+    K/2]`` if positions differ between rows. On CPU the halves are swapped by reversing an axis of
+    size 2, whose index is affine. A concatenation of two halves, fused into a loop, costs a branch
+    per number.
     """
     cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
@@ -99,11 +100,12 @@ def attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]``; keys at or beyond ``length_B`` are invisible.
+    """Attention output ``[B, L, H, K]``; keys at or beyond ``length_B`` are masked.
 
-    Heads share the ``G`` key/value heads in consecutive groups. A row of length 0 sees its first
-    key, which keeps it finite. Scores and probabilities are float32; the result has the dtype of
-    `q_BLHK`. On CPU the backward pass reuses the probabilities, ``[B, H, L, L]`` float32.
+    Heads share the ``G`` key/value heads in consecutive groups. A row of length 0 attends to its
+    first key, which keeps the result finite. Scores and probabilities are float32; the result has
+    the dtype of `q_BLHK`. On CPU the backward pass reuses the probabilities, ``[B, H, L, L]``
+    float32.
     """
     visible_B = jnp.maximum(length_B, 1)
     if platform() != "cpu":
@@ -118,10 +120,10 @@ def attention(
 def attention_where(
     q_BNHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, is_seen_BNM: jax.Array
 ) -> jax.Array:
-    """Attention output ``[B, N, H, K]`` over the keys that each query sees.
+    """Attention output ``[B, N, H, K]`` over the keys that each query attends to.
 
-    Otherwise as `attention`; `is_seen_BNM` may have size 1 in its first and second axis. The output
-    of a query without a visible key is finite.
+    Otherwise like `attention`; `is_seen_BNM` may have size 1 in its first and second axis. The
+    output of a query without a visible key is finite.
     """
     if platform() != "cpu":
         return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
@@ -152,7 +154,7 @@ def _over_groups(
 def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
     """Scaled queries ``[B, G, N, K]``, float32.
 
-    The heads of a group become further query rows, so that every product is one batched matmul.
+    The heads of a group become additional query rows, so that every product is one batched matmul.
     """
     num_rows, num_positions, _, head_size = q_BLHK.shape
     q_BLGRK = q_BLHK.reshape(num_rows, num_positions, num_groups, -1, head_size)
@@ -216,11 +218,13 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def run_blocks(
     block: Callable[[jax.Array, Any, Any], jax.Array], x: jax.Array, blocks: Any, context: Any
 ) -> jax.Array:
-    """`x` after ``x = block(x, parameters, context)`` for each layer of the stacked `blocks`.
+    """The final `x` of ``x = block(x, parameters, context)`` over the layers of the stacked
+    `blocks`.
 
-    One `jax.lax.scan`. On CPU, when differentiated and at most 16 layers deep, it is unrolled: a
-    scan copies every value the backward pass needs into a stack and out again, which cost a
-    quarter of a training step. `block` must close over no traced array; `context` carries those.
+    One `jax.lax.scan`. On CPU, the loop is unrolled if it is differentiated and has at most 16
+    layers: a scan copies every value that the backward pass needs into a stack and back, which
+        takes a
+    quarter of a training step. `block` must not close over traced arrays; pass them in `context`.
     """
     depth = jax.tree.leaves(blocks)[0].shape[0]
     if platform() != "cpu" or depth > 16:
@@ -256,10 +260,10 @@ _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
 def keep_freed_memory() -> bool:
     """Keeps freed memory in the process instead of returning it to the kernel; True on success.
 
-    XLA allocates all temporaries of a CPU program as one block, and glibc maps and unmaps a block
-    of that size every call: 78,000 page faults, a quarter of the time of a 1M-parameter step. Call
-    it once, in a program that trains on CPU, before the first computation. Affects the whole
-    process, so a library must not. Does nothing off CPU or without glibc.
+    XLA allocates all temporaries of a CPU program as one block, and glibc maps and unmaps such a
+    block in every call: 78,000 page faults, a quarter of the time of a 1M-parameter step. Call it
+    once before the first computation in a program that trains on CPU. It affects the whole process,
+    so libraries must not call it. It has no effect on other devices or without glibc.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Attention by the splash kernel of Pallas, which never writes the scores to main memory."""
+"""Attention with the splash kernel of Pallas, which never writes the scores to main memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
 
 _LANES = 128
-# The best of 512, 1024 and 2048 positions by estimates of the TPU compiler.
+# The best of 512, 1024 and 2048 positions according to the TPU compiler.
 _MAX_BLOCK = 1024
 
 
@@ -45,7 +45,7 @@ def splash_attention(
       k_BMGK: keys.
       v_BMGK: values.
       is_live_BM: True at live keys.
-      may_see: as in that function.
+      may_see: as in `attention`.
       saved: name under which rematerialisation may keep the residuals.
       interpret: whether Pallas runs the kernel step by step on any device; for tests.
     """
@@ -76,7 +76,7 @@ def _of_rows(
     interpret: bool,
 ) -> jax.Array:
     num_queries, num_heads, head_size = q_BLHK.shape[1:]
-    # Scaled in float32, because the kernel does not scale the scores.
+    # Scale in float32, because the kernel does not scale the scores.
     q_BLHK = (q_BLHK.astype(jnp.float32) * head_size**-0.5).astype(q_BLHK.dtype)
     q_BHLK, k_BGMK, v_BGMK = (_padded(x).swapaxes(1, 2) for x in (q_BLHK, k_BMGK, v_BMGK))
     kernel = _kernel(num_heads, q_BHLK.shape[2], k_BGMK.shape[2], may_see, saved, interpret)

@@ -7,7 +7,7 @@ from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRu
 from dlm_jax.sampling.cache.exact import Exact
 
 CACHE_RULES: Mapping[str, type[CacheRule]] = {rule.name: rule for rule in (Exact, Prefix, Dual)}
-"""Cache rules by the setting ``cache``, beside ``none``."""
+"""Cache rules by the setting ``cache``, in addition to ``none``."""
 
 __all__ = [
     "CACHE_RULES",

@@ -25,7 +25,7 @@ CACHE_MARGIN = Setting(
     low=0, high=2**20, activates=False,
 )  # fmt: skip
 
-# Sixteenths of the canvas: a longer list fits suffixes better, and each compiles a trunk.
+# Sixteenths of the canvas: a longer list fits suffixes better, but each entry compiles a trunk.
 _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
@@ -53,14 +53,14 @@ class Dual(CacheRule):
             raise SettingError(
                 "cache",
                 cls.name,
-                "is for models whose positions all see one another",
-                "use cache='exact', which is exact for this one",
+                "is for bidirectional models only",
+                "use cache='exact', which is exact for this model",
             )
         if row.block_length == 0:
             raise SettingError(
                 "cache",
                 cls.name,
-                "computes a block at a step, and block_length=0 is all in one",
+                "computes one block per step, but block_length=0 is a single block",
                 "use block_length=32, say",
             )
 

@@ -24,7 +24,7 @@ class CacheState(NamedTuple):
       kept: keys and values of the canvas, in the format of the network.
       bare: keys and values of the canvas with its given tokens masked; None without guidance.
       valid_B: int32, cached positions before this index match the current tokens.
-      age_B: int32, steps since the whole row was computed, inclusive; 0: never.
+      age_B: int32, number of steps since the whole row was computed, inclusive; 0 if never.
       block_B: int32, index of the block of that step.
     """
 
@@ -40,7 +40,8 @@ class CacheContext(NamedTuple):
 
     Attributes:
       block: the current block of each row.
-      first_B: int32, first writable position of the block; the start of the block if there is none.
+      first_B: int32, first writable position of the block; the start of the block if none is
+          writable.
       valid_B: see `CacheState`.
       age_B: see `CacheState`.
       block_B: see `CacheState`.
@@ -62,7 +63,7 @@ class CachePlan(NamedTuple):
       begin_B: int32, first position of the window.
       end_B: int32, end of the window, exclusive; at most the largest of `CacheRule.sizes` from
         `begin_B`, or the end of the canvas.
-      is_due_B: True where the whole row is computed and cached instead.
+      is_due_B: True where the whole row is computed and cached instead of a window.
       settles_B: True where the positions of the first size before `begin_B` are computed first and
         cached: their tokens are final.
       valid_B: int32, `CacheState.valid_B` after the step.
@@ -76,7 +77,7 @@ class CachePlan(NamedTuple):
 
 
 class CacheRule(Rule):
-    """Chooses the positions that a step computes. `plan` and `sizes` are required."""
+    """Selects the positions that a step computes. `plan` and `sizes` are required."""
 
     required: ClassVar[tuple[str, ...]] = ("plan", "sizes")
 
@@ -87,7 +88,7 @@ class CacheRule(Rule):
 
     @property
     def settles(self) -> bool:
-        """Whether a plan ever finalises positions before a window; static."""
+        """Whether a plan can finalise positions before a window; static."""
         return False
 
     @property
@@ -118,7 +119,7 @@ class CacheRule(Rule):
             raise SettingError(
                 "cache",
                 cls.name,
-                "needs a network that supports a cache (Network.cached), which this one does not",
+                "requires a network that supports a cache (Network.cached)",
                 "use cache='none'",
             )
 
@@ -126,7 +127,7 @@ class CacheRule(Rule):
     def check_trace(cls, row: Any) -> None:
         """Raises unless the cache is exact."""
         raise SettingError(
-            "cache", cls.name, "has no trace: a replay computes what it approximates",
+            "cache", cls.name, "has no trace: a replay computes exact values",
             "use cache='none'",
         )  # fmt: skip
 
@@ -137,8 +138,8 @@ class CacheRule(Rule):
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static sizes of the windows, ascending, at most `num_positions`.
 
-        With one size a step runs all rows together. With several sizes each row runs in the
-        smallest size that holds its window, together with rows of the same size. The first window
+        With a single size, a step runs all rows together. With several sizes, each row runs in the
+        smallest size that fits its window, together with rows of the same size. The first window
         is the block, whose hidden vectors the step reads.
         """
         raise NotImplementedError

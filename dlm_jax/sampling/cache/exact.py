@@ -18,12 +18,11 @@ class Exact(CacheRule):
     In a block-causal model no earlier position attends to the block, so the cached values equal
     those of a full forward. Results equal those without a cache, to float tolerance in the logits.
     A finished block is computed once more with its last tokens (SDAR, Cheng et al. 2025, section
-    3). The whole row is computed once, at its first step, unless the given tokens fit into one
-    block.
+    3). The whole row is computed once, at the first step, unless the given tokens fit in one block.
 
-    A causal model has blocks of one position. It reads the token before each position, so the
-    forward that predicts a token also computes the cached values of its input. Nothing is computed
-    twice.
+    A causal model has blocks of one position. The model reads the token before each position, so
+    the forward that predicts a token also computes the cached values of its input. Nothing is
+    computed twice.
     """
 
     about = "finished blocks; exact, causal and block-causal models"
@@ -50,8 +49,9 @@ class Exact(CacheRule):
             raise SettingError(
                 "cache",
                 "exact",
-                "needs model.attention_type='causal' or 'block_causal', where "
-                "nothing sees what comes later",
+                "requires model.attention_type='causal' or 'block_causal', where no position "
+                "attends "
+                "to later ones",
                 "use cache='prefix' or 'dual'",
             )
         if not facts.is_causal:
@@ -65,8 +65,8 @@ class Exact(CacheRule):
                 raise SettingError(
                     name,
                     value,
-                    "may write another token than the next one, which cache='exact' of a causal "
-                    "model is for",
+                    "may write positions other than the next one, but cache='exact' of a causal "
+                    "model writes only that one",
                     f"use {name}={fine[0]!r}",
                 )
 
@@ -76,8 +76,8 @@ class Exact(CacheRule):
             raise SettingError(
                 "steps",
                 row.steps,
-                f"is less than the {is_open.sum()} tokens to write, and "
-                "cache='exact' of a causal model writes one per step",
+                f"is less than the {is_open.sum()} tokens to write; cache='exact' of a causal "
+                f"model writes one per step",
                 f"use steps={is_open.sum()} or more",
             )
 

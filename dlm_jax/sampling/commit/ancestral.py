@@ -1,7 +1,7 @@
 """Sampling along the noise process of the training: ancestral steps of MDLM and ReMDM.
 
 Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule, whose
-``alpha`` is the share of tokens visible.
+``alpha`` is the share of visible tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dlm_jax.sampling.commit.commit_rule import (
 from dlm_jax.settings import Setting, fact, per_row, reads, rule
 
 REMASK_ETA = Setting(
-    "remask_eta", 0.1, "remdm: strength, in [0, 1]; for remdm_conf anything but 0 is the same",
+    "remask_eta", 0.1, "remdm: strength, in [0, 1]; for remdm_conf all values above 0 are "
+    "equivalent",
     low=0.0, high=1.0,
 )  # fmt: skip
 
@@ -35,7 +36,7 @@ class NoiseSchedule(Protocol):
 
 
 def visible_shares(schedule: NoiseSchedule, context: CommitContext) -> tuple[jax.Array, jax.Array]:
-    """Visible shares at the start and the end of the step, ``[B]`` each."""
+    """Shares of visible tokens at the start and the end of the step, ``[B]`` each."""
     steps_B = context.steps_B.astype(jnp.float32)
     t_B = 1.0 - context.step_B / steps_B
     s_B = jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
@@ -46,7 +47,7 @@ SIGMAS = {
     "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
     "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
 }
-"""Probability that a token is remasked, by the remask rule whose it is, where it is one for all."""
+"""Remask probabilities by remask rule, for rules that use one probability for all tokens."""
 
 
 def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:

@@ -30,14 +30,15 @@ class RuleMemory(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What stands at the positions of rows whose rule `renews`, and uniform noise for them.
+    """The content of the positions of rows whose rule `renews`, and uniform noise for them.
 
     Attributes:
       tokens_BL: int32 canvas.
       is_mask_BL: True at MASK.
-      is_noise_BL: True at ids that the row's noise may show: all that it may write.
-      random_BL: int32, a new draw of these ids for each position.
-      num_ids_B: int32, their number.
+      is_noise_BL: True at ids that the noise of the row may show, which are all ids that it may
+          write.
+      random_BL: int32, a new uniform draw of these ids per position.
+      num_ids_B: int32, number of these ids.
       mask_id: the id of MASK.
     """
 
@@ -63,7 +64,7 @@ class CommitContext(NamedTuple):
         `rewrites`.
       preference_BL: uint32, order of tied positions, see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
-      standing: what stands there; None unless the rule `renews`.
+      standing: current content of the positions; None unless the rule `renews`.
     """
 
     is_hole_BL: jax.Array
@@ -84,9 +85,9 @@ class Proposal(NamedTuple):
       tokens_BL: int32 candidate ids.
       logprob_BL: float32 log-probability of the candidate under the clean logits.
       final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
-        0 where no row's transforms read it.
-      confidence_BL: float32, the result of the rule's `measure`; higher is surer. Of the token that
-        stands there, if the rule `renews`.
+        0 if no transform of the row reads it.
+      confidence_BL: float32, the result of the rule's `measure`; higher is more confident. It
+          refers to the current token if the rule `renews`.
     """
 
     tokens_BL: jax.Array
@@ -96,16 +97,16 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Chooses the commits of a step among eligible positions. Only `select` is required.
+    """Selects the commits of a step among eligible positions. Only `select` is required.
 
     The loop adds every hole of a block at its last step.
 
     Attributes:
-      rewrites: whether `select` may also name written tokens of the block, which then get
-        candidates. A block then ends when a step that starts without holes rewrites nothing, or
-        after `patience` such steps.
-      renews: whether the rule also writes other tokens than candidates, at the open positions that
-        it does not select: see `renewed` and `begin`.
+      rewrites: whether `select` may also select written tokens of the block, which then get
+        candidates. A block then ends after a step that starts without holes and rewrites nothing,
+        or after `patience` such steps.
+      renews: whether the rule also writes tokens other than candidates at the open positions that
+          it does not select: see `renewed` and `begin`.
       scale: smallest magnitude of the terms in `measure`, for `TOLERANCE`.
     """
 
@@ -123,7 +124,9 @@ class CommitRule(Rule):
         return context.is_hole_BL
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Confidence of each candidate, float32 ``[N]``, from clean logits and its log-prob."""
+        """Confidence of each candidate, float32 ``[N]``, from clean logits and its
+        log-probability.
+        """
         return jnp.exp(logprob_N)
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
@@ -163,15 +166,17 @@ class CommitRule(Rule):
         raise NotImplementedError
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
-        """Tokens ``[B, L]`` for the holes of rows before their first step, if it `renews`."""
+        """Tokens ``[B, L]`` for the holes of rows before their first step, if the rule `renews`."""
         return standing.tokens_BL
 
     def finished(self, memory: RuleMemory) -> jax.Array | None:
-        """True ``[B]`` for rows whose block ends with this step, if it `renews`; None: none."""
+        """True ``[B]`` for rows whose block ends with this step, if the rule `renews`; None for no
+        row.
+        """
         return None
 
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """Tokens ``[B, L]`` for the open positions that are not selected, if it `renews`."""
+        """Tokens ``[B, L]`` for the open positions that are not selected, if the rule `renews`."""
         assert context.standing is not None, "the rule renews"
         return context.standing.tokens_BL
 
@@ -179,7 +184,7 @@ class CommitRule(Rule):
     def check_trace(cls, row: Any) -> None:
         if cls.log_chance is CommitRule.log_chance:
             raise SettingError(
-                "order", cls.name, "has no trace: its log_chance() is not known",
+                "order", cls.name, "has no trace: it does not define log_chance()",
                 "define it, or use order='random'",
             )  # fmt: skip
 
@@ -193,14 +198,14 @@ class CommitRule(Rule):
 
 
 def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
-    """The ``log_chance`` of a rule that does not choose at random."""
+    """The ``log_chance`` of a rule without random choices."""
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
 
 
 def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
     """Log-probability ``[B]`` of this subset among all subsets of its size.
 
-    It is ``-ln C(n, k)``, summed factor by factor, because logarithms of factorials lose digits.
+    It is ``-ln C(n, k)``, summed over factors, because logarithms of factorials lose precision.
     """
     num_B1 = jnp.sum(is_open_BL, axis=1, keepdims=True)
     chosen_B1 = jnp.sum(is_open_BL & is_chosen_BL, axis=1, keepdims=True)
@@ -245,9 +250,9 @@ def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
 
 
 def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
-    """uint32 ``[B, L]`` above 0. Among ties the highest numbers win.
+    """uint32 ``[B, L]`` above 0. The highest numbers win ties.
 
-    Random from each row's key, independent of the canvas length; or descending from the left.
+    Random from the key of each row, independent of the canvas length, or descending from the left.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
@@ -262,11 +267,11 @@ def most(
     preference_BL: jax.Array | None = None,
     scale: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """True at the `count_B` open positions of highest score in each row, or at all if there are
-    fewer.
+    """True at the `count_B` open positions with the highest scores in each row, or at all positions
+    if there are fewer.
 
     Ties (see `TOLERANCE`) are broken by descending `preference_BL` from `preferences`. None means
-    that scores are identical in every program and the lower position wins. `scale` is the smallest
+    that scores are identical in every program and lower positions win ties. `scale` is the smallest
     magnitude of the terms of a score: 1.0 for differences of probabilities, log-probabilities and
     entropies; 0.0 for probabilities.
     """
@@ -284,7 +289,7 @@ def most(
         return _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B)
 
     if platform() != "cpu":
-        # The condition covers all rows; it is a collective if rows are sharded.
+        # The condition covers all rows; it requires a collective if rows are sharded.
         return is_above_BL | preferred()
     is_any = jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B)
     return is_above_BL | jax.lax.cond(is_any, preferred, lambda: is_tied_BL)
@@ -300,10 +305,11 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """uint32 ``[B]``: the number of that rank in descending order; 0 if there are fewer above 0.
+    """uint32 ``[B]``: the number with this rank in descending order; 0 if fewer numbers are above
+    0.
 
-    It is found bit by bit. A sort takes 5 times as long on CPU at 16 x 256 and 13 times as long at
-    64 x 1024.
+    It is computed bit by bit. A sort takes 5 times as long on CPU at 16 x 256 and 13 times as long
+    at 64 x 1024.
     """
 
     def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:
@@ -315,7 +321,7 @@ def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _ascending(score: jax.Array) -> jax.Array:
-    """uint32 numbers above 0 in the order of float32 scores, -inf included; 0.0 equals -0.0."""
+    """uint32 numbers above 0 in the order of float32 scores, including -inf; 0.0 equals -0.0."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))

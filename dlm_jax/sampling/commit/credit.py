@@ -23,11 +23,11 @@ from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
 CREDIT_WEIGHT = Setting(
-    "credit_weight", 0.7, "order=credit: weight of the credit beside the logits, >= 0; 0 is off",
+    "credit_weight", 0.7, "order=credit: weight of the credit added to the logits, >= 0; 0 is off",
     low=0.0, high=1e3,
 )  # fmt: skip
 CREDIT_DECAY = Setting(
-    "credit_decay", 0.8, "order=credit: share of the credit that stays in a step, in [0, 1]",
+    "credit_decay", 0.8, "order=credit: share of the credit kept per step, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 CREDIT_POWER = Setting(
@@ -35,7 +35,7 @@ CREDIT_POWER = Setting(
     low=0.0, high=1e3,
 )  # fmt: skip
 KEPT = 4
-"""Number of ids per position with stored credit. A new id replaces the one of least credit."""
+"""Number of ids per position with stored credit. A new id replaces the id with the least credit."""
 
 
 class Credits(NamedTuple):
@@ -47,7 +47,7 @@ class Credits(NamedTuple):
 
 @rule
 class Credit(CommitRule):
-    """Commits holes of confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
+    """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
     If there is none, it commits the most confident hole. Confidence is the largest of these
     probabilities. The most likely id v of each step gains credit: ``C <- beta C + [v] p(v)^gamma``
@@ -80,7 +80,7 @@ class Credit(CommitRule):
         best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[row_N][:, None] * kept.credit
-        # Written to the slot of the id, or to the slot of least credit.
+        # Written to the slot of the id, or to the slot with the least credit.
         is_own_NK = kept.ids == best_id_N1
         rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
         is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]
@@ -89,8 +89,8 @@ class Credit(CommitRule):
         credits = Credits(
             jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
         )
-        # exp(alpha ln(1 + C)) times the probability of each, over their sum; both by the largest
-        # factor, which may be more than a float32 holds.
+        # exp(alpha ln(1 + C)) times each probability, divided by the sum; both are scaled by the
+        # largest factor, which may overflow float32.
         gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credits.credit)
         gain_NK = jnp.where(credits.ids >= 0, gain_NK, 0.0)
         peak_N1 = gain_NK.max(axis=1, keepdims=True)

@@ -9,7 +9,8 @@ from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Propo
 from dlm_jax.settings import Setting, per_row, rule
 
 DILATED_BASE = Setting(
-    "dilated_base", 2, "order=dilated: a round divides the distance of its positions by this",
+    "dilated_base", 2, "order=dilated: factor by which each round divides the distance of "
+    "positions",
     low=2, high=2**15,
 )  # fmt: skip
 _ROUNDS = 24
@@ -18,11 +19,11 @@ _ROUNDS = 24
 
 @rule
 class Dilated(CommitRule):
-    """Commits, in round t, the holes whose place is a multiple of ``s_t = a^(R - t)``.
+    """In round t, commits the holes whose position is a multiple of ``s_t = a^(R - t)``.
 
-    ``R = ceil(log_a G)`` for a block of G holes, and t from 1, so a block takes R rounds
-    (Luxembourg et al. 2025, DUS, section 3). Only the logits of the round are needed. Positions
-    count from the start of the canvas.
+    ``R = ceil(log_a G)`` for a block of G holes, and t starts at 1, so a block takes R rounds
+    (Luxembourg et al. 2025, DUS, section 3). Only the logits of the round are needed. Positions are
+    counted from the start of the canvas.
     """
 
     about = "a grid that is refined at each step, regardless of confidence"

@@ -1,4 +1,4 @@
-"""DiffusionGemma's loop: positions of low entropy are kept, and new noise replaces the others."""
+"""DiffusionGemma's loop: positions with low entropy are kept, and new noise replaces the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule
 
 RENOISE_STOP = Setting(
     "renoise_stop", 0.005,
-    "order=entropy_renoise: a block ends when its likeliest tokens repeat and their mean entropy "
-    "is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
+    "order=entropy_renoise: a block ends when its most likely tokens repeat and their mean "
+    "entropy is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
 )  # fmt: skip
 
 
 class Predicted(NamedTuple):
-    """The likeliest id of each position at the last two steps, int32 ``[B, L]``; -1: none."""
+    """The most likely id of each position at the last two steps, int32 ``[B, L]``; -1 if there is
+    none.
+    """
 
     now_BL: jax.Array
     before_BL: jax.Array
@@ -29,14 +31,15 @@ class Predicted(NamedTuple):
 
 @rule
 class EntropyRenoise(Renewing, EntropyBound):
-    """Accepts candidates as `EntropyBound` does, of all open positions, and renoises the others.
+    """Accepts candidates like `EntropyBound`, among all open positions, and renoises the others.
 
-    A block ends when the likeliest tokens repeat with low entropy, or after its steps. Each
-    position then takes its likeliest token, whose log-probability is not kept (DiffusionGemma,
-    ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw: after temperature.
+    A block ends when the most likely tokens repeat with low entropy, or when its steps are used up.
+    Each position then gets its most likely token, whose log-probability is not recorded
+    (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw,
+    after temperature.
     """
 
-    about = "all that have little entropy together; new noise replaces the rest at every step"
+    about = "holes with a small total entropy; new noise replaces the rest at every step"
 
     stop_B: jax.Array = per_row(RENOISE_STOP)
 
@@ -44,7 +47,7 @@ class EntropyRenoise(Renewing, EntropyBound):
     def check_model(cls, row: Any, facts: Any) -> None:
         if facts.process is None or facts.process.is_masked:
             raise SettingError(
-                "order", cls.name, "writes random tokens, and the model learned to fill MASK",
+                "order", cls.name, "writes random tokens, but the model was trained to fill MASK",
                 "use order='entropy_bound'",
             )  # fmt: skip
 
@@ -69,7 +72,7 @@ class EntropyRenoise(Renewing, EntropyBound):
         return super().select(context, proposal) & ~self._is_final(context, proposal)[:, None]
 
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """The likeliest tokens where the block ends, new noise elsewhere."""
+        """The most likely tokens where the block ends, and new noise elsewhere."""
         assert context.standing is not None, "the rule renews"
         is_final_B1 = self._is_final(context, proposal)[:, None]
         return jnp.where(is_final_B1, context.memory.places.now_BL, context.standing.random_BL)

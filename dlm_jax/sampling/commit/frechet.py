@@ -11,8 +11,8 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 FRECHET_MARGIN = Setting(
     "frechet_margin", 0.25,
-    "order=frechet: lead of the bound on the joint probability over that of any other text; -1 and "
-    "below commit more than the bound allows", low=-1e6, high=1.0,
+    "order=frechet: required lead of the bound on the joint probability over the bound on any "
+    "other text; values down to -1 commit more than the bound allows", low=-1e6, high=1.0,
 )  # fmt: skip
 
 
@@ -20,10 +20,10 @@ FRECHET_MARGIN = Setting(
 class Frechet(Confident):
     """Commits the most confident holes with ``L_n - U_n > delta``, at least one.
 
-    ``L_n = max(0, sum of c_j up to n, less n - 1)`` bounds the joint probability of the n
-    candidates from below (Frechet), ``U_n = 1 - c_n`` that of any other choice from above.
-    Confidences c are in falling order (Kasa et al. 2026, Fast-dLLM++, section 3). For equal
-    confidences it is `Factor` with a factor of ``1 - delta``.
+    ``L_n = max(0, sum of c_j up to n, minus (n - 1))`` is a lower bound on the joint probability of
+    the n candidates (Frechet), and ``U_n = 1 - c_n`` is an upper bound for any other choice.
+    Confidences c are in descending order (Kasa et al. 2026, Fast-dLLM++, section 3). For equal
+    confidences, it equals `Factor` with a factor of ``1 - delta``.
     """
 
     about = "holes with a high lower bound on their joint probability"

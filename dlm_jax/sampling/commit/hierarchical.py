@@ -12,16 +12,17 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 HIERARCHY_FLOOR = Setting(
     "hierarchy_floor", 0.0,
-    "order=hierarchical: confidence that the surest hole of a run needs, in [0, 1]; 0: none",
+    "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, 1]; 0 is "
+    "off",
     low=0.0, high=1.0,
 )  # fmt: skip
 
 
 @rule
 class Hierarchical(Confident):
-    """Commits holes of confidence >= threshold, and the most confident hole of each run.
+    """Commits holes with confidence >= threshold, and the most confident hole of each run.
 
-    This divides each run in two, so ``log2`` of its length steps may suffice (Ma et al. 2025,
+    This divides each run in two, so ``log2`` of its length in steps may suffice (Ma et al. 2025,
     dInfer, section 4.2). If all are below the floor, only the most confident hole commits.
     """
 

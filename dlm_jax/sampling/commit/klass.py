@@ -23,11 +23,14 @@ from dlm_jax.settings import Setting, per_row, rule
 
 KLASS_DIVERGENCE = Setting(
     "klass_divergence", 0.01,
-    "order=klass: nats by which a stable prediction moves less in a step, >= 0",
+    "order=klass: maximum change of a stable prediction per step in nats, exclusive, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 KLASS_STEPS = Setting(
-    "klass_steps", 2, "order=klass: steps in a row that a prediction must have been stable", low=0
+    "klass_steps",
+    2,
+    "order=klass: number of consecutive steps for which a prediction must be stable",
+    low=0,
 )
 LEADING = 32
 """Number of ids per position with stored log-probabilities."""
@@ -40,7 +43,7 @@ class Seen(NamedTuple):
     Attributes:
       ids: int32 ``[..., K]``, its most likely ids; -1 in empty entries.
       logprobs: float32 ``[..., K]``, their log-probabilities.
-      steps: int32 ``[...]``, number of consecutive predictions that moved less than the bound.
+      steps: int32 ``[...]``, number of consecutive predictions that changed by less than the bound.
     """
 
     ids: jax.Array
@@ -54,7 +57,8 @@ class Klass(CommitRule):
 
     If there is none, it commits the most confident hole (Kim et al. 2025, KLASS, algorithm 1 and
     equation 5). The divergence is over the 32 most likely ids of the previous step, with all others
-    as one event. It is exact for vocabularies up to this size and a lower bound for larger ones.
+    as one event. It is exact for vocabularies of at most this size, and a lower bound for larger
+    ones.
     """
 
     about = "confident holes with stable predictions"

@@ -12,19 +12,20 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 LEAP_THRESHOLD = Setting(
     "leap_threshold", 0.75,
-    "order=local_leap: confidence that commits near a hole of the threshold's, in [0, 1]",
+    "order=local_leap: confidence that commits near a hole that reaches the threshold, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 LEAP_RADIUS = Setting(
-    "leap_radius", 4, "order=local_leap: positions on either side that are near", low=0
+    "leap_radius", 4, "order=local_leap: number of positions on either side that are near", low=0
 )
 
 
 @rule
 class LocalLeap(Confident):
-    """Commits holes of confidence >= tau, and those >= tau' within W positions of one.
+    """Commits holes with confidence >= tau, and holes with confidence >= tau' within W positions of
+    one.
 
-    If there is none, it commits the most confident hole. Holes of confidence >= tau are anchors.
+    If there is none, it commits the most confident hole. Holes with confidence >= tau are anchors.
     Predictions next to an anchor are nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
     """
 

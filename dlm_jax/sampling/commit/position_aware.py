@@ -25,7 +25,7 @@ POSITION_DECAY = Setting(
     low=0.0, high=1e3,
 )  # fmt: skip
 INFORMATION_LIMIT = Setting(
-    "information_limit", 10.0, "order=position_aware: most that a token's -p ln f counts, > 0",
+    "information_limit", 10.0, "order=position_aware: upper bound of -p ln f of a token, > 0",
     low=1e-6, high=1e6,
 )  # fmt: skip
 _LEAST = 1e-10
@@ -39,7 +39,9 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
     if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
-        raise SettingError("common_ids", value, "has shares below 0 or above 1 in all", "use {}")
+        raise SettingError(
+            "common_ids", value, "has negative shares, or shares with a sum above 1", "use {}"
+        )
     if len({id_ for id_, _ in found}) < len(found):
         raise SettingError("common_ids", value, "names an id twice", "add up its shares")
     return found
@@ -47,15 +49,15 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
 
 COMMON_IDS = Setting(
     "common_ids", (),
-    "order=position_aware: shares of ids in the texts of the corpus: 12:0.05,30:0.2; all other ids "
-    "share the rest evenly",
+    "order=position_aware: frequencies of ids in the corpus: 12:0.05,30:0.2; all other ids share "
+    "the rest evenly",
     parse=_shares, hint=Mapping[int, float] | tuple[tuple[int, float], ...],
 )  # fmt: skip
 
 
 @rule
 class PositionAware(Confident):
-    """Commits a quota of holes of highest ``exp(-lambda i) min(-p ln f, alpha)``.
+    """Commits a quota of holes with the highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
     Here i is the index of the position, p the probability of its candidate and f the share of that
     token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
@@ -84,7 +86,7 @@ class PositionAware(Confident):
                 raise SettingError(
                     "common_ids",
                     UNSET,
-                    f"names id {id_}, outside the vocabulary of {facts.vocab_size}",
+                    f"has id {id_}, outside the vocabulary of {facts.vocab_size}",
                     f"use 0 to {facts.vocab_size - 1}",
                 )
 

@@ -1,7 +1,7 @@
-"""Sampling along a forward process whose noise is not MASK alone: every token may change.
+"""Sampling along a forward process with noise other than MASK: every token may change.
 
-Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, with ``a = 1`` unless a
-draft is to be changed less. Each open position then draws ``z_s`` from ``q(z_s | z_t, x)`` with the
+Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, with ``a = 1``, or less
+to keep more of a draft. Each open position then draws ``z_s`` from ``q(z_s | z_t, x)`` with the
 predicted distribution of the token for x (Schiff et al. 2024, UDLM, equation 15; von Rutte et al.
 2025, GIDD, section 3.3).
 """
@@ -26,7 +26,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, r
 
 POSTERIOR_START = Setting(
     "posterior_start", 1.0,
-    "order=posterior: time of the first step, in (0, 1]; below 1 a draft keeps most of its tokens",
+    "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its tokens",
     low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
 
@@ -40,7 +40,7 @@ class NoiseProcess(Protocol):
     """The forward process of the model's training; hashable.
 
     Attributes:
-      is_masked: whether noise is MASK alone.
+      is_masked: whether noise is MASK only.
     """
 
     is_masked: ClassVar[bool]
@@ -51,12 +51,12 @@ class NoiseProcess(Protocol):
 
 
 class Chances(NamedTuple):
-    """Unnormalised chances of a position's next token, float32 ``[B, L]``.
+    """Unnormalised probabilities of the next token of a position, float32 ``[B, L]``.
 
     Attributes:
-      data: of a draw from the model's distribution.
-      noise: of new noise.
-      stay: of the token that stands there.
+      data: weight of a draw from the distribution of the model.
+      noise: weight of new noise.
+      stay: weight of the current token.
     """
 
     data: jax.Array
@@ -75,13 +75,14 @@ class Renewing(CommitRule):
             given = getattr(row, name)
             if given != value and (name, given) != ("fill", "auto"):
                 raise SettingError(
-                    name, given, f"does not go with order={cls.name!r}, as any token may change",
+                    name, given,
+                    f"is not supported with order={cls.name!r}, where any token may change",
                     f"use {name}={value!r}",
                 )  # fmt: skip
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
             if is_on:
                 raise SettingError(
-                    name, getattr(row, name), f"does not go with order={cls.name!r}",
+                    name, getattr(row, name), f"is not supported with order={cls.name!r}",
                     "leave it at its default",
                 )  # fmt: skip
 
@@ -94,19 +95,20 @@ class Renewing(CommitRule):
 class Posterior(Renewing):
     """Draws every open position from the reverse step of the process, in three parts.
 
-    With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the token
-    z that stands there stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
-    - r c_s(z)``, it becomes a draw of the model with chance ``alpha_s``, or of the noise.
+    With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the current
+    token z stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
+    - r c_s(z)``, it becomes a draw from the model with probability ``alpha_s``, and otherwise from
+    the noise.
     """
 
-    about = "as the noise process does, where any token may change until the end"
+    about = "reverse steps of the noise process; any token may change until the end"
 
     start_B: jax.Array = per_row(POSTERIOR_START)
     process: NoiseProcess = fact("process")
     schedule: NoiseSchedule = fact("noise")
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
-        """Noise of level 1 at every position."""
+        """Noise at level 1 at every position."""
         return self._noise(standing, key_B, jnp.ones_like(self.start_B))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
@@ -114,7 +116,7 @@ class Posterior(Renewing):
         return context.is_hole_BL & (kind_BL == 0)
 
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """New noise, or the token that stands there."""
+        """New noise, or the current token."""
         standing = context.standing
         assert standing is not None, "the rule renews"
         kind_BL = self._kind(context, proposal)
@@ -122,7 +124,7 @@ class Posterior(Renewing):
         return jnp.where(kind_BL == 1, noise_BL, standing.tokens_BL)
 
     def chances(self, context: CommitContext, own_BL: jax.Array) -> Chances:
-        """The `Chances`, given the model's probability of the token that stands there."""
+        """The `Chances`, given the model's probability of the current token."""
         standing = context.standing
         assert standing is not None, "the rule renews"
         now, then = (
@@ -144,14 +146,14 @@ class Posterior(Renewing):
         return Chances(fresh_BL * then.clean, fresh_BL * (1.0 - then.clean), ratio_B1 * kept_BL)
 
     def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
-        """Levels at the beginning and the end of the step, ``[B]`` each."""
+        """Levels at the start and the end of the step, ``[B]`` each."""
         steps_B = context.steps_B.astype(jnp.float32)
         t_B = self.start_B * (1.0 - context.step_B / steps_B)
         s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
     def _kind(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """0 where the candidate is taken, 1 where new noise is, 2 elsewhere; ``[B, L]``."""
+        """0 at candidates, 1 at new noise, 2 elsewhere; ``[B, L]``."""
         chances = self.chances(context, proposal.confidence_BL)
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
@@ -159,7 +161,7 @@ class Posterior(Renewing):
         return jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
 
     def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
-        """A draw of the noise of that level, ``[B, L]``; only ids that the row may write."""
+        """A draw of the noise at a level, ``[B, L]``; with only the ids that the row may write."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
         is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1

@@ -21,12 +21,13 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 PROPHET_GAP = Setting(
     "prophet_gap", 7.5,
-    "order=prophet: mean lead in logits of the likeliest token over the next that commits all "
-    "holes in the first third of the steps; two thirds of it in the second, one in the last, >= 0",
+    "order=prophet: mean logit lead of the most likely token over the next that commits all "
+    "holes, >= 0; it applies to the first third of the steps, 2/3 of it to the second, and 1/3 to "
+    "the last",
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0
-"""Upper bound of a lead, because the second token may be impossible."""
+"""Upper bound of a lead, because the second token may have probability 0."""
 
 
 @rule
@@ -50,7 +51,7 @@ class Prophet(Confident):
         super().check(row)
         if row.resample:
             raise SettingError(
-                "resample", True, "has no use for the quota of order='prophet'",
+                "resample", True, "does not support the quota of order='prophet'",
                 "use order='threshold'",
             )  # fmt: skip
 

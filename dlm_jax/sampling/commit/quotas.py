@@ -21,11 +21,11 @@ from dlm_jax.sampling.commit.commit_rule import (
 from dlm_jax.settings import UNSET, Setting, SettingError, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
-"""``(context) -> int32 [B]``: how many holes each row commits at this step."""
+"""``(context) -> int32 [B]``: the number of holes that each row commits at this step."""
 
 
 def linear_quota(context: CommitContext) -> jax.Array:
-    """``ceil(holes / steps left)``: an even split, the remainder on the first steps."""
+    """``ceil(holes / steps left)``: an even split, with the remainder on the first steps."""
     holes_B = jnp.sum(context.is_hole_BL, axis=1)
     left_B = jnp.maximum(context.steps_B - context.step_B, 1)
     return -(-holes_B // left_B)
@@ -35,7 +35,7 @@ def cosine_quota(context: CommitContext) -> jax.Array:
     """A quota that grows over the steps: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
 
     Chang et al. 2022 (MaskGIT), section 3.2; h counts the holes before the first step. With about
-    as many steps as holes the first steps commit nothing.
+    as many steps as holes, the first steps commit nothing.
     """
     done = (context.step_B + 1).astype(jnp.float32) / context.steps_B
     # A product that is an integer in exact arithmetic must not be rounded up.
@@ -48,10 +48,11 @@ _LAST_TIME = 1e-3
 
 
 def timestep_quota(context: CommitContext) -> jax.Array:
-    """``floor(holes (1 - s / t))`` for times that fall evenly from 1 to 1e-3; the last step: all.
+    """``floor(holes (1 - s / t))`` for times that decrease evenly from 1 to 1e-3; all holes at the
+    last step.
 
-    The float32 times are those of ``diffusion_generate`` in Dream (Ye et al. 2025), computed from
-    both ends.
+    The float32 times are those of ``diffusion_generate`` in Dream (Ye et al. 2025), interpolated
+    from both ends.
     """
     steps_B = context.steps_B
     width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
@@ -111,13 +112,13 @@ def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 CONFIDENCE = Setting(
     "confidence", "sampled",
-    "probability of the token that was drawn (sampled), or the largest (max)",
+    "the probability of the drawn token (sampled), or the largest one (max)",
     choices={"sampled": sampled, "max": maximum},
 )  # fmt: skip
 SCHEDULE = Setting(
     "schedule", "linear",
-    "how a quota is spread over the steps: linear, cosine, timesteps (as the holes of a noise "
-    "process whose times fall evenly), or all (every hole at every step)",
+    "distribution of a quota over the steps: linear, cosine, timesteps (as for a noise process "
+    "with evenly decreasing times), or all (every hole at every step)",
     choices=QUOTAS,
 )  # fmt: skip
 
@@ -133,20 +134,20 @@ def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise SettingError("confidence_without", value, "is not a list of ids", "use (), say")
     if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
-        raise SettingError("confidence_without", value, "contains a non-id", "use whole numbers")
+        raise SettingError("confidence_without", value, "contains a non-id", "use integers")
     return tuple(int(id_) for id_ in value)
 
 
 CONFIDENCE_WITHOUT = Setting(
     "confidence_without", (),
-    "ids excluded from confidence: the others share the probability, and a hole with such a "
-    "candidate has confidence 0",
+    "ids excluded from confidence: probabilities are renormalised over the other ids, and a hole "
+    "with an excluded candidate has confidence 0",
     parse=_ids, hint=tuple[int, ...],
 )  # fmt: skip
 
 
 class Confident(CommitRule):
-    """A rule with a confidence measure chosen by a setting."""
+    """A rule with a confidence measure selected by a setting."""
 
     confidence: Measure
 
@@ -155,7 +156,7 @@ class Confident(CommitRule):
 
 
 class Weighed(CommitRule):
-    """A rule with confidence read from logits that two settings select.
+    """A rule whose confidence is computed from logits that two settings select.
 
     Attributes:
       source: clean logits, or filtered ones (Dream, Ye et al. 2025).
@@ -182,7 +183,7 @@ class Weighed(CommitRule):
                 raise SettingError(
                     "confidence_without",
                     UNSET,
-                    f"names id {id_}, outside the vocabulary of {facts.vocab_size}",
+                    f"has id {id_}, outside the vocabulary of {facts.vocab_size}",
                     f"use 0 to {facts.vocab_size - 1}",
                 )
 
@@ -199,7 +200,7 @@ class QuotaRule(CommitRule):
             raise SettingError(
                 "resample",
                 UNSET,
-                f"has no use for a quota of order={row.order!r}",
+                f"does not support a quota of order={row.order!r}",
                 f"use schedule='all', or order='threshold'{loop}",
             )
 
@@ -237,7 +238,7 @@ class LowConfidence(Confident, _SurestFirst):
 class LowEntropy(_SurestFirst):
     """Commits a quota of the holes with the lowest entropy."""
 
-    about = "a quota of the holes of lowest entropy"
+    about = "a quota of the holes with the lowest entropy"
     name = "entropy"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -265,7 +266,7 @@ class LargeMargin(_SurestFirst):
 
 @rule
 class RandomOrder(QuotaRule):
-    """Commits a uniformly random quota of the holes, chosen before the logits are computed."""
+    """Commits a uniformly random quota of the holes, selected before the logits are computed."""
 
     about = "a random quota"
     name = "random"
@@ -285,12 +286,12 @@ class RandomOrder(QuotaRule):
 
 @rule
 class RandomFilled(QuotaRule):
-    """Fills every hole, and commits the quota that `RandomOrder` would choose.
+    """Fills every hole, and commits the quota that `RandomOrder` would select.
 
-    The choice does not depend on the tokens. If the fill draws from the joint distribution of all
-    holes, the committed tokens have their exact joint distribution. A fill of only the quota would
-    not, because it ignores the holes between its positions. Candidates of the parallel fill are the
-    same either way, and the other candidates are discarded.
+    The selection does not depend on the tokens. If the fill draws from the joint distribution of
+    all holes, the committed tokens have their exact joint distribution. A fill of only the quota
+    does not have this property, because it ignores the holes between its positions. Candidates of
+    the parallel fill are the same in both cases, and the other candidates are discarded.
     """
 
     about = "a random quota, with candidates for all holes"

@@ -22,13 +22,16 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 SLOW_THRESHOLD = Setting(
     "slow_threshold", 0.3,
-    "order=slow_fast: the span reaches to the last hole of this confidence, in [0, 1]",
+    "order=slow_fast: the span ends at the last hole with this confidence, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
-SLOW_STEPS = Setting("slow_steps", 6, "order=slow_fast: slow steps before a span at most", low=1)
+SLOW_STEPS = Setting(
+    "slow_steps", 6, "order=slow_fast: maximum number of slow steps before a span", low=1
+)
 SLOW_SPREAD = Setting(
     "slow_spread", 1.0,
-    "order=slow_fast: a span is found when two ends in a row deviate by less, in positions, >= 0",
+    "order=slow_fast: a span is fixed when two consecutive ends deviate by less than this, in "
+    "positions, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 
@@ -48,10 +51,10 @@ class Cycle(NamedTuple):
 
 @rule
 class SlowFast(Confident):
-    """Commits holes of confidence >= threshold within a span found by slow steps.
+    """Commits holes with confidence >= threshold within a span found by slow steps.
 
     A slow step commits such holes after the previous span, or the most confident one, and proposes
-    the last hole of confidence >= tau' as the end. When two consecutive ends deviate by less than
+    the last hole with confidence >= tau' as the end. When two consecutive ends deviate by less than
     sigma, or after K steps, fast steps fill the span in the same way (Wei et al. 2025, SlowFast,
     algorithm 1).
     """
@@ -70,7 +73,7 @@ class SlowFast(Confident):
         super().check(row)
         if row.edits:
             raise SettingError(
-                "edit", True, "moves the span of order='slow_fast'", "use order='threshold'"
+                "edit", True, "changes the span of order='slow_fast'", "use order='threshold'"
             )
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
@@ -105,7 +108,7 @@ class SlowFast(Confident):
         )
 
     def _scope(self, context: CommitContext) -> jax.Array:
-        """The holes of the span, or all holes after it during the search; all holes if there are
+        """The holes of the span, or all holes after it during the search; all holes if the span has
         none.
         """
         cycle, is_hole_BL = _begun(context), context.is_hole_BL

@@ -31,23 +31,24 @@ THRESHOLD = Setting(
     "threshold", 0.9, "order=threshold: confidence that commits, in [0, 1]", low=0.0, high=1.0
 )
 THRESHOLD_ABOVE = Setting(
-    "threshold_above", False, "order=threshold: confidence must be above the threshold, not at it"
+    "threshold_above", False, "order=threshold: commit only above the threshold, not at it"
 )
 THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: minimum number of commits per step", low=1
 )
 THRESHOLD_ALONE = Setting(
     "threshold_alone", 0,
-    "order=threshold: a hole at a multiple of this commits alone, before the others of its "
-    "block; 0: none does", low=0,
+    "order=threshold: a hole at a multiple of this commits alone, before the others of its block; "
+    "0 is off", low=0,
 )  # fmt: skip
 FACTOR = Setting(
     "factor", 1.0,
-    "order=factor: n holes commit together if each is as sure as 1 - factor / (n + 1)",
+    "order=factor: n holes commit together if each has confidence of at least 1 - factor / (n + 1)",
     low=0.0, high=1e6,
 )  # fmt: skip
 ENTROPY_BOUND = Setting(
-    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the entropy of a commit, >= 0",
+    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the total entropy of a commit, "
+    ">= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 
@@ -65,10 +66,10 @@ REWRITE_STEPS = Setting(
 
 @rule
 class Threshold(Confident, Weighed):
-    """Commits every hole of confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
+    """Commits every hole with confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
 
     SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a number may commit
-    alone, like the first token of a block in Fast-dLLM v2, which the previous block predicts.
+    alone, as in Fast-dLLM v2, where the previous block predicts the first token of a block.
     """
 
     about = "holes above the threshold"
@@ -83,7 +84,7 @@ class Threshold(Confident, Weighed):
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The first hole that commits alone, or all holes if there is none."""
+        """The first hole that commits alone, or all holes if no hole commits alone."""
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         unit_B1 = self.alone_B[:, None]
         is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
@@ -101,10 +102,10 @@ class Threshold(Confident, Weighed):
 
 @rule
 class Factor(Confident):
-    """Commits the most confident holes as long as ``c_n >= 1 - f / (n + 1)``.
+    """Commits the most confident holes while ``c_n >= 1 - f / (n + 1)``.
 
-    Confidences in descending order, n from 1: more simultaneous commits need higher confidence
-    (Fast-dLLM, section 3.3, theorem 1).
+    Confidences are in descending order and n starts at 1, so more simultaneous commits require
+    higher confidence (Fast-dLLM, section 3.3, theorem 1).
     """
 
     about = "confident holes, with a threshold that depends on their number"
@@ -123,7 +124,8 @@ class Factor(Confident):
 
 @rule
 class EntropyBound(CommitRule):
-    """Commits the holes of lowest entropy while the preceding sum is at most the bound.
+    """Commits the holes with the lowest entropy while the sum of the preceding entropies is at most
+    the bound.
 
     The sum bounds the loss of joint entropy in parallel draws (Ben-Hamu et al. 2025, EB-Sampler,
     equation 6).
@@ -173,8 +175,8 @@ class JointThreshold(Confident):
             raise SettingError(
                 "open_blocks",
                 row.open_blocks,
-                "leaves a block behind once it has no holes, and "
-                "order='joint_threshold' would still rewrite it",
+                "leaves a block once it has no holes, but order='joint_threshold' would still "
+                "rewrite it",
                 "use open_blocks=1",
             )
 
@@ -192,7 +194,9 @@ class JointThreshold(Confident):
 
 
 def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
-    """True where confidence is at the threshold or above it; where `is_above_B`, only above."""
+    """True where confidence is at or above the threshold, or strictly above it in rows with
+    `is_above_B`.
+    """
     cut_B1 = threshold_B[:, None]
     return jnp.where(
         is_above_B[:, None], exceeds(confidence_BL, cut_B1), reaches(confidence_BL, cut_B1)

@@ -1,4 +1,4 @@
-"""Edit rules, which choose insertions and deletions of a step, and the state of edits."""
+"""Edit rules, which select the insertions and deletions of a step, and the state of edits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EditState(NamedTuple):
       origin_BL: int32, index of each position at the last call of `Advance`; -1: new.
       capacity_B: int32, maximum number of live positions.
       target_B: int32, target length.
-      warms_B: True for rows with a draft that is scored and edited before their first step.
+      warms_B: True for rows whose draft is scored and edited before the first step.
     """
 
     inserted_BL: jax.Array
@@ -33,7 +33,7 @@ class EditState(NamedTuple):
     warms_B: jax.Array
 
     def after(self, cells: Cells, position_map: PositionMap) -> EditState:
-        """The state after the edits of a map that produced `cells`."""
+        """The state after the edits of the map that produced `cells`."""
         return self._replace(
             inserted_BL=cells.inserted_BL,
             mark_BL=cells.mark_BL,
@@ -73,11 +73,11 @@ class Snapshot(NamedTuple):
     Attributes:
       own_BL: float32 log-probability in nats of the token at each position.
       right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the most likely other token (of any where one was drawn),
-        or of the token itself if the other may not be written; None if no rule reads it.
+      best_BL: float32 log-probability of the most likely other token (of any token at drawn
+          positions), or of the token itself if the other is banned; None if no rule reads it.
       is_due_BL: True where this other token equals the token to the right; None if no rule reads
         it.
-      best_id_BL: int32 id of this other token, -1 if it may not be written; None if no rule reads
+      best_id_BL: int32 id of this other token, -1 if it is banned; None if no rule reads
         it.
     """
 
@@ -95,8 +95,8 @@ class Tried(NamedTuple):
       edits: edits with a leading axis, ``[K, B, L]`` and ``[K, B]``.
       is_real_KB: True for existing trials.
       gain_KB: float32 gain in nats: the sum of the log-probabilities of all tokens, each given the
-        others, minus that of the current text; or the joint log-probability of the tokens around
-        the edit, minus that of the tokens around the same place without it.
+          others, minus the same sum for the current text; or the joint log-probability of the
+          tokens around the edit, minus the same value without the edit.
     """
 
     edits: Edits
@@ -114,14 +114,14 @@ class EditContext(NamedTuple):
         edits.
       step_B: int32, index of the next step.
       steps_B: int32, steps of the row.
-      capacity_B: int32, most live positions, from the row's length to ``L``.
+      capacity_B: int32, maximum number of live positions, from the length of the row to ``L``.
       target_B: int32, ``initial_length + max_new_tokens``, where the initial length is the number
         of frozen tokens; at most the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
       preference_BL: uint32, order of tied positions, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
-      tried: results of the trial edits of the rule; None if it tries none.
+      tried: results of the trial edits of the rule; None if it has none.
     """
 
     cells: Cells
@@ -138,7 +138,7 @@ class EditContext(NamedTuple):
 
 
 class EditRule(Rule):
-    """Chooses the edits between two steps. Only `select` is required."""
+    """Selects the edits between two steps. Only `select` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("select",)
 
@@ -146,8 +146,8 @@ class EditRule(Rule):
     """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
-    """Number K of trial edits per row for `select`; static. Every scored text is a forward of the
-    rows with candidates: K edited texts and the current one."""
+    """Number K of trial edits per row for `select`; static. Every scored text takes a forward of
+    the rows with candidates: K edited texts and the current one."""
 
     num_hidden: int = 0
     """Number H of tokens on either side of an edit that are hidden during the comparison; static. A
@@ -156,12 +156,12 @@ class EditRule(Rule):
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
-        """Whether a row with these settings may gain tokens."""
+        """Whether a row with these settings may grow."""
         return row.edit
 
     @classmethod
     def deletes(cls, row: Any) -> bool:
-        """Whether a row with these settings may lose tokens."""
+        """Whether a row with these settings may shrink."""
         return row.edit
 
     @classmethod
@@ -172,11 +172,11 @@ class EditRule(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "edit", True, "has no trace, because edits are not draws", "use edit=False"
+            "edit", True, "has no trace, because edits are not random draws", "use edit=False"
         )  # fmt: skip
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for rows whose length may change: by default, all of them."""
+        """True ``[B]`` for rows whose length may change; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
@@ -184,7 +184,7 @@ class EditRule(Rule):
         return mask_id
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The edits to try, ``[K, B, L]``, and True ``[K, B]`` where there is one."""
+        """The trial edits, ``[K, B, L]``, and True ``[K, B]`` where a trial exists."""
         raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:

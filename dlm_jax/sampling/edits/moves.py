@@ -85,7 +85,7 @@ class Edits(NamedTuple):
 
 
 class PositionMap(NamedTuple):
-    """The new place of each token.
+    """The new position of each token.
 
     Attributes:
       edits: edits to apply.
@@ -110,10 +110,10 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
     """The map of the edits of a step. The result equals sequential edits: insertions, then
     deletions.
 
-    An insertion and a deletion at one position replace its token. If the result exceeds the
+    An insertion and a deletion at one position replace the token there. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
-    never dropped. A deletion marks the token at its position afterwards (an insertion if there is
-    one). Dropped tokens are not marked.
+    never dropped. A deletion marks the token that is at its position afterwards (an insertion, if
+    any). Dropped tokens are not marked.
 
     `capacity_B` is at least the length of the row and at most ``L``.
     """
@@ -152,9 +152,9 @@ def moved(
 ) -> jax.Array:
     """`x_BL` moved through the map.
 
-    Insertions have the value `fill`: a scalar, one value per row, or ``[B, L]`` at the old
-    positions of the tokens after them. Positions beyond the new length have the value `beyond`;
-    None is `fill`.
+    Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]`` at the old
+    positions of the tokens after them. Positions beyond the new length get the value `beyond`; None
+    means `fill`.
     """
     fill_11 = jnp.asarray(fill, x_BL.dtype)
     if fill_11.ndim < 2:
@@ -186,8 +186,8 @@ def moved_cells(
 def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Array:
     """int32 ``[B]``, the new index of a boundary before an old position.
 
-    A token inserted at the boundary comes after it. A boundary at the length of a row moves to its
-    new length.
+    A token inserted at the boundary is placed after it. A boundary at the length of a row moves to
+    its new length.
     """
     is_live_BL = live_positions(position_map.length_B, position_map.source_BL.shape[1])
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
@@ -199,7 +199,7 @@ def _after(is_true_BL: jax.Array) -> jax.Array:
 
 
 def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Source of each new position, whether it is an insertion, and how many there are."""
+    """Source of each new position, whether it is an insertion, and the number of new positions."""
     num_positions = is_kept_BL.shape[1]
     until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
     kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)

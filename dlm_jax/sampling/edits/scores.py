@@ -38,8 +38,8 @@ def take_snapshot(
     are computed from the output matrix if the network supports it (`Network.logits_of`). Each
     device reads its own rows.
 
-    `total_BL` is the log-normaliser of each position. `best_BL` is the most likely id, -1 if it may
-    not be written, or None if no rule reads it.
+    `total_BL` is the log-normaliser of each position. `best_BL` is the most likely id, -1 if it is
+    banned, or None if no rule reads it.
     """
     network = program.network
 
@@ -83,8 +83,8 @@ def uncertainty(context: EditContext) -> jax.Array:
 def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
     """float32 ``[B, L]``: at g + 1 the larger uncertainty of g and g + 1; 0 at 0.
 
-    A gap between frozen positions or holes scores 0. The gap directly after the prompt is legal: no
-    given token changes.
+    A gap between frozen positions or holes has score 0. The gap directly after the prompt is
+    allowed, because no given token changes.
     """
     score_BG = jnp.maximum(uncertainty_BL[:, :-1], uncertainty_BL[:, 1:])
     return jnp.pad(score_BG, ((0, 0), (1, 0)))
@@ -95,8 +95,8 @@ def leads(context: EditContext) -> jax.Array:
 
     ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: a token missing before position g + 1 would be at g +
     1. The score is 0 where the most likely token equals the right neighbour (which indicates a
-    deletion), and at holes and frozen positions. At 0 it indicates another first token. Unlike
-    `gap_scores` it is low where the model is only uncertain, and it selects one of the two gaps
+    deletion), and at holes and frozen positions. At 0, it indicates a different first token. Unlike
+    `gap_scores`, it is low where the model is only uncertain, and it selects one of the two gaps
     next to a wrong token. It requires models trained on misprinted text
     (`dlm_jax.diffusion.objectives`), which predict the correct token of a position.
     """
@@ -143,7 +143,7 @@ def is_token(context: EditContext) -> jax.Array:
 
 
 def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
-    """True within reach of a mark; nowhere with a reach of 0."""
+    """True within the reach of a mark; all False for a reach of 0."""
     place_BL = jnp.broadcast_to(jnp.arange(mark_BL.shape[1]), mark_BL.shape)
     left_BL = jax.lax.cummax(jnp.where(mark_BL, place_BL, -_FAR), axis=1)
     right_BL = jax.lax.cummin(jnp.where(mark_BL, place_BL, _FAR), axis=1, reverse=True)

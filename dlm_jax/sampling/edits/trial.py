@@ -69,11 +69,11 @@ def _gain_of_spans(
 
     The tokens of a span are scored from left to right. Each is predicted with itself and the rest
     of the span hidden, so the sum is the joint log-probability of the span. Each candidate and
-    token takes two texts: with and without the edit.
+    token requires two texts, with and without the edit.
     """
     is_there_KBL = edits.insert_gap_BL | edits.delete_BL
     place_KB = place_of_largest(is_there_KBL)
-    # From the position of the edit: the new token, and the old token unless it is deleted.
+    # Starting at the edit: the new token, and the old token unless it is deleted.
     num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
     number = place_KB.shape[0]
 
@@ -117,7 +117,7 @@ def _likelihood(
 ) -> jax.Array:
     """float32 ``[K, B]``: the sum of the log-probabilities of the requested tokens."""
     num_texts, num_rows, num_positions = shown_KBL.shape
-    # Rows are the first axis, so each device keeps its own rows.
+    # Rows are the first axis, so each device scores its own rows.
     shown_TL, tokens_TL, is_asked_TL = (
         jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
         for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
@@ -161,12 +161,12 @@ EDIT_LEAD_GAIN = Setting(
 )  # fmt: skip
 EDIT_TOKEN_GAIN = Setting(
     "edit_token_gain", 0.0,
-    "likelihood: nats added per inserted token, and subtracted per deleted one",
+    "likelihood: score bonus in nats per inserted token; it is subtracted per deleted token",
     low=-1e6, high=1e6,
 )  # fmt: skip
 EDIT_REPLACE_GAIN = Setting(
     "edit_replace_gain", 0.0,
-    "likelihood: nats added to the score of a replacement",
+    "likelihood: score bonus of a replacement in nats",
     low=-1e6, high=1e6,
 )  # fmt: skip
 _NUM_KINDS = 3
@@ -179,21 +179,21 @@ class Likelihood(EditRule):
     A candidate inserts the most likely token of a position before the current one, replaces the
     current token by it, or deletes the current token. An insertion before the first token is
     allowed. Banned ids are never written. If the most likely token equals the right neighbour, it
-    does not replace the current token, because this indicates a doubled or stray token. The lead of
-    a candidate is the difference in nats between the most likely token (for deletions, the
+    does not replace the current token, because this indicates a repeated or stray token. The lead
+    of a candidate is the difference in nats between the most likely token (for deletions, the
     successor) and the current token. It may be negative. The candidates with the highest leads are
-    tried, each alone, in one forward. The score of an edit is the gain in the summed
+    tried individually in one forward. The score of an edit is the gain in the summed
     log-probability of all tokens plus `lead_gain_B` times its lead. The best edit is applied if its
     score exceeds `gain_B`, so a step makes at most one edit per row and never inserts a hole. A row
-    at its capacity gains no token. Guidance affects only the leads. The rule requires models
-    trained to proofread, because other models do not train the likelihood of visible tokens.
+    at its capacity does not grow. Guidance affects only the leads. The rule requires models
+    trained to proofread, because other models are not trained on the likelihood of visible tokens.
 
     With `num_hidden` the texts are compared only around the edit. The tokens there are hidden and
-    scored one after the other, as if the model generated them between their context. The prediction
-    of a position then cannot copy its own misprint.
+    scored one by one, as if the model generated them within their context. The prediction of a
+    position then cannot copy its own misprint.
     """
 
-    about = "the trial insertion, deletion or replacement of highest score"
+    about = "the trial insertion, deletion or replacement with the highest score"
     reads_likeliest = True
 
     gain_B: jax.Array = per_row(EDIT_GAIN)
@@ -217,7 +217,7 @@ class Likelihood(EditRule):
         """The best candidates of each row. Deletions win ties at a position.
 
         Frozen tokens, holes, the last token of a row, and spaces that no edit inserted are not
-        deleted. Of adjacent equal tokens the last one is deleted, which gives the same text.
+        deleted. Of adjacent equal tokens, the last one is deleted; the text is the same.
         """
         cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
         assert snapshot.best_id_BL is not None
@@ -277,7 +277,7 @@ class Likelihood(EditRule):
         kind_KB = jnp.any(insert_KBL, axis=2) * (1 + jnp.any(delete_KBL, axis=2))
         there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))
         liked_KB = _liked(jnp.max(there_KBL, axis=2), kind_KB)
-        # A gain is a sum over the tokens of the row.
+        # A gain is summed over the tokens of the row.
         best_BK = most(gain_KB.T, tried.is_real_KB.T, jnp.ones_like(length_B), liked_KB.T,
                        length_B[:, None].astype(jnp.float32))  # fmt: skip
         best_B = place_of_largest(best_BK)
@@ -293,7 +293,7 @@ class Likelihood(EditRule):
 
 
 def _liked(preference: jax.Array, kind: jax.Array) -> jax.Array:
-    """uint32 order of tied edits; at one position by their kind."""
+    """uint32 order of tied edits; edits at one position are ordered by kind."""
     return (preference & ~jnp.uint32(3)) | (jnp.uint32(2) - kind.astype(jnp.uint32))
 
 

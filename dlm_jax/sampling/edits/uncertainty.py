@@ -1,4 +1,4 @@
-"""Edit rules with a budget for the best scores and optional length targets."""
+"""Edit rules that apply the best scores within a budget, with optional length targets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _weight(name: str, default: float, help: str) -> Setting:
 
 INSERT_RATIO_START = _ratio(
     "insert_ratio_start", 0.04,
-    "edit: insertions per token that was not given, before the first step, in [0, 1]",
+    "edit: insertions per generated token before the first step, in [0, 1]",
 )  # fmt: skip
 INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same ratio before the last step")
 DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, as insertions")
@@ -51,18 +51,18 @@ COOLDOWN_DISTANCE = Setting(
 )  # fmt: skip
 OVERFLOW = Setting(
     "overflow", "trim",
-    "edit: insertions beyond max_length push out the tail (trim), or stop (refuse)",
+    "edit: insertions beyond max_length drop the tail (trim) or are refused (refuse)",
     choices={name: name for name in OVERFLOWS},
 )  # fmt: skip
 LENGTH_TARGET_MODE = Setting(
     "length_target_mode", "none",
-    "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the least "
-    "harmful edits",
+    "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the best "
+    "scored edits",
     choices={name: name for name in LENGTH_TARGETS},
 )  # fmt: skip
 EDIT_TOKEN = Setting(
     "edit_token", "space",
-    "edit: inserted token: the space, or mask, a hole that is filled later",
+    "edit: inserted token: space, or mask (a hole that is filled later)",
     choices={name: name for name in EDIT_TOKENS},
 )  # fmt: skip
 EDIT_SCHEDULE = Setting(
@@ -74,7 +74,9 @@ EDIT_SCHEDULE = Setting(
 
 @rule
 class Uncertainty(EditRule):
-    """Inserts next to uncertain tokens, and deletes a token if its successor fits its position."""
+    """Inserts tokens next to uncertain ones, and deletes a token if its successor fits its
+    position.
+    """
 
     about = "uncertainty of the tokens next to the gap"
 
@@ -110,7 +112,7 @@ class Uncertainty(EditRule):
             raise SettingError(
                 "edit",
                 UNSET,
-                "inserts spaces that nothing rewrites",
+                "inserts spaces that no rule rewrites",
                 "use edit_token='mask', or the settings "
                 "that rewrite every token at every step: --preset variable_length, in Python "
                 "Model.preset('variable_length')",
@@ -119,8 +121,8 @@ class Uncertainty(EditRule):
             margin = getattr(row, f"{name}_margin")
             if does and margin >= 1:
                 warnings.warn(
-                    f"{name}_margin={margin} lets nothing be {name.removesuffix('e')}ed: "
-                    "probabilities differ by 1 at most; use 0.02",
+                    f"{name}_margin={margin} is never exceeded, so no token is "
+                    f"{name.removesuffix('e')}ed: probabilities differ by at most 1; use 0.02",
                     stacklevel=3,
                 )
 
@@ -132,7 +134,7 @@ class Uncertainty(EditRule):
             raise SettingError(
                 "edit_token",
                 "space",
-                "needs a token that is a space, which the tokenizer lacks",
+                "requires a space token, which the tokenizer lacks",
                 "use edit_token='mask'",
             )
         if (facts.space_id, -math.inf) in row.logit_bias:
@@ -150,7 +152,7 @@ class Uncertainty(EditRule):
         )  # fmt: skip
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
-        """MASK or the space, by the settings of each row."""
+        """MASK or the space, depending on the settings of each row."""
         return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
 
     def gap_scores(self, context: EditContext) -> jax.Array:
@@ -184,15 +186,15 @@ class Uncertainty(EditRule):
     def select(self, context: EditContext) -> Edits:
         """The edits of each row at this step: the best scores of one snapshot.
 
-        Only scores above 0 are chosen. A gap must have a live position on its right. A deleted
+        Only scores above 0 are selected. A gap must have a live position on its right. A deleted
         token must be live, unfrozen, not a hole, not the last of its row, and not a space, unless
         an edit inserted its position. Positions within the cooldown of a mark are skipped; the
-        position of a gap is that of its new token. Insertions and deletions are chosen
+        position of a gap is that of its new token. Insertions and deletions are selected
         independently. In rows that do not trim, insertions are limited to the free capacity after
         the deletions. In rows that grow towards a target, all insertions are limited to the free
         capacity, so no token is dropped.
 
-        Rows with an exact target also use scores of 0 and below, as many as the target requires in
+        Rows with an exact target also use as many scores of 0 and below as the target requires in
         this step, without a cooldown. Tokens with the worst fitting successor are deleted last.
         """
         cells, mask_id = context.cells, context.mask_id
@@ -230,10 +232,10 @@ class Uncertainty(EditRule):
 
 @rule
 class Lead(Uncertainty):
-    """Inserts where the most likely token leads over the current one. Deletions are those of
+    """Inserts where the most likely token has a lead over the current one. Deletions are those of
     `Uncertainty`.
 
-    It requires a model trained to proofread.
+    This rule requires a model trained to proofread.
     """
 
     about = "lead of the most likely token over the next, for models trained to proofread"

@@ -1,7 +1,7 @@
 """Joint draws of the candidates of a row with a structure. All candidates are part of one match.
 
 A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Backward messages hold
-the probability of the later positions from each state; a forward pass draws a match or finds the
+the probability of the later positions from each state; a forward pass draws a match or computes the
 most likely one (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
 """
 
@@ -32,20 +32,20 @@ from dlm_jax.settings import UNSET, SettingError, per_row, rule
 from dlm_jax.types import live_positions
 
 _CUT = 1e4
-"""Log-weight difference in nats between ids that the chain cuts and ids that it keeps."""
+"""Log-weight difference in nats between ids that the chain removes and ids that it keeps."""
 _LEAST = math.log(1e-30)
-"""Log-weight from which on sums in float32 are exact enough; lower ones take logarithms."""
+"""Log-weight above which float32 sums are exact enough; lower weights use logarithms."""
 _MOST_MEMBERS = 1 << 22
 _MOST_ARCS = 1 << 20
 _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
 
 
 class _Seen(NamedTuple):
-    """The values of a position's readout for the draw of a match.
+    """Values of the logits of a position for the draw of a match.
 
     Attributes:
-      weight: float32 log-weight of each class of ids, ``[..., C]``, as are the other fields.
-      ids: int32, an id of the class, drawn by weight or the most likely one.
+      weight: float32 log-weight of each class of ids, ``[..., C]``, like the other fields.
+      ids: int32, an id of the class: drawn by weight, or the most likely one.
       logprob: float32 log-probability of the id under the clean logits.
       confidence: float32 confidence of the commit rule.
     """
@@ -60,15 +60,15 @@ class _Seen(NamedTuple):
 class Constrained(FillRule):
     """Draws the open positions of a row jointly, as part of a match of its structure.
 
-    The match is drawn from the product of the positions' distributions, after the row's chain,
+    The match is drawn from the product of the positions' distributions, after the chain of the row,
     conditioned on the automaton. The matched text starts after the given prefix and includes given
-    tokens in gaps, and EOS follows the match. A greedy row gets the most likely match. Any subset
-    of the candidates may be committed, because the rest completes it.
+    tokens in gaps, and is followed by EOS. A greedy row takes the most likely match. Any subset
+    of the candidates may be committed, because the remaining candidates complete the match.
 
-    Independent draws that already match are kept, which does not change the distribution. Under a
+    Independent draws that already match are kept, which does not change the distribution. With a
     structure that every text matches, the result equals that of `Parallel` bit for bit. An id
     removed by truncation is drawn only if no match exists without one. Holes outside the step, such
-    as those of later blocks, may hold any token that fits. Rows without structure use `Parallel`.
+    as those of later blocks, may have any token that fits. Rows without structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
@@ -100,7 +100,7 @@ class Constrained(FillRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        why = "changes tokens of a match that fill='constrained' has drawn together"
+        why = "changes tokens of a match that fill='constrained' draws jointly"
         for name, is_used in (("edit", row.edits), ("resample", row.resample)):
             if is_used:
                 raise SettingError(name, True, why, f"use {name}=False")
@@ -110,7 +110,7 @@ class Constrained(FillRule):
             raise SettingError("order", row.order, why, "use order='threshold', say")
         if row.ignore_eos:
             raise SettingError(
-                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
             )
         for used in row.table.chained(row):
             if used.reads_final_logprob and used.is_used(row):
@@ -118,7 +118,7 @@ class Constrained(FillRule):
                 raise SettingError(
                     name,
                     getattr(row, name),
-                    "follows draws of single tokens, and fill='constrained' draws them together",
+                    "depends on draws of single tokens, but fill='constrained' draws them jointly",
                     f"leave {name} at its default",
                 )
 
@@ -131,13 +131,13 @@ class Constrained(FillRule):
                 "structure",
                 UNSET,
                 f"has {labels} sets of {classes} classes of ids, too many for fill='constrained'",
-                "use fill='parallel', or a shorter one",
+                "use fill='parallel', or a shorter structure",
                 others=["fill"],
             )
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
-        """The automata of the rows, padded to a size that few programs share."""
+        """The automata of the rows, padded so that few programs are compiled."""
         automata = [held(row) for row in rows]
         arcs = [automaton.arcs for automaton in automata]
         degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
@@ -145,7 +145,7 @@ class Constrained(FillRule):
         classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 16)
         labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 16)
         blocks = max(len(a.class_M) for a in arcs)
-        # A quarter more than the most ids, whose number depends on the vocabulary.
+        # A quarter more than the largest number of ids, which depends on the vocabulary.
         step = max(16, 1 << max(0, blocks.bit_length() - 3))
         blocks = -(-blocks // step) * step
         columns: Any = (
@@ -203,7 +203,7 @@ class Constrained(FillRule):
         is_id_NJM = ids_NJM >= 0
 
         def of_ids(logits_NV: jax.Array) -> jax.Array:
-            """The logits of each id relative to the largest; -inf where there is none."""
+            """The logits of each id relative to the largest; -inf for padding."""
             flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
             logits_NI = _take(logits_NV, flat_NI, axis=1)
             logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
@@ -234,7 +234,7 @@ class Constrained(FillRule):
             )
             return exact_NC, place_NC, member_of(all_NJM, place_NC)
 
-        # Its results are small: what passes through a conditional is copied.
+        # Its results are small, because operands of a conditional are copied.
         weight_NC, block_NC, member_NC = jax.lax.cond(
             jnp.any(is_small_N),
             small,
@@ -247,7 +247,7 @@ class Constrained(FillRule):
         return _Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
 
     def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
-        """Log-weight of each label: of the sum of its classes, or of the largest ``[B, L, K]``."""
+        """Log-weight of each label: of the sum or the maximum over its classes, ``[B, L, K]``."""
         peak_BL1 = _finite(jnp.max(weight_BLC, axis=2, keepdims=True))
         share_BLC = jnp.exp(weight_BLC - peak_BL1)
         member_BCK = self.is_member_BCK.astype(jnp.float32)
@@ -302,13 +302,14 @@ class Constrained(FillRule):
     ) -> _Places:
         """The canvas, with the candidates at the open positions."""
         num_rows, num_positions = wanted.is_open_BL.shape
-        assert wanted.is_given_BL is not None, "the step tells what was given"
+        assert wanted.is_given_BL is not None, "the step passes the given tokens"
         begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
         is_text_BL = jnp.arange(num_positions)[None] >= begin_B1
         is_text_BL &= live_positions(wanted.length_B, num_positions)
         is_open_BL = wanted.is_open_BL & is_text_BL
         is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
-        # A token follows the arcs whose label has its class; an unseen hole follows all arcs.
+        # A token follows the arcs whose label has its class; a hole outside the step follows all
+        # arcs.
         token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
         token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
         class_BL = _take(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
@@ -326,7 +327,7 @@ class Constrained(FillRule):
     def _messages(self, places: _Places) -> jax.Array:
         """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
 
-        Up to a constant of each row and position.
+        Defined up to a constant per row and position.
         """
         num_rows, degree, num_states = self.next_BDS.shape
         next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS))
@@ -349,7 +350,7 @@ class Constrained(FillRule):
         rows_B = jnp.arange(self.start_B.size)
 
         def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The labels and the target states of the arcs of each row's state, ``[B, D]``."""
+            """Labels and target states of the arcs that leave each row's state, ``[B, D]``."""
             return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
@@ -358,7 +359,7 @@ class Constrained(FillRule):
             weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
             chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
             arc_B, drawn_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
-            # The same for the independent candidates, up to the first unseen hole.
+            # The same for the independent candidates, up to the first hole outside the step.
             arc_BD, next_BD = leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
@@ -386,7 +387,7 @@ class _Places(NamedTuple):
     Attributes:
       is_open_BL: True where a candidate is drawn.
       is_text_BL: True at the text that must match.
-      is_wild_BL: True at its holes that the step does not read.
+      is_wild_BL: True at holes of the text that the step does not read.
       takes_best_BL: True where the maximum over paths replaces their sum.
       class_BL: int32, the class of each token or candidate.
       label_BLK: float32 log-weight of each label; 0 or -inf at tokens.
@@ -419,9 +420,9 @@ class _States(NamedTuple):
 def _by_sums(
     logits_NJM: jax.Array, class_NM: jax.Array, first_NC: jax.Array, key_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-weight of each class of ids, and a block of it, drawn by weight; ``[N, C]``.
+    """The log-weight of each class of ids, and a block of the class drawn by weight; ``[N, C]``.
 
-    Logits are relative to the largest, so the sums hold all but weights below `_LEAST`.
+    Logits are relative to the largest, so the sums include all weights except those below `_LEAST`.
     """
     num_blocks = class_NM.shape[1]
     share_NM = jnp.sum(jnp.exp(logits_NJM), axis=1)
@@ -439,7 +440,7 @@ def _by_sums(
     sum_NC = jnp.where(first_NC < end_NC, _take(upto_NM, last_NC, axis=1), 0.0)
     bits_N = jax.vmap(jax.random.bits)(_salted(key_N, _CLASS)).astype(jnp.float32)
     target_NC = jnp.minimum(bits_N * 2.0**-32, 1.0 - 2.0**-23)[:, None] * sum_NC
-    # The first block of the class whose running sum exceeds the target; sums only rise.
+    # The first block of the class whose cumulative sum exceeds the target; sums are non-decreasing.
     low_NC, high_NC = jnp.minimum(first_NC, last_NC), last_NC
     for _ in range(num_blocks.bit_length()):
         middle_NC = (low_NC + high_NC) // 2
@@ -456,7 +457,9 @@ def _by_peaks(
     is_greedy_N: jax.Array,
     num_classes: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_by_sums`, relative to the peak of each class; the likeliest block of a greedy row."""
+    """Like `_by_sums`, relative to the peak of each class; the most likely block for a greedy
+    row.
+    """
     num_places, _, num_blocks = logits_NJM.shape
     place_N1 = jnp.arange(num_places)[:, None]
     is_greedy_N1 = is_greedy_N[:, None]
@@ -483,7 +486,7 @@ def _by_peaks(
 
 
 def _first_largest(score_NJC: jax.Array) -> jax.Array:
-    """Where the middle axis is largest; faster on a CPU than to compare pairs."""
+    """Index of the maximum over the middle axis; faster on CPU than comparing pairs."""
     is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
     last = score_NJC.shape[1] - 1
     each_1J1 = jnp.arange(last + 1)[None, :, None]
@@ -501,7 +504,7 @@ def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """The entries along an axis, without bounds checks, which take as long as the reads."""
+    """Entries along an axis, without bounds checks, which would take as long as the reads."""
     return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 
@@ -510,7 +513,7 @@ def _finite(peak: jax.Array) -> jax.Array:
 
 
 def _keys(key: jax.Array, index_N: jax.Array) -> jax.Array:
-    """A key for each position of one row, or one for each pair of row and position."""
+    """A key for each position of one row, or for each pair of row and position."""
     return jax.vmap(jax.random.fold_in, (None if key.ndim == 0 else 0, 0))(key, index_N)
 
 
@@ -522,7 +525,7 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
     """Logarithms of exponential arrival times. With rates ``w``, i is first with probability ``w_i
     / sum``.
 
-    They use 64 random bits, because small weights win only with very small times.
+    They use 64 random bits, because small weights come first only with very small times.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64

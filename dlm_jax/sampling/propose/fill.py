@@ -1,4 +1,6 @@
-"""Fill rules, which find a candidate for every open position of a step, and the parallel fill."""
+"""Fill rules, which propose a candidate for every open position of a step, and the parallel
+fill.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ class Wanted(NamedTuple):
       is_seen_BL: True at tokens that the draws of neighbours condition on.
       tokens_BL: int32 canvas.
       length_B: int32 positions of each row.
-      is_scored_BL: True where ``total_BL`` is needed in addition to positions scored by the writer;
-        None for no position.
+      is_scored_BL: True where ``total_BL`` is needed in addition to the positions scored by the
+          writer; None for no positions.
       keeps_best: whether ``best_BL`` is also needed; static.
       preference_BL: uint32, order of tied positions, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
@@ -76,7 +78,8 @@ class Filled(NamedTuple):
 
     Attributes:
       proposal: the candidates.
-      is_finite_B: False for a row with a position whose clean logits hold a NaN or +inf, or are all
+      is_finite_B: False for a row with a position whose clean logits contain NaN or +inf, or are
+          all
         -inf.
       counts: int32 ``[B]`` each, counts of the fill by names of `Counters`.
       total_BL: float32 log-normaliser of the LM head where it was read; None if not needed.
@@ -99,7 +102,7 @@ class Proposed(NamedTuple):
     """Candidates of a recorded step, ``[B, L]``.
 
     Attributes:
-      tokens_BL: int32 candidates; -1 where none was drawn.
+      tokens_BL: int32 candidates; -1 where no candidate was drawn.
       canvas_BL: int32 input of the forward.
       level_BL: int32, `dlm_jax.sampling.records.Drawn.level_BL`.
     """
@@ -124,7 +127,7 @@ class Source(NamedTuple):
 
 
 class FillRule(Rule):
-    """Finds a candidate for every open position of a step. Only `propose` is required."""
+    """Proposes a candidate for every open position of a step. Only `propose` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("propose",)
 
@@ -132,13 +135,13 @@ class FillRule(Rule):
     """Whether host samplers and read-back may run between the candidates and the commit."""
 
     forwards: ClassVar[int] = 0
-    """Additional forwards of the trunk in a step."""
+    """Additional forwards of the trunk per step."""
 
     holds_structure: ClassVar[bool] = False
     """Whether its candidates match the structure of a row without a transform."""
 
     drawn: ClassVar[str] = "in waves"
-    """A description of its draws for errors, if it does not allow the host."""
+    """A description of its draws for errors, if it does not support host samplers and read-back."""
 
     needs_sampler: ClassVar[bool] = False
     """Whether it draws from a sampler head."""
@@ -156,7 +159,7 @@ class FillRule(Rule):
     def check_trace(cls, row: Any) -> None:
         if cls.sources is FillRule.sources:
             raise SettingError(
-                "fill", cls.name, "has no trace: it does not say what it draws from",
+                "fill", cls.name, "has no trace: it does not define the distributions of its draws",
                 "use fill='parallel', or define sources()",
             )  # fmt: skip
 
@@ -200,7 +203,7 @@ class CandidateWriter:
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
       observe: `CommitRule.observe`, which replaces `measure`; None for a rule without memory.
       kept: per-position memory of the rule before this step.
-      standing_BL: tokens whose confidence is measured instead of the candidates'; None: theirs.
+      standing_BL: tokens whose confidence is measured; None for the candidates.
     """
 
     chain: Chain
@@ -259,7 +262,7 @@ class CandidateWriter:
                 is_banned_N |= self.chain.forbids(best_N, row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
-            # An existing token may be impossible; a drawn one may not.
+            # An existing token may have probability 0; a drawn token may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:
@@ -293,7 +296,7 @@ class CandidateWriter:
     def policy(self, drawable_NV: jax.Array, ids_N: jax.Array, at: At) -> jax.Array:
         """Log-probability ``[N]`` of drawing these ids from logits before the chain.
 
-        It is 0 in greedy rows, which do not draw.
+        It is 0 in greedy rows, which do not sample.
         """
         final_NV = self.chain.apply(self.prepared, drawable_NV, at)
         return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
@@ -309,7 +312,7 @@ class CandidateWriter:
     ) -> tuple[Any, jax.Array]:
         """The memory of the positions, and `measure` of the candidates.
 
-        Both follow from the logits that the commit rule weighs.
+        Both use the logits that the commit rule weighs.
         """
 
         def filtered() -> jax.Array:
@@ -336,9 +339,9 @@ class CandidateWriter:
 class Parallel(FillRule):
     """Draws a candidate for every open position from the LM head, independently of the others.
 
-    The open positions of all rows are gathered and run in chunks. The cost is proportional to their
-    number, and no ``[B, L, V]`` array exists. The key of a draw is derived from the row and the
-    index on the canvas.
+    The open positions of all rows are gathered and processed in chunks. The cost is proportional to
+    their number, and no ``[B, L, V]`` array exists. The key of a draw is derived from the row and
+    the index on the canvas.
     """
 
     about = "independently of each other"

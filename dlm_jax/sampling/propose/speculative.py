@@ -31,12 +31,12 @@ _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 class Speculative(FillRule):
     """Drafts the open positions in parallel and verifies them token by token.
 
-    The draft x of a position comes from q, the prediction for the block with its holes; one
-    more forward with blocks of one token gives p, the prediction of every open position after the
+    The draft x of a position is drawn from q, the prediction for the block with its holes. One more
+    forward with blocks of one token gives p, the prediction of every open position after the
     preceding drafts. From left to right, x is accepted with probability ``min(1, p(x) / q(x))``.
     The first rejected position draws a token from ``max(p - q, 0)``, and the remaining positions
     stay open (Leviathan et al. 2023, Speculative decoding, algorithm 1). p and q include the chain
-    of the row. Texts therefore have the distribution of p, one token at a time, for any draft.
+    of the row. Texts therefore have the one-token-at-a-time distribution of p for any draft.
 
     Accepted candidates have confidence 1 and the others 0, for ``order = "threshold"``. A step
     writes at least one token. Blocks need one step per hole, because the last step of a block
@@ -56,8 +56,8 @@ class Speculative(FillRule):
                 raise SettingError(
                     name,
                     getattr(row, name),
-                    "does not go with fill='speculative', which verifies a draft of the whole row "
-                    "from the left on",
+                    "is not supported with fill='speculative', which verifies a draft of the "
+                    "whole row from left to right",
                     f"use {name}={fine!r}",
                 )
         if row.threshold <= 0:
@@ -68,12 +68,15 @@ class Speculative(FillRule):
             raise SettingError(
                 "threshold",
                 row.threshold,
-                "with threshold_above takes nothing of what fill='speculative' accepted",
+                "with threshold_above commits nothing that fill='speculative' accepts",
                 "use threshold=0.9, say",
             )
         if row.edits or row.renoises:
             raise SettingError(
-                "edit", UNSET, "and re-noise do not go with fill='speculative'", "leave them off"
+                "edit",
+                UNSET,
+                "and re-noise are not supported with fill='speculative'",
+                "leave them off",
             )
         for name in row.chain:
             for cls_ in row.table.transforms[name]:
@@ -101,7 +104,7 @@ class Speculative(FillRule):
             raise SettingError(
                 "steps",
                 row.steps,
-                f"is less than the {needed} in which fill='speculative' verifies every token",
+                f"is less than the {needed} that fill='speculative' requires to verify every token",
                 f"use steps={needed}",
             )
 

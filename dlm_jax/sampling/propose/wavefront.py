@@ -1,7 +1,7 @@
 """Coherent candidates: the sampler head fills the open positions in waves, next to filled ones.
 
 Waves do not depend on tokens: the wave of a hole is its distance to the nearest filled position.
-Holes are therefore sorted once and run in chunks that end at wave boundaries. The cost is
+Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost is
 proportional to the number of holes (`docs/readings.md`, readings of the sampler head).
 """
 
@@ -50,8 +50,8 @@ def bootstrap(
     """True at the starting positions of each row, ``[B, L]``: see `Wavefront`.
 
     `is_far_BL` marks open positions of runs without a visible token at either end. A share
-    `ratio_B` of them starts, at least one. Spread rows take the most confident position of each of
-    equal windows instead of the most confident positions overall.
+    `ratio_B` of them, at least one, are starting positions. Spread rows start at the most confident
+    position of each of several equal windows instead of the most confident positions overall.
     """
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
@@ -104,7 +104,7 @@ def _surest_of_each(
 
 
 def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the included positions whose group holds a True."""
+    """True at the included positions whose group contains a True."""
     return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
 
 
@@ -123,7 +123,7 @@ def _over_groups(
 def distance(
     is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
 ) -> jax.Array:
-    """Distance to the nearest source through `walked` positions; `NEVER` if none is reachable.
+    """Distance to the nearest source through `walked` positions; `NEVER` if no source is reachable.
 
     One-sided rows use the source on the left, if there is one.
     """
@@ -146,13 +146,13 @@ _FEW_TOKENS = 16
 
 SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
     "sampler_min_neighbors_ratio", 0.01,
-    "wavefront, also of the critic's training: share of the holes without filled neighbour that "
-    "begin, in (0, 1]",
+    "wavefront, also in critic training: share of the holes without filled neighbour that start "
+    "waves, in (0, 1]",
     low=ABOVE_ZERO, high=1.0,
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: multiply that share by this power of the unfilled share of the row",
+    "wavefront: multiplies that share by this power of the unfilled share of the row",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
@@ -162,17 +162,16 @@ SAMPLER_SPREAD_SEEDS = Setting(
 SAMPLER_EVEN_ODD = Setting(
     "sampler_even_odd",
     False,
-    "wavefront, also of the critic's training: fill the even positions of a wave before the odd "
-    "ones",
+    "wavefront, also in critic training: fill the even positions of a wave before the odd ones",
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,
-    "wavefront: fill holes between two tokens from the left, so that no two waves meet; up to "
-    "twice as many waves",
+    "wavefront: fill holes between two tokens from the left, so that waves never meet; takes up "
+    "to twice as many waves",
 )  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
-    "wavefront: divides the sampler head's logits, before the chain", low=ABOVE_ZERO, high=1e6,
+    "wavefront: divisor of the sampler head's logits before the chain", low=ABOVE_ZERO, high=1e6,
 )  # fmt: skip
 
 
@@ -180,12 +179,12 @@ SAMPLER_TEMPERATURE = Setting(
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
 
-    A run of open positions grows from the visible tokens at its ends. Runs without one are
-    bootstrapped. Of the n positions in such runs of a row, the ``max(1, floor(ratio n))`` with the
-    most confident LM head (without banned ids) start, and each run without one starts at its most
-    confident position. These are drawn from the LM head and all others from the sampler head, both
-    through the chain of the row. A neighbour is visible if its wave is smaller, independent of
-    other rows and chunks.
+    A run of open positions grows from the visible tokens at its ends. Runs without visible tokens
+    are bootstrapped. Of the n positions in such runs of a row, the ``max(1, floor(ratio n))`` with
+    the most confident LM head (without banned ids) start, and each run without a start begins at
+    its most confident position. Starts are drawn from the LM head and all other positions from the
+    sampler head, both through the chain of the row. A neighbour is visible if its wave is smaller,
+    independent of other rows and chunks.
     """
 
     about = "in waves by the sampler head, given neighbours"
@@ -204,7 +203,7 @@ class Wavefront(FillRule):
             raise SettingError(
                 "fill",
                 "wavefront",
-                "needs a sampler head, which this model lacks",
+                "requires a sampler head, which this model lacks",
                 "use fill='parallel', or train one with model.add_sampler_head",
             )
 
@@ -269,7 +268,7 @@ def _read(
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
-        # Every run needs a start. A row with a NaN ends as not finite anyway.
+        # Every run needs a start. A row with NaN ends as non-finite in any case.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
         return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL
@@ -355,8 +354,7 @@ def _head(
     """``(left, right) -> head``: the sampler head given neighbour tokens, ``[N, C]`` each.
 
     If the canvas has many more places than the vocabulary has tokens (`size`), the contribution of
-    every token to the first layer is precomputed. This saves half of the time of the fill at width
-    384.
+    every token to the first layer is precomputed. This halves the time of the fill at width 384.
     """
     readout, sides, finish = (
         network.sampler_readout, network.sampler_sides, network.sampler_from_sides

@@ -1,4 +1,4 @@
-"""Remask rules, which turn committed tokens back into holes after a step.
+"""Remask rules, which turn committed tokens into holes again after a step.
 
 A rule is a frozen pytree like a commit rule. The loop calls it with the unfrozen tokens of a block
 after every step except the last.
@@ -24,8 +24,8 @@ class RemaskContext(NamedTuple):
       is_fresh_BL: True at the tokens that this step committed.
       num_free_B: int32, number of live unfrozen positions of the block, including holes.
       probability_BL: float32 probability of each token under the clean logits of its draw. Draft
-        tokens use the last forward, and so do all tokens not committed in this step if the rule
-        `rereads`.
+          tokens use the last forward. If the rule `rereads`, so do all tokens not committed in this
+          step.
       wrong_BL: float32 probability that each token is wrong, from the critic on the canvas with
         candidates in its holes; None if the rule does not read it.
       key_B: key of each row in this step, used only by the rule.
@@ -41,7 +41,7 @@ class RemaskContext(NamedTuple):
 
 
 class RemaskRule(Rule):
-    """Chooses the tokens that become MASK again. Only `select` is required."""
+    """Selects the tokens that become MASK again. Only `select` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("select",)
 
@@ -63,7 +63,7 @@ class RemaskRule(Rule):
             raise SettingError(
                 "remask",
                 cls.name,
-                "needs a critic head, which this model lacks",
+                "requires a critic head, which this model lacks",
                 "train one with model.add_critic_head",
             )
 
@@ -83,7 +83,7 @@ class RemaskRule(Rule):
     def check_trace(cls, row: Any) -> None:
         if cls.log_chance is RemaskRule.log_chance:
             raise SettingError(
-                "remask", cls.name, "has no trace: its log_chance() is not known",
+                "remask", cls.name, "has no trace: it does not define log_chance()",
                 "define it, or use remask='none'",
             )  # fmt: skip
 

@@ -24,11 +24,11 @@ class RemdmCap(RemaskRule):
     """Remasks every token that was visible at the start of the step with probability ``min(eta,
     sigma_max)``.
 
-    Wang et al. 2025, section 4.1. With `Ancestral` of the same settings each position is visible
+    Wang et al. 2025, section 4.1. With `Ancestral` and the same settings, each position is visible
     with probability ``alpha_s`` after the step.
     """
 
-    about = "each token with the probability of the noise process"
+    about = "remasks each token with the probability of the noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -76,23 +76,24 @@ class RemdmConf(RemdmCap):
     """`RemdmCap` with probability ``sigma_max`` times a softmax of the negative token
     probabilities.
 
-    The softmax runs over the unfrozen tokens of the block. eta only enables the rule.
+    The softmax runs over the unfrozen tokens of the block. ``eta`` only enables the rule.
     """
 
-    about = "that probability, higher for unlikely tokens"
+    about = "like remdm_cap, with higher probability for unlikely tokens"
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
             "remask", cls.name,
-            "has no trace: its chances depend on the parameters through tokens of earlier steps",
+            "has no trace: its probabilities depend on the parameters through tokens of earlier "
+            "steps",
             "use remask='remdm_cap'",
         )  # fmt: skip
 
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
     ) -> jax.Array:
-        """The total is `most_B` per row, with less for more likely tokens."""
+        """The probabilities sum to `most_B` per row and are lower for more likely tokens."""
         sigma_B1 = jnp.where(self.eta_B > 0, most_B, 0.0)[:, None]
         weight_BL = jnp.where(is_old_BL, jnp.exp(-probability_BL), 0.0)
         return sigma_B1 * weight_BL / jnp.maximum(weight_BL.sum(1, keepdims=True), 1e-9)

@@ -20,7 +20,7 @@ from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 RENOISE_TOKENS = ("space", "mask", "random")
 RENOISE = Setting(
     "renoise", "space",
-    "re-noise: what tokens are overwritten with before a forward: space, mask or random",
+    "re-noise: replacement of overwritten tokens before a forward: space, mask or random",
     choices={name: name for name in RENOISE_TOKENS},
 )  # fmt: skip
 RENOISE_START = Setting(
@@ -30,7 +30,10 @@ RENOISE_END = Setting(
     "renoise_end", 0.0, "re-noise: share overwritten before the last step", low=0.0, high=1.0
 )
 RENOISE_SCHEDULE = Setting(
-    "renoise_schedule", "cosine", "re-noise: linear or cosine in between", choices=SCHEDULES
+    "renoise_schedule",
+    "cosine",
+    "re-noise: linear or cosine interpolation between the two shares",
+    choices=SCHEDULES,
 )
 
 
@@ -51,7 +54,7 @@ class Renoise(Rule):
     def check(cls, row: Any) -> None:
         if row.renoise != "mask" and not (row.resample or row.remasks):
             raise ValueError(
-                f"re-noise leaves {row.renoise} tokens that nothing rewrites; use renoise='mask', "
+                f"re-noise leaves {row.renoise} tokens that no rule rewrites; use renoise='mask', "
                 "or resample=True"
             )
 
@@ -63,7 +66,7 @@ class Renoise(Rule):
             raise SettingError(
                 "renoise",
                 "space",
-                "needs a token that is a space, which the tokenizer lacks",
+                "requires a space token, which the tokenizer lacks",
                 "use renoise='mask'",
             )
         if (facts.space_id, -math.inf) in row.logit_bias:
@@ -74,7 +77,8 @@ class Renoise(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "renoise_start", row.renoise_start, "has no trace, as what it writes is not drawn",
+            "renoise_start", row.renoise_start, "has no trace, because it writes tokens that are "
+            "not drawn",
             "use renoise_start=0 and renoise_end=0, and remask instead",
         )  # fmt: skip
 
@@ -99,7 +103,7 @@ class Renoise(Rule):
         """The canvas before the forward of a step, and the overwritten positions.
 
         `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
-        `is_text` returns the ids for random tokens, True ``[B, V]``; a row without any gets MASK.
+        `is_text` returns the ids for random tokens, True ``[B, V]``; rows without any get MASK.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)

@@ -21,7 +21,7 @@ REMASK_END = Setting(
 )  # fmt: skip
 REMASK_RANDOMNESS = Setting(
     "remask_randomness", 0.0,
-    "scheduled: weight of randomness against wrongness, in [0, 1]; 1 is random",
+    "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 is random",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_BY = Setting(
@@ -37,12 +37,12 @@ class Scheduled(RemaskRule):
     """Remasks the tokens that are most likely wrong, fewer at each step.
 
     The share before step i of N is ``r = start - (start - end) i / (N - 1)`` of the unfrozen
-    positions of the block, for i >= 1. Wrongness is ``(1 - m) w + m u`` with randomness m and u
-    uniform; w is the output of the critic, or 1 minus the probability of the token at its draw
-    (`docs/readings.md`, "Refinement").
+    positions of the block, for i >= 1. Wrongness is ``(1 - m) w + m u`` with randomness m and
+    uniform u, where w is the output of the critic, or 1 minus the probability of the token at its
+    draw (`docs/readings.md`, "Refinement").
     """
 
-    about = "a share of the tokens of highest wrongness"
+    about = "remasks a share of the tokens, those with the highest wrongness"
     log_chance = certain
 
     start_B: jax.Array = per_row(REMASK_START)
@@ -60,7 +60,7 @@ class Scheduled(RemaskRule):
             raise SettingError(
                 "remask_by",
                 "critic",
-                "needs a critic head, which this model lacks",
+                "requires a critic head, which this model lacks",
                 "use remask_by='confidence', or train one with model.add_critic_head",
             )
 
@@ -70,7 +70,7 @@ class Scheduled(RemaskRule):
         if row.remask_randomness > 0:
             raise SettingError(
                 "remask_randomness", row.remask_randomness,
-                "has no trace: how likely its choice is has no closed form",
+                "has no trace: the probability of its choice has no closed form",
                 "use remask_randomness=0",
             )  # fmt: skip
 
@@ -95,12 +95,12 @@ class Scheduled(RemaskRule):
 
 @rule
 class ScheduledThreshold(Scheduled):
-    """Remasks the tokens of wrongness above ``1 - r``, with r and wrongness as in `Scheduled`.
+    """Remasks the tokens with wrongness above ``1 - r``, with r and wrongness as in `Scheduled`.
 
     A block without such tokens is finished.
     """
 
-    about = "all tokens above a threshold of wrongness"
+    about = "remasks all tokens above a threshold of wrongness"
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""

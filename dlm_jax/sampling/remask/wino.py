@@ -21,13 +21,13 @@ class Wino(RemaskRule):
     """Remasks tokens with a probability below ``tau_2`` under the forward of this step.
 
     It remasks fewer tokens than the step committed, the least likely first, so the number of holes
-    always decreases (Hong et al. 2025, WINO, algorithm 1). ``order="threshold"`` with a lower
-    ``tau_1`` drafts. The paper computes the probability in a second copy of the block, in which a
-    position does not see itself. Here the forward of the step is used, in which the network may see
-    the token.
+    always decreases (Hong et al. 2025, WINO, algorithm 1). Drafts come from ``order="threshold"``
+    with a lower ``tau_1``. The paper computes the probability in a second copy of the block, in
+    which a position does not attend to itself. Here the forward of the step is used, where the
+    network may attend to the token.
     """
 
-    about = "tokens with a low probability in later forwards, fewer than a step commits"
+    about = "remasks tokens unlikely in later forwards, fewer per step than it commits"
     rereads = True
     log_chance = certain
 

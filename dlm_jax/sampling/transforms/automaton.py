@@ -1,9 +1,9 @@
 """An automaton over tokens that restricts the text of a row to a regular language.
 
-A candidate is kept if some fill of the other holes makes the whole text a word of the language.
+A candidate is kept if the other holes can be filled such that the whole text is in the language.
 Sets of states are propagated from the left over possible prefixes and from the right over possible
-suffixes (Rabin and Scott 1959, subsets of a finite automaton), so any order of commits works, as
-long as a step commits one token. Sets are packed into words of 32 states for fast reductions.
+suffixes (Rabin and Scott 1959, subsets of a finite automaton), so any commit order works if each
+step commits one token. Sets are packed into words of 32 states for fast reductions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def unpacked(words_BW: Array, num_states: int) -> Array:
     return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
 
 
-# From sizes on that most schemas fit, so that one program holds them.
+# Minimum sizes that fit most schemas, so that these share a program.
 _STATE_SIZES = tuple(2**power for power in range(7, 13))
 _CLASS_SIZES = tuple(2**power for power in range(6, 15))
 _AT_ONCE = 16
@@ -61,7 +61,7 @@ _MOST_REDUCED = 512
 
 
 class Arcs(NamedTuple):
-    """An automaton as arcs, which join all classes of ids that lead from one state to another.
+    """An automaton as arcs; an arc joins all classes of ids that lead from one state to another.
 
     Attributes:
       next_DS: int32 ``[D, S]``, target state of each arc of a state; padded with 0.
@@ -80,7 +80,9 @@ class Arcs(NamedTuple):
 
 
 def _block_size(vocab_size: int) -> int:
-    """Ids of a block: few blocks and small ones, as a draw looks at all blocks and into one."""
+    """Number of ids in a block. Blocks are few and small, because a draw reads all block sums and
+    the ids of one block.
+    """
     return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
 
 
@@ -88,12 +90,12 @@ def _block_size(vocab_size: int) -> int:
 class Automaton:
     """A deterministic automaton over the ids of a vocabulary.
 
-    State 0 is dead, and class 0 holds the ids without any transition. EOS leads from a final state
-    to an absorbing state for EOS.
+    State 0 is dead, and class 0 contains the ids without any transition. EOS leads from a final
+    state to an absorbing state for EOS.
 
     Attributes:
       pattern: regular expression of the language.
-      class_of_V: int16 ``[V]``, class of each id. Ids of a class have the same transitions.
+      class_of_V: int16 ``[V]``, class of each id. Ids in a class have the same transitions.
       next_SC: int16 ``[S, C]``, next state for each class.
       is_final_S: bool ``[S]``, True where a text may end.
       start: state before the first id.
@@ -110,7 +112,7 @@ class Automaton:
 
     @cached_property
     def leads_SS(self) -> np.ndarray:
-        """True where some id leads from one state to another, live state."""
+        """True where any id leads from one state to another live state."""
         leads = np.zeros((len(self.next_SC),) * 2, bool)
         leads[np.arange(len(leads))[:, None], self.next_SC] = True
         leads[:, 0] = leads[0] = False
@@ -118,9 +120,7 @@ class Automaton:
 
     @cached_property
     def fewest_S(self) -> np.ndarray:
-        """Minimum number of ids from a state to the end of a text; a huge number if there is
-        none.
-        """
+        """Minimum number of ids from a state to the end of a text; a large number if none."""
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
         for count in range(1, len(fewest) + 1):
             is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)
@@ -180,7 +180,7 @@ class Automaton:
         return found
 
     def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Whether the ids are a text of the language, optionally followed by EOS."""
+        """Whether the ids are a text in the language, optionally followed by EOS."""
         state = self.start
         for token in tokens:
             state = int(self.next_SC[state, self.class_of_V[token]])
@@ -198,14 +198,14 @@ def held(row: Any) -> Automaton:
 
 def _checked(value: Any) -> Any:
     if not isinstance(value, str | Automaton):
-        raise SettingError("structure", value, "is not a regular expression", "write it as a text")
+        raise SettingError("structure", value, "is not a regular expression", "pass it as a string")
     return value
 
 
 STRUCTURE = Setting(
     "structure",
     "",
-    "regular expression or GBNF grammar that the new text matches from end to end",
+    "regular expression or GBNF grammar that the whole new text matches",
     parse=_checked,
 )
 
@@ -216,7 +216,7 @@ def _no_column(rows: Sequence[Any]) -> Any:
 
 @rule
 class Structure(LogitTransform):
-    """Keeps the ids with which the row can still become a text of its language.
+    """Keeps the ids with which the row can still become a text in its language.
 
     The text starts after the given prefix of the row. The restriction is exact if a step commits
     one token per row, in any order. `dlm_jax.inference.structure` refuses other requests.
@@ -247,19 +247,21 @@ class Structure(LogitTransform):
             raise SettingError(
                 "structure",
                 UNSET,
-                "goes with tokens that stay",
+                "requires tokens that do not change",
                 "use no edit, remask, resample or renoise",
             )
         if row.ignore_eos:
             raise SettingError(
-                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
             )
         if row.fill == "speculative":
-            raise SettingError("structure", UNSET, "writes a token per step", "use fill='parallel'")
+            raise SettingError(
+                "structure", UNSET, "requires one token per step", "use fill='parallel'"
+            )
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
-        """The automata of the rows, padded to a size that few programs share."""
+        """The automata of the rows, padded so that few programs are compiled."""
         automata = [row.structure for row in rows]
         states = _padded(max(len(a.next_SC) for a in automata), _STATE_SIZES)
         classes = _padded(max(a.next_SC.shape[1] for a in automata), _CLASS_SIZES)
@@ -310,7 +312,7 @@ class Structure(LogitTransform):
         def forth(before_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             class_B, is_text_B, is_hole_B = at
             # On CPU, scattering the states takes three times as long as reducing their words, up to
-            # some number of states. The cost of words grows with its square.
+            # a certain number of states. The cost of words grows with the square of this number.
             if num_states <= _MOST_REDUCED:
                 words_BW = _by_row(
                     is_hole_B,

@@ -18,7 +18,7 @@ _SMALLEST_BUCKET = 8
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray:
-    """Rows stacked and padded to a power of two, so that few widths compile."""
+    """Rows stacked and padded to a power of two, so that few widths are compiled."""
     longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
     table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
     for row, values in enumerate(rows):
@@ -30,7 +30,7 @@ def check_id(name: str, value: Any) -> None:
     """Raises ValueError unless the value can be an id."""
     is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_integer or not 0 <= int(value) <= INT_LIMIT:
-        raise SettingError(name, value, "is not an integer of 32 bits >= 0", "use one")
+        raise SettingError(name, value, "is not a non-negative 32-bit integer", "use one")
 
 
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
@@ -101,12 +101,12 @@ class LogitBias(LogitTransform):
         return cls(*columns)
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array:
-        """True `[N]` where that row bans that id."""
+        """True `[N]` where the row bans the id."""
         is_it_NK = self.ids_BK[row_N] == ids_N[:, None]
         return jnp.any(is_it_NK & (self.bias_BK[row_N] == -jnp.inf), axis=1)
 
     def banned(self, vocab_size: int) -> Array:
-        """True `[B, V]` where that row bans that id."""
+        """True `[B, V]` where the row bans the id."""
         none_BV = jnp.zeros((self.ids_BK.shape[0], vocab_size), bool)
         row_B1 = jnp.arange(self.ids_BK.shape[0])[:, None]
         return none_BV.at[row_B1, self.ids_BK].max(self.bias_BK == -jnp.inf, mode="drop")
@@ -117,6 +117,6 @@ class LogitBias(LogitTransform):
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
         bias_NK = self.bias_BK[at.row_N]
-        # an entry of bias 0 is dropped: adding 0.0 would turn -0.0 into 0.0
+        # an entry with bias 0 is dropped: adding 0.0 would turn -0.0 into 0.0
         ids_NK = jnp.where(bias_NK != 0, self.ids_BK[at.row_N], logits_NV.shape[1])
         return logits_NV.at[rows_N1, ids_NK].add(bias_NK, mode="drop")

@@ -1,4 +1,4 @@
-"""The chain of logit transforms, which runs only transforms that some row uses.
+"""The chain of logit transforms, which runs only transforms that at least one row uses.
 
 The chain is compiled with static shapes for any set of active rows, and every row has its own
 settings (`docs/readings.md`, readings).
@@ -84,9 +84,10 @@ class Chain:
     """A sequence of transforms; itself a `LogitTransform`.
 
     A transform runs when an active row has a real position in the chunk, by one `lax.cond` on the
-    batch (under `vmap` both sides would run). Rows that keep at most `MAX_CANDIDATES` at a top-k
-    finish the chain on those candidates alone if what follows ignores ids. This choice depends only
-    on the parameters of the row, so its result is bit for bit independent of its neighbours.
+    batch (under `vmap`, both branches would run). Rows that keep at most `MAX_CANDIDATES` at a
+    top-k finish the chain on only those candidates if the following transforms ignore ids. The
+    choice depends only on the parameters of the row, so its result is bit for bit independent of
+    its neighbours.
     """
 
     transforms: tuple[Any, ...]
@@ -126,7 +127,7 @@ class Chain:
         return is_forbidden_N
 
     def banned(self, num_rows: int, vocab_size: int) -> Array:
-        """True `[B, V]` where `forbids` is."""
+        """True `[B, V]` where `forbids` is True."""
         is_banned_BV = jnp.zeros((num_rows, vocab_size), bool)
         for no_BV in (t.banned(vocab_size) for t in self.transforms):
             if no_BV is not None:
@@ -171,10 +172,10 @@ class Chain:
     def draw_and_score(
         self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
     ) -> tuple[Array, Array]:
-        """Ids `[N]` (int32), and the log-probability `[N]` of the draw if wanted.
+        """Ids `[N]` (int32), and the log-probability `[N]` of the draw if requested.
 
-        Greedy rows take the argmax, and other rows draw. The log-probability (nats, after the whole
-        chain) is 0 unless a feedback controller of a row in the chunk reads it.
+        Greedy rows take the argmax, and other rows sample. The log-probability (nats, after the
+        whole chain) is 0 unless a feedback controller of a row in the chunk reads it.
         """
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
@@ -210,16 +211,16 @@ class Chain:
         """Tokens of the rows with many candidates, and the candidates of the others.
 
         There are three code paths, which agree bit for bit. With only plain temperature, or with
-        few candidates in all rows and nothing else before the top-k, the logits are read in place.
-        Otherwise a copy runs through the chain.
+        few candidates in all rows and no other transform before the top-k, the logits are read in
+        place. Otherwise a copy runs through the chain.
         """
         cut, is_greedy_N = self._where_few(), self.is_greedy(at)
         is_read = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
         none = jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
 
         def in_full(x_NV: Array) -> _Found:
-            # A new array, because XLA would otherwise copy the logits before the branch. Logits of
-            # its padding are distinct, because ties take additional passes.
+            # A new array, because XLA would otherwise copy the logits before the branch. The logits
+            # of its padding are distinct, because ties take additional passes.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
             x_NV = run_all(steps[:cut], x_NV, at)

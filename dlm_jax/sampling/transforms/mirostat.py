@@ -54,7 +54,7 @@ class _Controller(LogitTransform):
         return 2.0 * self.tau_B
 
     def prepare(self, state: Array, context: Context) -> Array:
-        """The state: mu stays the same within a step."""
+        """The state; mu is constant within a step."""
         return state
 
     def is_active(self) -> Array:
@@ -89,7 +89,7 @@ class MirostatV1(_Controller):
         size = min(_NUM_FITTED, logits_NV.shape[1])
         top_NK, _ = vocab.largest(logits_NV, size)
         is_pair_NK = top_NK[:, 1:] > -jnp.inf
-        # Denormals that compare as equal may still differ, either way.
+        # Denormals that compare equal may still differ.
         lead_NK = jnp.maximum(top_NK[:, :-1] - top_NK[:, 1:], 0.0)
         ratio_NK = jnp.where(is_pair_NK, lead_NK, 0.0)
         step_1K = jnp.log1p(1.0 / jnp.arange(1.0, size))[None]
@@ -111,7 +111,9 @@ class MirostatV1(_Controller):
 
 @rule
 class MirostatV2(_Controller):
-    """Drops the tokens whose surprise `-log2 p` is above mu; the most likely always stays."""
+    """Drops the tokens whose surprise `-log2 p` is above mu; the most likely token is always
+    kept.
+    """
 
     name = "mirostat_v2"
     version = 2

@@ -1,7 +1,7 @@
 """Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both are computed from the context of each step and have no state, so remasked tokens no longer
-count.
+Both are computed from the context of each step and have no state, so remasked tokens are no longer
+counted.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from dlm_jax.settings import INT_LIMIT, Setting, SettingError, fact, per_row, ru
 
 REPETITION_PENALTY = Setting(
     "repetition_penalty", 1.0,
-    "divides (or multiplies, if negative) the logits of seen tokens, > 0; 1 is off",
-    low=1e-6, high=1e6, remedy="use 1.0 to turn it off",
+    "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 is off",
+    low=1e-6, high=1e6, remedy="use 1.0 to disable it",
 )  # fmt: skip
 FREQUENCY_PENALTY = Setting(
     "frequency_penalty", 0.0, "subtracted from a token's logit per occurrence; 0 is off",
-    remedy="use 0.0 to turn it off",
+    remedy="use 0.0 to disable it",
 )  # fmt: skip
 PRESENCE_PENALTY = Setting(
-    "presence_penalty", 0.0, "subtracted from the logit of a token that was seen; 0 is off",
-    remedy="use 0.0 to turn it off",
+    "presence_penalty", 0.0, "subtracted from the logit of a seen token; 0 is off",
+    remedy="use 0.0 to disable it",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "newest tokens of the row that penalties count; -1 is all, 0 is off",
-    low=-1, remedy="use -1 for all tokens of the row or 0 to turn it off", activates=False,
+    "penalty_last_n", 64, "number of newest tokens that penalties count; -1 is all, 0 is off",
+    low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
 )  # fmt: skip
 DRY_MULTIPLIER = Setting(
     "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 is off",
-    low=0.0, remedy="use 0.0 to turn it off",
+    low=0.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 DRY_BASE = Setting(
     "dry_base", 1.75, "base of the penalty's growth with the length of the repetition, >= 1",
@@ -47,8 +47,8 @@ DRY_ALLOWED_LENGTH = Setting(
     low=1, remedy="use 2", activates=False,
 )  # fmt: skip
 DRY_LAST_N = Setting(
-    "dry_last_n", -1, "newest tokens that DRY searches; -1 is the whole run and 0 is off",
-    low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to turn it off", activates=False,
+    "dry_last_n", -1, "number of newest tokens that DRY searches; -1 is the whole run and 0 is off",
+    low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 DRY_BREAKERS = Setting(
-    "dry_breakers", (), "ids that no repetition crosses", parse=_ids, activates=False,
+    "dry_breakers", (), "ids that a repetition does not cross", parse=_ids, activates=False,
     hint=tuple[int, ...],
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ DRY_BREAKERS = Setting(
 class Penalties(LogitTransform):
     """Repetition, frequency and presence penalties over the newest `last_n` visible tokens.
 
-    A token seen before: `x > 0 ? x/r : x*r`, then `x -= count*f + c`. `last_n` -1 is the whole
+    A token seen before: `x > 0 ? x/r : x*r`, then `x -= count*f + c`. A `last_n` of -1 is the whole
     row and 0 is off; r = 1, f = 0 and c = 0 are neutral. Newest means committed last.
     """
 
@@ -111,7 +111,7 @@ class Penalties(LogitTransform):
         shift_NV += self.presence_B[at.row_N][:, None]
         largest = float(jnp.finfo(jnp.float32).max)
         penalised_NV = jnp.clip(scaled_NV - shift_NV, -largest, largest)
-        # -inf stays -inf, whatever the signs
+        # -inf stays -inf for positive and negative penalties
         is_touched_NV = (count_NV > 0) & (logits_NV > -jnp.inf)
         return jnp.where(is_touched_NV, penalised_NV, logits_NV)
 
@@ -120,7 +120,7 @@ class Penalties(LogitTransform):
 class Dry(LogitTransform):
     """Penalises tokens that would extend a repetition ("don't repeat yourself").
 
-    The text is the run of visible tokens that ends just left of the position, or its newest
+    The text is the run of visible tokens that ends directly before the position, or its newest
     `last_n`. For each candidate t, L is the length of the longest suffix of the run that also
     occurs earlier in it followed by t, without crossing a breaker; where `L >= allowed_length`,
     `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not penalised. A multiplier of 0
@@ -137,7 +137,7 @@ class Dry(LogitTransform):
         return (self.multiplier_B != 0) & (self.last_n_B != 0)
 
     def prepare(self, state: Any, context: Context) -> tuple[Array, ...]:
-        """Visible tokens of each row, and which of them DRY may not cross."""
+        """Visible tokens of each row, and True at those that DRY does not cross."""
         is_breaker_BL = (context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]).any(-1)
         return context.tokens_BL, context.is_visible_BL, is_breaker_BL
 
@@ -160,8 +160,8 @@ class Dry(LogitTransform):
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
     def _match_lengths(self, prepared: tuple[Array, ...], at: At) -> tuple[Array, Array]:
-        """The length of the match that ends before each place of the run, and the token there, `[N,
-        L]`.
+        """The length of the match that ends before each position of the run, and the token there,
+        `[N, L]`.
 
         0 outside the run and at breakers.
         """
@@ -178,7 +178,7 @@ class Dry(LogitTransform):
 
         def grow(carry):
             depth, is_alive_NL, length_NL = carry
-            # the suffix token this deep, and the token as deep before each place
+            # the suffix token at this depth, and the token at this depth before each position
             suffix_N1 = index_N1 - 1 - depth
             clipped_N1 = jnp.clip(suffix_N1, 0, L - 1)
             token_N1 = jnp.take_along_axis(tokens_NL, clipped_N1, axis=1)

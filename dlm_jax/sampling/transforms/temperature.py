@@ -18,7 +18,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting without values that are too small for float32 or clash with the sentinel -1."""
+    """The setting, without values that are too small for float32 or equal to the sentinel -1."""
 
     def parse(value: Any) -> float:
         value = setting.checked(value)
@@ -37,18 +37,19 @@ def _temperature(setting: Setting) -> Setting:
 
 TEMPERATURE = _temperature(Setting(
     "temperature", 1.0,
-    "temperature of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral",
-    low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 for none",
+    "temperature of the draw: 0 takes the most likely token, otherwise in [1e-6, 1e6]; 1 is "
+    "neutral",
+    low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 to disable it",
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
-    "temperature of the last step (or of step n with n holes, if earlier), approached "
-    "linearly; -1: constant",
+    "temperature of the last step (or of step n with n holes, if earlier), reached linearly; -1: "
+    "constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
 DYNATEMP_RANGE = Setting(
     "dynatemp_range", 0.0, "half-width of dynamic temperature, >= 0; 0 is plain temperature",
-    low=0.0, high=1e6, remedy="use 0.0 to turn it off",
+    low=0.0, high=1e6, remedy="use 0.0 to disable it",
 )  # fmt: skip
 DYNATEMP_EXPONENT = Setting(
     "dynatemp_exponent", 1.0, "dynamic temperature: power of the relative entropy, > 0",
@@ -74,7 +75,7 @@ class _Moving(LogitTransform):
 
 @rule
 class Temperature(_Moving):
-    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone."""
+    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits unchanged."""
 
     temperature_B: Array = per_row(TEMPERATURE)
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
@@ -101,9 +102,9 @@ class Temperature(_Moving):
 class DynamicTemperature(_Moving):
     """`x / T'`, where T' follows the entropy of the candidates.
 
-    `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, H the
-    entropy in nats over the n candidates. A position with one candidate is unchanged. T' = 0 keeps
-    only the best candidate. T = 0 makes the row greedy; delta = 0 is plain temperature.
+    `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
+    is the entropy in nats over the n candidates. A position with one candidate is unchanged. T' = 0
+    keeps only the best candidate. T = 0 makes the row greedy; delta = 0 is plain temperature.
     Source: llama.cpp, ``temp_ext``.
     """
 

@@ -17,10 +17,10 @@ class At(NamedTuple):
 
     Attributes:
       row_N: int32 row of each position, in [0, B).
-      index_N: int32 place in the canvas, in [0, L).
+      index_N: int32 position in the canvas, in [0, L).
       key_N: typed key of each position, for its own draw.
-      is_real_N: False for the padding of a chunk, which activates no transform.
-      is_grown_N: True where the sampler head computed the logits; None if nowhere.
+      is_real_N: False for the padding of a chunk, which does not activate transforms.
+      is_grown_N: True where the sampler head computed the logits; None if it computed none.
     """
 
     row_N: Array
@@ -35,8 +35,8 @@ class Context(NamedTuple):
 
     Attributes:
       tokens_BL: int32 canvas.
-      order_BL: int32, the step that committed each token; given tokens come first (-1), ties go by
-        position.
+      order_BL: int32, the step that committed each token; given tokens come first (-1), ties are
+          ordered by position.
       is_visible_BL: True where a token is visible: live, not a hole, and not written by an edit or
         re-noise.
       length_B: int32 live positions of each row.
@@ -51,8 +51,8 @@ class Context(NamedTuple):
 class LogitTransform(Rule):
     """A function of the logits of N positions, with parameters in `[B]` leaves of a pytree.
 
-    The logits of a disabled row are returned bit for bit, `-inf` stays `-inf`, and at least one
-    candidate per position remains. Logits arrive as float32 without NaN or +inf.
+    The logits of a disabled row are returned unchanged, bit for bit, `-inf` stays `-inf`, and at
+    least one candidate per position remains. Logits arrive as float32 without NaN or +inf.
 
     Only `apply` is required. The defaults of the other methods are no state, no context, the same
     transform at every step, and no fast path.
@@ -83,16 +83,18 @@ class LogitTransform(Rule):
         if cls.init is not LogitTransform.init and cls.is_used(row):
             name = next((s.name for s in cls.settings() if s.activates), cls.name)
             raise SettingError(
-                name, getattr(row, name, True), "has no trace, as it carries a state",
+                name, getattr(row, name, True), "has no trace, because it has state",
                 "leave it at its default",
             )  # fmt: skip
 
     def init(self, num_rows: int) -> Any:
-        """State before the first step; `()` when there is none."""
+        """State before the first step; `()` if there is none."""
         return ()
 
     def at_progress(self, progress_B: Array) -> Any:
-        """The transform of a step; `progress_B` is the share of a row's steps taken, in [0, 1]."""
+        """The transform of a step; `progress_B` is the share of the row's steps taken so far, in
+        [0, 1].
+        """
         return self
 
     def prepare(self, state: Any, context: Context) -> Any:
@@ -104,11 +106,13 @@ class LogitTransform(Rule):
         raise NotImplementedError
 
     def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
-        """State after a step's commit; the log-probabilities are `proposal.final_logprob_BL`."""
+        """State after the commit of a step; the log-probabilities are
+        `proposal.final_logprob_BL`.
+        """
         return state
 
     def makes_greedy(self) -> Array | None:
-        """True `[B]` for rows that take the argmax; None if there are none."""
+        """True `[B]` for rows that take the argmax; None if no row does."""
         return None
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
@@ -116,16 +120,18 @@ class LogitTransform(Rule):
         return None
 
     def banned(self, vocab_size: int) -> Array | None:
-        """True `[B, V]` where `forbids` is; None if it forbids none."""
+        """True `[B, V]` where `forbids` is True; None if it forbids no ids."""
         return None
 
     def divisor(self) -> Array | None:
-        """The divisor `[B]` of the logits of each row if the transform only divides, else None."""
+        """The divisor `[B]` of the logits of each row if the transform only divides, and None
+        otherwise.
+        """
         return None
 
     def count(self) -> Array | None:
         """The number of largest candidates to keep, 0 for all, if the transform only truncates by
-        count, else None.
+        count, and None otherwise.
         """
         return None
 

@@ -1,11 +1,11 @@
-"""Truncations: transforms that set all but some candidates to -inf.
+"""Truncations: transforms that set some candidates to -inf.
 
 Each keeps at least `min_keep` candidates per position, or all if there are fewer. Among equal
 values the lowest ids are kept. The semantics are those of the host samplers of llama.cpp.
 
-The cut is found exactly, without sorting the vocabulary. A truncation keeps a prefix of the
+The cut is computed exactly, without sorting the vocabulary. A truncation keeps a prefix of the
 vocabulary sorted by some value, largest first, lower ids first among equals. The value at its end
-is found by narrowing a bracket until it holds a single token. Each bound takes one pass over the
+is found by narrowing a bracket until it contains a single token. Each bound takes one pass over the
 vocabulary, and about fifteen passes suffice. Bounds are chosen by false position on the logarithm
 of the mass above the ends, or by bisection of float32 bit patterns where false position is
 unreliable. Several bounds per pass are not faster on CPU, because XLA loops over each accumulator
@@ -41,8 +41,8 @@ _NUM_LARGEST = 1024
 class _Search(NamedTuple):
     """Bracket of the key of the cut, with the mass and count above each end.
 
-    `streak` counts how often in a row the upper end moved, negative for the lower; `turn` counts
-    the passes.
+    `streak` is the number of consecutive moves of the upper end, or minus that of the lower end;
+    `turn` is the number of passes.
     """
 
     low_N: Array
@@ -71,7 +71,8 @@ def keeps_prefix(
 
     Args:
       logits_NV: float32.
-      value: elementwise function of a block of logits that defines the order, largest first; -inf
+      value: elementwise function of a block of logits by which tokens are ordered, largest first;
+          -inf
         for non-candidates, which are never kept.
       weight: elementwise mass of a logit, at least 0; None when only the count matters.
       top_N: float32 that no value exceeds.
@@ -121,7 +122,7 @@ def _search(
     mass_N: Array,
     count_N: Array,
 ) -> tuple[Array, Array]:
-    """Value at which the prefix ends, and the last id kept among those that have it."""
+    """Value at which the prefix ends, and the last id kept among ids with this value."""
     V = logits_NV.shape[1]
     all_key = _key(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
@@ -176,8 +177,8 @@ def _expected_bounds(
     mass_N: Array,
     count_N: Array,
 ) -> list[Array]:
-    """The largest value after the prefix and the smallest in it, if only the largest values
-    existed.
+    """The largest value after the prefix and the smallest in it, computed from only the largest
+    values.
 
     The sums use a different order than a pass, so a pass must verify the result.
     """
@@ -198,10 +199,10 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     """The next key to measure inside each bracket.
 
     It uses false position on the logarithms of the mass above the ends, shifted past the estimate
-    by half of its expected deviation so that both ends move. An end that does not move loses half
-    of its weight each time (the "Illinois" rule). Where this is unreliable it uses the middle
-    value. Every fourth bound, wide brackets and the last passes use the middle key, which closes
-    any bracket in 32 passes and terminates on many equal values.
+    by half of its expected deviation so that both ends move. An end that does not move is halved in
+    weight each time (the "Illinois" rule). Where this is unreliable, it uses the middle value.
+    Every fourth bound, wide brackets and the last passes use the middle key, which closes any
+    bracket in 32 passes and terminates on many equal values.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
@@ -313,27 +314,30 @@ MIN_KEEP = Setting(
 TOP_K = Setting("top_k", 0, "candidates to keep; <= 0 is off")
 TOP_P = Setting(
     "top_p", 1.0, "nucleus mass in (0, 1]; 1 is off",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
-    "top_p: of what a sampler head draws; 0 is that of the others, 1 is off", low=0.0, high=1.0,
+    "top_p: mass for tokens drawn by a sampler head; 0 is top_p, 1 is off", low=0.0, high=1.0,
 )  # fmt: skip
 TYPICAL_P = Setting(
     "typical_p", 1.0, "typical mass in (0, 1]; 1 is off",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 MIN_P = Setting(
     "min_p", 0.0, "fraction of the best probability in [0, 1]; 0 is off",
-    low=0.0, high=1.0, remedy="use 0.0 to turn it off",
+    low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 TOP_N_SIGMA = Setting(
-    "top_n_sigma", 0.0, "deviations below the best logit; <= 0 is off", remedy="use 0.0"
+    "top_n_sigma",
+    0.0,
+    "standard deviations below the best logit; <= 0 is off",
+    remedy="use 0.0",
 )
 
 
 class Truncation(LogitTransform):
-    """A truncation. Mirostat replaces it, and it does not depend on ids."""
+    """A truncation. A truncation that mirostat replaces and that does not depend on ids."""
 
     ignores_ids = True
 
@@ -344,7 +348,7 @@ class Truncation(LogitTransform):
 
 @rule
 class TopK(Truncation):
-    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all."""
+    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all logits."""
 
     k_B: Array = per_row(TOP_K)
     min_keep_B: Array = per_row(MIN_KEEP)
@@ -456,7 +460,8 @@ class MinP(Truncation):
 
 @rule
 class TopNSigma(Truncation):
-    """Keeps `x >= max(x) - n * std(x)`, population std over the candidates; n <= 0 is off.
+    """Keeps `x >= max(x) - n * std(x)`, with the population standard deviation over the candidates;
+    n <= 0 is off.
 
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """
@@ -483,7 +488,7 @@ class TopNSigma(Truncation):
 
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
-    """Logits with all but the `count` (at least 1) largest at -inf, lower ids first on ties."""
+    """Logits with all but the `count` (at least 1) largest set to -inf; lower ids first on ties."""
     seen_NV = jax.lax.stop_gradient(logits_NV)
     is_kept_NV = keeps_prefix(
         seen_NV,
@@ -497,7 +502,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
 
 
 def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
-    """Logits with values below `floor` at -inf in active rows. The `min_keep` largest are kept.
+    """Logits with values below `floor` set to -inf in active rows. The `min_keep` largest are kept.
 
     `min_keep` is at most `MAX_CANDIDATES`.
     """
@@ -512,7 +517,7 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
     def keep_few(x_NV):
-        # The same order as elsewhere, where denormals count as 0.
+        # The same order as elsewhere, where denormals are treated as 0.
         seen_NV = vocab.flushed(x_NV)
         seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
         # Lower ids come first among equals, so the last kept id determines the kept ones.
@@ -563,6 +568,6 @@ def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Logits with dropped tokens at -inf, in rows where the transform is active."""
+    """Logits with dropped tokens set to -inf, in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)

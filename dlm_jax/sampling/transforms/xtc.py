@@ -16,12 +16,12 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 _XTC_SALT = 0x7863
 
 XTC_PROBABILITY = Setting(
-    "xtc_probability", 0.0, "chance that XTC drops all but the least likely choice, in [0, 1]",
-    low=0.0, high=1.0, remedy="use 0.0 to turn it off",
+    "xtc_probability", 0.0, "probability that XTC drops all but the least likely choice, in [0, 1]",
+    low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 XTC_THRESHOLD = Setting(
-    "xtc_threshold", 0.1, "probability that makes a token a choice for XTC; above 0.5 is off",
-    low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to turn it off", activates=False,
+    "xtc_threshold", 0.1, "minimum probability of a top choice of XTC; above 0.5 is off",
+    low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ class Xtc(Truncation):
     """With probability P, drops all tokens with `p >= t` except the least likely one.
 
     There is one draw per position, from its own key. The transform has no effect if fewer than two
-    tokens reach t, if fewer than `min_keep` would remain, or for P = 0 or t > 0.5.
+    tokens reach t, if fewer than `min_keep` would remain, or if P = 0 or t > 0.5.
     """
 
     probability_B: Array = per_row(XTC_PROBABILITY)

@@ -258,13 +258,13 @@ def test_what_a_rule_keeps_is_never_of_all_ids():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"common_ids": {1: 0.7, 2: 0.6}}, "common_ids=.* above 1 in all; use"),
+        ({"common_ids": {1: 0.7, 2: 0.6}}, "common_ids=.* above 1; use"),
         ({"common_ids": 3}, "common_ids=3 is not a mapping; use {12: 0.05}"),
         ({"common_ids": ((3, 0.1), (3, 0.2))}, "common_ids=.* names an id twice; add up"),
         ({"klass_steps": -1}, r"klass_steps=-1 is outside \[0, .*; use"),
-        ({"order": "prophet", "resample": True}, "resample=True has no use for the quota"),
-        ({"order": "position_aware", "resample": True}, "resample has no use for a quota"),
-        ({"order": "slow_fast", "edit": True, "edit_token": "mask"}, "edit=True moves the span"),
+        ({"order": "prophet", "resample": True}, "resample=True does not support the quota"),
+        ({"order": "position_aware", "resample": True}, "resample does not support a quota"),
+        ({"order": "slow_fast", "edit": True, "edit_token": "mask"}, "edit=True changes the span"),
         ({"verify_threshold": 1.5}, r"verify_threshold=1.5 is outside \[0, 1\]; use"),
     ],
 )
@@ -272,5 +272,5 @@ def test_bad_settings_are_refused_by_name(settings, match):
     with pytest.raises(ValueError, match=match):
         SampleConfig(**settings)
     row = SampleConfig(order="position_aware", common_ids={9: 0.1})
-    with pytest.raises(ValueError, match="common_ids names id 9, outside the vocabulary of 7"):
+    with pytest.raises(ValueError, match="common_ids has id 9, outside the vocabulary of 7"):
         COMMIT_RULES["position_aware"].check_model(row, FACTS)

@@ -386,7 +386,7 @@ def test_a_row_with_an_exact_target_ends_with_just_that_length(token):
         for row, number in zip(_drafts(7), wanted, strict=True)
     ]
     settings = {"insert_margin": 1.0, "delete_margin": 1.0, "cooldown_distance": 4}
-    with pytest.warns(UserWarning, match="_margin=1.0 lets nothing be"):
+    with pytest.warns(UserWarning, match="_margin=1.0 is never exceeded"):
         state = _state(rows, length_target_mode="exact", edit_token=token, **settings)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     assert np.asarray(state.canvas.length_B).tolist() == [2 + number for number in wanted]

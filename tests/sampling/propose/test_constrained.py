@@ -190,7 +190,7 @@ def test_a_row_is_the_same_whatever_patterns_run_beside_it():
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"structure": "a{30}"}, "structure needs 30 new tokens"),
+        ({"structure": "a{30}"}, "structure requires at least 30 new"),
         ({"structure": "a+", "ignore_eos": True}, "ignore_eos"),
         ({"structure": "a+", "resample": True, "schedule": "all"}, "resample=True changes"),
         ({"structure": "a+", "edit": True, "insert_ratio_start": 0.1}, "edit=True changes"),
@@ -198,7 +198,7 @@ def test_a_row_is_the_same_whatever_patterns_run_beside_it():
         ({"structure": "a+", "renoise_start": 0.1}, "renoise_start changes"),
         ({"structure": "a+", "mirostat": 2, "chain": ("temperature", "mirostat")}, "mirostat=2"),
         ({"structure": "a+b", "logit_bias": {TOKENIZER.encode("b")[0]: -np.inf},
-          "chain": ("bias",)}, "structure needs"),
+          "chain": ("bias",)}, "structure requires"),
         ({"structure": "a+", "read_back": True}, "draws tokens together"),
     ],
 )  # fmt: skip
@@ -208,5 +208,5 @@ def test_what_cannot_be_held_is_refused(settings, told):
 
 
 def test_a_given_text_that_no_match_contains_is_refused():
-    with pytest.raises(ValueError, match="does not go with the text"):
+    with pytest.raises(ValueError, match="cannot match the given text"):
         _texts([{"template": "a<hole:2>b"}], steps=2, structure="c+", gen_length=0)

@@ -166,7 +166,7 @@ def test_no_row_is_written_over_with_what_it_bans():
         ({"renoise_start": 0.3, "logit_bias": {0: -math.inf}}, "renoise='space' writes spaces, wh"),
         (
             {"draft": "a rat", "logit_bias": {4: -math.inf, 9: -math.inf}},
-            "draft holds the ids 4, 9",
+            "draft contains the ids 4, 9",
         ),
     ],
 )
