@@ -192,6 +192,12 @@ class Engine:
             engine.submit(request)
             engine.step(1)
 
+    def is_compiled(self, request: Request) -> bool:
+        """Whether the program is compiled that `request` runs in if it is submitted alone."""
+        with self._lock:
+            queue = self._queue_of(request)
+            return bool(loop_of(self._model, queue.bucket, queue.sizes[0]).compiled)
+
     def submit(
         self,
         request: Request,
@@ -546,6 +552,7 @@ class AsyncEngine:
         self._work = asyncio.Event()
         self._room = asyncio.Condition()
         self._wait_for_room = 0
+        self._compiling = asyncio.Lock()
         self._is_closing = False
         self._driver: asyncio.Task[None] | None = None
 
@@ -631,6 +638,7 @@ class AsyncEngine:
         is_watched: bool,
         told: asyncio.Queue[Row | Exception],
     ) -> Ticket:
+        await self._compile(request)
         while True:
             if self._is_closing:
                 raise ValueError("the engine is closed, or has failed; create a new one")
@@ -649,6 +657,15 @@ class AsyncEngine:
             self._told[ticket] = told
             self._work.set()
             return ticket
+
+    async def _compile(self, request: Request) -> None:
+        """Compiles the program of a request in a thread of its own while other rows run."""
+        is_alone = not self.engine.is_busy or self.engine.share[1] > 1
+        if is_alone or self.engine.is_compiled(request):
+            return
+        async with self._compiling:
+            if not self.engine.is_compiled(request):
+                await asyncio.to_thread(self.engine.warm_up, request)
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()

@@ -54,6 +54,36 @@ def test_canvases_come_block_by_block_and_the_last_is_the_row():
     assert blocks[-1].tokens.tolist() == steps[-1].tokens.tolist()
 
 
+def test_rows_go_on_while_the_program_of_another_request_compiles(monkeypatch):
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": "margin"})
+    ended, calls = threading.Event(), []
+    compile_ = Engine.warm_up
+
+    def warm_up(engine, request):
+        calls.append(request)
+        assert ended.wait(30)  # the row of the other request ends before this program is there
+        compile_(engine, request)
+
+    monkeypatch.setattr(Engine, "warm_up", warm_up)
+
+    async def both(engine):
+        async def first():
+            row = await engine.row(long)
+            ended.set()
+            return row
+
+        running = asyncio.create_task(first())
+        while not engine.engine.is_busy:
+            await asyncio.sleep(0.01)
+        made = await asyncio.gather(engine.row(new), engine.row(new))
+        return await running, *made
+
+    row, *made = _run(both)
+    assert row.status == Status.DONE and calls == [new]
+    assert all(other.status == Status.DONE and same_row(other, made[0]) for other in made)
+
+
 def test_a_caller_who_goes_away_frees_the_slot():
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
 
