@@ -211,17 +211,7 @@ class Constrained(FillRule):
         )
         is_greedy_N = writer.chain.is_greedy(at)
         ids_NJM = self.ids_BJM[row_N]
-        is_id_NJM = ids_NJM >= 0
-
-        def of_ids(logits_NV: jax.Array) -> jax.Array:
-            """The logits of each id relative to the largest; -inf where there is none."""
-            flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
-            logits_NI = _take(logits_NV, flat_NI, axis=1)
-            logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
-            peak_N = jnp.max(logits_NJM, axis=(1, 2))
-            return logits_NJM - _finite(peak_N)[:, None, None]
-
-        left_NJM, class_NM = of_ids(final_NV), self.class_BM[row_N]
+        left_NJM, class_NM = _of_ids(final_NV, ids_NJM), self.class_BM[row_N]
         weight_NC, block_NC = _by_sums(left_NJM, class_NM, first_BC[row_N], key_N)
         is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
         is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
@@ -234,8 +224,8 @@ class Constrained(FillRule):
             return _first_largest(score_NJC)
 
         def small() -> tuple[jax.Array, jax.Array, jax.Array]:
-            below_NJM = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
-            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
+            below_NJM = jnp.maximum(_of_ids(clean_NV, ids_NJM), -_CUT) - _CUT
+            is_cut_NJM = (ids_NJM >= 0) & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
             all_NJM = jnp.where(is_cut_NJM, below_NJM, left_NJM)
             exact = _by_peaks(all_NJM, class_NM, key_N, is_greedy_N, weight_NC.shape[1])
             is_small_N1 = is_small_N[:, None]
@@ -443,6 +433,14 @@ class _States(NamedTuple):
     own_B: jax.Array
     fits_B: jax.Array
     is_known_B: jax.Array
+
+
+def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:
+    """The logits of each id relative to the largest; -inf where there is none."""
+    logits_NI = _take(logits_NV, jnp.maximum(ids_NJM, 0).reshape(len(ids_NJM), -1), axis=1)
+    logits_NJM = jnp.where(ids_NJM >= 0, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
+    peak_N = jnp.max(logits_NJM, axis=(1, 2))
+    return logits_NJM - _finite(peak_N)[:, None, None]
 
 
 def _by_sums(
