@@ -245,6 +245,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Patterns, canvases and settings whose texts are counted."""
 
 
+WAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "from the left": (r"(ab|ba)*c?", "a______", {}),
+    "without a neighbour": (r"a*b+(a|c)*", "___b___", {}),
+    "between": (r"[ab]+c[^b]*", "b__c_a_", {"temperature": 0.7, "sampler_temperature": 1.3}),
+}
+"""The same for one step of ``constrained_waves``."""
+
+
 def head_of(case: str) -> dict[str, np.ndarray]:
     """Parameters of a sampler head for a case, which does not agree with its logits."""
     rng = np.random.default_rng(len(case))
@@ -266,11 +274,17 @@ def count_laws(number: int) -> None:
     """Prints a line for each case."""
     print("| case | pattern | canvas | texts | matches there are | p |")
     print("| --- " * 6 + "|")
-    for case, (pattern, canvas, settings) in CASES.items():
-        logits_LV = logits_of(case)
+    for case, (pattern, canvas, settings) in (CASES | WAVES).items():
+        logits_LV, some = logits_of(case), {"rows": 10_000, **settings}
         shown = pattern.replace("|", "\\|")
-        drawn_NL = draws(pattern, canvas, logits_LV, number, rows=10_000, **settings)
-        expected = law(pattern, canvas, logits_LV, temperature=settings.get("temperature", 1.0))
+        if case in WAVES:
+            head = head_of(case)
+            drawn_NL = draws(pattern, canvas, logits_LV, number, head=head, steps=1, **some)
+            expected = waves_law(pattern, canvas, logits_LV, head, **settings)
+        else:
+            drawn_NL = draws(pattern, canvas, logits_LV, number, **some)
+            heat = settings.get("temperature", 1.0)
+            expected = law(pattern, canvas, logits_LV, temperature=heat)
         print(
             f"| {case} | `{shown}` | `{canvas}` | {len(drawn_NL)} | {len(expected)} | "
             f"{p_value(drawn_NL, expected):.3f} |", flush=True,

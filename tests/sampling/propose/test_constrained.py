@@ -95,18 +95,10 @@ def test_a_greedy_row_gets_the_likeliest_match(case):
         assert {tuple(text) for text in drawn_NL.tolist()} == {best}
 
 
-WAVED = {
-    "from the left": ("(ab|ba)*c?", "a______", {}),
-    "without a neighbour": ("a*b+(a|c)*", "___b___", {}),
-    "between": ("[ab]+c[^b]*", "b__c_a_", {"temperature": 0.7, "sampler_temperature": 1.3}),
-}
-"""Patterns, canvases and settings of one step in waves."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WAVED)
+@pytest.mark.parametrize("case", constrained.WAVES)
 def test_waves_follow_the_head_times_the_trunks_chance_of_a_match(case):
-    pattern, canvas, settings = WAVED[case]
+    pattern, canvas, settings = constrained.WAVES[case]
     logits_LV, head = constrained.logits_of(case), constrained.head_of(case)
     law = constrained.waves_law(pattern, canvas, logits_LV, head, **settings)
     drawn_NL = constrained.draws(pattern, canvas, logits_LV, TEXTS, head=head, steps=1, **settings)
@@ -117,9 +109,9 @@ def test_waves_follow_the_head_times_the_trunks_chance_of_a_match(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WAVED)
+@pytest.mark.parametrize("case", constrained.WAVES)
 def test_greedy_waves_take_the_best_token_with_its_best_completion(case):
-    pattern, canvas, settings = WAVED[case]
+    pattern, canvas, settings = constrained.WAVES[case]
     for seed in range(3):
         logits_LV = 3 * np.random.default_rng(seed).normal(size=(7, constrained.LETTERS.vocab_size))
         own = settings | {"temperature": 0.0}
