@@ -496,7 +496,7 @@ def time_http(rounds: int, requests: int) -> None:
             for name, settings in arms.items():
                 began = time.perf_counter()
                 for seed in range(requests):
-                    asked = common | settings | {"seed": 1 + number * requests + seed}
+                    asked = common | settings | {"seed": (number + 1) * requests + seed}
                     told = httpx.post(f"{url}/v1/completions", json=asked, timeout=600)
                     told.raise_for_status()
                     answer = _parsed(told.json()["choices"][0]["text"])
