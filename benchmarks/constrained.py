@@ -484,7 +484,7 @@ def time_http(rounds: int, requests: int) -> None:
         "a token a step": {"fill": "parallel"},
         **{
             f"{fill}, {steps} steps": {"fill": fill, "steps": steps}
-            for steps in (8, 16) for fill in ("constrained", "constrained_waves")
+            for steps in (4, 8) for fill in ("constrained", "constrained_waves")
         },
     }  # fmt: skip
     model = dlm_jax.load()
