@@ -1,13 +1,18 @@
-"""Measures the constrained fill: its distribution, its matches, the time of a step and an answer.
+"""Measures the constrained fills: distributions, matches, quality, the time of a step and an answer.
 
     python -m benchmarks.constrained law
     python -m benchmarks.constrained valid
     python -m benchmarks.constrained step
     python -m benchmarks.constrained answer
+    python -m benchmarks.constrained http
+    python -m benchmarks.constrained quality
+    python -m benchmarks.constrained tpu
 
 `law` compares sample counts of a model of independent positions with their exact distribution,
 enumerated in float64 independently of the loop. `valid` counts the samples of random requests that
-match. `step` and `answer` alternate with the unconstrained step and with one token per step.
+match. `step` alternates with the unconstrained step, `answer` and `http` with one token per step.
+`quality` scores records of `configs/records.toml`: their fields, and their bits under
+`configs/records_judge.toml`. `tpu` compiles a step for a chip that need not be present.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import re
 import statistics
 import time
@@ -24,15 +30,22 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dlm_jax
+from benchmarks.pods import sampling_step
+from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.diffusion.likelihood import half_width
+from dlm_jax.distributed.costs import cost
+from dlm_jax.distributed.mesh import topology_devices
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
@@ -43,38 +56,53 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import start
+from dlm_jax.tasks import RECORD, records
+from dlm_jax.training.plan import torus_of
 from dlm_jax.types import Network, Params
 
 LETTERS = CharacterTokenizer.of("abc")
 MASK, EOS = LETTERS.mask_id, LETTERS.eos_id
 KNOWN = Structures(LETTERS, LETTERS.vocab_size, (EOS,), LETTERS.banned_ids)
+TEXT_IDS = [*range(len(LETTERS.characters)), EOS]
 ROWS = 1_000
 """Texts of one call."""
 
 
-def independent(length: int) -> Network:
-    """A model whose parameters are the logits of each position, ``{"logits": [L, V]}``."""
+def independent(length: int, *, has_head: bool = False) -> Network:
+    """A model whose parameters are the logits of each position, ``{"logits": [L, V]}``.
+
+    A sampler head has logits of its own and adds what each neighbour contributes: ``{"head":
+    [L, V], "left": [V, V], "right": [V, V]}``.
+    """
 
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None
     ) -> tuple[jax.Array, None]:
         return jnp.broadcast_to(jnp.eye(length)[None], (*tokens_BL.shape, length)), None
 
+    def beside(
+        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+    ) -> jax.Array:
+        sides_NV = left_NCD[:, 0] @ params["left"] + right_NCD[:, 0] @ params["right"]
+        return hidden_ND @ params["head"] + sides_NV
+
     return Network(
         init=lambda key: {"logits": jnp.zeros((length, LETTERS.vocab_size))},
         trunk=trunk,
-        embed=lambda params, ids: jax.nn.one_hot(ids, length),
+        embed=lambda params, ids: jax.nn.one_hot(ids, LETTERS.vocab_size),
         readout=lambda params, hidden_ND: hidden_ND @ params["logits"],
         vocab_size=LETTERS.vocab_size,
+        sampler_readout=beside if has_head else None,
+        sampler_context=int(has_head),
     )
 
 
 @functools.cache
-def advance(length: int) -> Advance:
+def advance(length: int, *, has_head: bool = False) -> Advance:
     """The loop around the model of so many positions."""
     return make_advance(Program(
-        network=independent(length), mask_id=MASK, chunk=4096, banned_ids=LETTERS.banned_ids,
-        eos_ids=(EOS,), pad_id=LETTERS.pad_id,
+        network=independent(length, has_head=has_head), mask_id=MASK, chunk=4096,
+        banned_ids=LETTERS.banned_ids, eos_ids=(EOS,), pad_id=LETTERS.pad_id,
     ))  # fmt: skip
 
 
@@ -86,10 +114,15 @@ def ids_of(canvas: str) -> list[int]:
 
 def draws(
     pattern: str, canvas: str, logits_LV: np.ndarray, number: int, *, seed: int = 0,
-    rows: int = ROWS, **settings: Any,
+    rows: int = ROWS, head: dict[str, np.ndarray] | None = None, **settings: Any,
 ) -> np.ndarray:  # fmt: skip
-    """At least `number` canvases as the loop fills them, ``[N, L]``; no pattern: in parallel."""
+    """At least `number` canvases as the loop fills them, ``[N, L]``; no pattern: in parallel.
+
+    With the parameters of a head, it fills in waves.
+    """
     fill = "constrained" if pattern else "parallel"
+    if head is not None:
+        fill = "constrained_waves" if pattern else "wavefront"
     asked = {"chain": ("temperature", "top_k"), "fill": fill, "order": "random_filled"}
     sample = SampleConfig(**asked | settings)
     if pattern:
@@ -99,7 +132,8 @@ def draws(
     packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)
     tokens_L = jnp.array(ids_of(canvas), jnp.int32)
-    params = {"logits": jnp.asarray(logits_LV, jnp.float32)}
+    params = jax.tree.map(jnp.float32, {"logits": logits_LV} | (head or {}))
+    loop = advance(tokens_L.size, has_head=head is not None)
     found = []
     for first in range(seed, seed + number, rows):
         state = start(
@@ -107,7 +141,7 @@ def draws(
             dataclasses.replace(row, seed_B=jnp.arange(first, first + rows, dtype=jnp.uint32)),
             rules, mask_id=MASK,
         )  # fmt: skip
-        found.append(advance(tokens_L.size)(params, state, sample.steps).canvas.tokens_BL)
+        found.append(loop(params, state, sample.steps).canvas.tokens_BL)
     return np.concatenate(found)
 
 
@@ -115,18 +149,66 @@ def law(
     pattern: str, canvas: str, logits_LV: np.ndarray, *, temperature: float = 1.0
 ) -> dict[tuple[int, ...], float]:
     """The probability of each match, by trying all fillings of the holes."""
-    ids = np.array(ids_of(canvas))
-    (holes,) = np.nonzero(ids == MASK)
-    letters = [*range(len(LETTERS.characters)), EOS]
+    (holes,) = np.nonzero(np.array(ids_of(canvas)) == MASK)
     scaled_LV = np.asarray(logits_LV, np.float64) / temperature
-    weights = {}
-    for filling in itertools.product(letters, repeat=holes.size):
-        ids[holes] = filling
-        if is_match(pattern, ids[holes[0] :]):
-            weights[tuple(ids.tolist())] = scaled_LV[holes, filling].sum()
+    weights = {
+        text: scaled_LV[holes, np.array(text)[holes]].sum() for text in matches(pattern, canvas)
+    }
     most = max(weights.values())
     total = sum(np.exp(weight - most) for weight in weights.values())
     return {text: np.exp(weight - most) / total for text, weight in weights.items()}
+
+
+def matches(pattern: str, canvas: str) -> list[tuple[int, ...]]:
+    """The fillings of a canvas that match."""
+    ids = np.array(ids_of(canvas))
+    (holes,) = np.nonzero(ids == MASK)
+    found = []
+    for filling in itertools.product(TEXT_IDS, repeat=holes.size):
+        ids[holes] = filling
+        if is_match(pattern, ids[holes[0] :]):
+            found.append(tuple(ids.tolist()))
+    return found
+
+
+def waves_law(
+    pattern: str, canvas: str, logits_LV: np.ndarray, head: dict[str, np.ndarray], *,
+    temperature: float = 1.0, sampler_temperature: float = 1.0,
+) -> dict[tuple[int, ...], float]:  # fmt: skip
+    """The probability of each match of one step of ``constrained_waves``; 0 and 1 if greedy.
+
+    From left to right, the head's probability of a token times the sum of the trunk's
+    probabilities of all completions; greedy, both times the largest.
+    """
+    given = ids_of(canvas)
+    (holes,) = np.nonzero(np.array(given) == MASK)
+    is_greedy, heat = temperature == 0, temperature or 1.0
+    logits_LV = np.asarray(logits_LV, np.float64) / heat
+    rest: dict[tuple[int, ...], float] = {}
+    found = matches(pattern, canvas)
+    for text in found:
+        for count in range(holes.size + 1):
+            known = tuple(text[at] for at in holes[:count])
+            weight = math.exp(sum(logits_LV[at, text[at]] for at in holes[count:]))
+            old = rest.get(known, 0.0)
+            rest[known] = max(old, weight) if is_greedy else old + weight
+
+    def chance(text: tuple[int, ...], count: int) -> float:
+        """Of the token in a hole, given those before it."""
+        at = holes[count]
+        shown = [text[i] if i < at else id_ for i, id_ in enumerate(given)]
+        left = shown[at - 1] if at else MASK
+        right = shown[at + 1] if at + 1 < len(shown) else MASK
+        own_V = logits_LV[at]
+        if (left, right) != (MASK, MASK):
+            sides = head["left"][left] * (left != MASK) + head["right"][right] * (right != MASK)
+            own_V = (head["head"][at] + sides) / sampler_temperature / heat
+        known = tuple(text[i] for i in holes[:count])
+        weights = [math.exp(own_V[y]) * rest.get((*known, y), 0.0) for y in TEXT_IDS]
+        mine = weights[TEXT_IDS.index(text[at])]
+        return float(mine == max(weights)) if is_greedy else mine / sum(weights)
+
+    return {text: math.prod(chance(text, count) for count in range(holes.size)) for text in found}
 
 
 def is_match(pattern: str, ids: np.ndarray) -> bool:
@@ -163,6 +245,22 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Patterns, canvases and settings whose texts are counted."""
 
 
+WAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "from the left": (r"(ab|ba)*c?", "a______", {}),
+    "without a neighbour": (r"a*b+(a|c)*", "___b___", {}),
+    "between": (r"[ab]+c[^b]*", "b__c_a_", {"temperature": 0.7, "sampler_temperature": 1.3}),
+}
+"""The same for one step of ``constrained_waves``."""
+
+
+def head_of(case: str) -> dict[str, np.ndarray]:
+    """Parameters of a sampler head for a case, which does not agree with its logits."""
+    rng = np.random.default_rng(len(case))
+    size = LETTERS.vocab_size
+    shapes = {"head": (7, size), "left": (size, size), "right": (size, size)}
+    return {name: 1.5 * rng.normal(size=shape) for name, shape in shapes.items()}
+
+
 def logits_of(case: str) -> np.ndarray:
     """Logits of a case; some ids have less than 1e-30 of the probability."""
     rng = np.random.default_rng(sum(map(ord, case)))
@@ -176,11 +274,17 @@ def count_laws(number: int) -> None:
     """Prints a line for each case."""
     print("| case | pattern | canvas | texts | matches there are | p |")
     print("| --- " * 6 + "|")
-    for case, (pattern, canvas, settings) in CASES.items():
-        logits_LV = logits_of(case)
+    for case, (pattern, canvas, settings) in (CASES | WAVES).items():
+        logits_LV, some = logits_of(case), {"rows": 10_000, **settings}
         shown = pattern.replace("|", "\\|")
-        drawn_NL = draws(pattern, canvas, logits_LV, number, rows=10_000, **settings)
-        expected = law(pattern, canvas, logits_LV, temperature=settings.get("temperature", 1.0))
+        if case in WAVES:
+            head = head_of(case)
+            drawn_NL = draws(pattern, canvas, logits_LV, number, head=head, steps=1, **some)
+            expected = waves_law(pattern, canvas, logits_LV, head, **settings)
+        else:
+            drawn_NL = draws(pattern, canvas, logits_LV, number, **some)
+            heat = settings.get("temperature", 1.0)
+            expected = law(pattern, canvas, logits_LV, temperature=heat)
         print(
             f"| {case} | `{shown}` | `{canvas}` | {len(drawn_NL)} | {len(expected)} | "
             f"{p_value(drawn_NL, expected):.3f} |", flush=True,
@@ -212,14 +316,19 @@ def time_steps(slots: int, rounds: int, sizes: list[int], steps: int = 4) -> Non
 
 def of_size(size: int) -> Model:
     """A random model of the shape of the shipped one; other characters fill its vocabulary."""
-    letters = [chr(code) for code in range(32, 127)]
-    letters += [chr(0x4E00 + place) for place in range(size - len(letters) - 4)]
-    tokenizer = CharacterTokenizer.of("".join(letters))
+    tokenizer = _letters(size)
     shape = ModelConfig(depth=4, width=160, heads=5, vocab_size=tokenizer.vocab_size)
     network = build(shape)
     sample = SampleConfig(chain=("temperature",), order="random_filled", steps=120)
     params = jax.jit(network.init)(jax.random.key(0))
     return Model(network, params, tokenizer, max_length=128, sample=sample)
+
+
+def _letters(size: int) -> CharacterTokenizer:
+    """A vocabulary of printable ASCII and other characters."""
+    letters = [chr(code) for code in range(32, 127)]
+    letters += [chr(0x4E00 + place) for place in range(size - len(letters) - 4)]
+    return CharacterTokenizer.of("".join(letters))
 
 
 def _engine(model: Model, held: str, slots: int, fills: int, steps: int) -> Engine:
@@ -327,24 +436,138 @@ def time_answers(rounds: int) -> None:
         )  # fmt: skip
 
 
+def judge_records(rounds: int, texts: int) -> None:
+    """Prints validity, right fields and bits of records whose prompts are not in the corpus."""
+    model, judge = (dlm_jax.load(f"runs/{name}") for name in ("records", "records_judge"))
+    prompts = [prompt for prompt, _ in records.examples(20_000)[records.size :]][:texts]
+    pattern = regex_of_schema(RECORD)
+    fills = ("constrained", "constrained_waves")
+    arms = {("a token a step", "left_to_right"): ONE_A_STEP} | {
+        (fill, f"{order}, {steps} steps"): {"fill": fill, "order": order, "steps": steps}
+        for steps in (4, 8, 16) for fill in fills for order in ("random_filled", "low_confidence")
+    }  # fmt: skip
+    print("| fill | order | forwards | valid | right fields | bits of an answer |")
+    print("| --- " * 6 + "|")
+    for (fill, order), settings in arms.items():
+        answers, forwards = [], []
+        for seed in range(rounds):
+            asked = [{"prompt": one, "seed": 1000 * seed + k} for k, one in enumerate(prompts)]
+            made = dlm_jax.generate(
+                model, asked, structure=pattern, gen_length=96, batch_size=32, temperature=1.0,
+                ignore_eos=False, **settings,
+            )  # fmt: skip
+            answers += [t.removeprefix(p) for t, p in zip(made.texts, prompts, strict=True)]
+            forwards += made.forwards.tolist()
+        valid = sum(re.fullmatch(pattern, answer) is not None for answer in answers)
+        right = np.array(records(prompts * rounds, answers))
+        bits = dlm_jax.score(judge, answers, prompts=prompts * rounds).nats / math.log(2)
+        (share, by), (cost, up) = (_with_error(x) for x in (right, bits))
+        print(
+            f"| {fill} | {order} | {np.mean(forwards):.1f} | {valid} of {len(answers)} | "
+            f"{share:.4f} +- {by:.4f} | {cost:.2f} +- {up:.2f} |", flush=True,
+        )  # fmt: skip
+
+
+ONE_A_STEP: dict[str, Any] = {"fill": "parallel", "order": "left_to_right", "steps": 96}
+
+
+def _with_error(values: np.ndarray) -> tuple[float, float]:
+    """The mean and half of its 95% interval."""
+    return float(values.mean()), half_width(values.std(ddof=1) / len(values) ** 0.5, len(values))
+
+
+def time_http(rounds: int, requests: int) -> None:
+    """Prints the time of JSON answers of a server, beside a token a step."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    common = {"prompt": "JSON: ", "max_tokens": 64, "temperature": 0.8, "response_format": form}
+    arms: dict[str, dict[str, Any]] = {
+        "a token a step": {"fill": "parallel"},
+        **{
+            f"{fill}, {steps} steps": {"fill": fill, "steps": steps}
+            for steps in (4, 8) for fill in ("constrained", "constrained_waves")
+        },
+    }  # fmt: skip
+    model = dlm_jax.load()
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    valid = dict.fromkeys(arms, 0)
+    options = argparse.Namespace(slots=1, steps_per_call=4)
+    with served(model, Engine(model, batch_size=1, max_waiting=None), options) as url:
+        for number in range(-1, rounds):
+            for name, settings in arms.items():
+                began = time.perf_counter()
+                for seed in range(requests):
+                    asked = common | settings | {"seed": (number + 1) * requests + seed}
+                    told = httpx.post(f"{url}/v1/completions", json=asked, timeout=600)
+                    told.raise_for_status()
+                    answer = _parsed(told.json()["choices"][0]["text"])
+                    is_whole = isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
+                    valid[name] += is_whole and number >= 0
+                if number >= 0:  # the first compiles
+                    seconds[name].append((time.perf_counter() - began) / requests)
+    print("| answer over HTTP | ms | times faster | valid |")
+    print("| --- " * 4 + "|")
+    first, *_ = medians = [statistics.median(own) for own in seconds.values()]
+    for name, own in zip(arms, medians, strict=True):
+        print(
+            f"| {name} | {own * 1e3:.1f} | {first / own:.2f} | "
+            f"{valid[name]} of {rounds * requests} |", flush=True,
+        )  # fmt: skip
+
+
+def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -> None:
+    """Prints what a step of rows with a structure costs a TPU, by its compiler."""
+    devices = topology_devices(topology)
+    mesh, rows = make_mesh(MeshConfig(), devices), 4 * len(devices)
+    shape = ModelConfig(
+        depth=12, width=1024, heads=16, vocab_size=vocab_size, compute_dtype="bfloat16",
+        add_sampler_head=True,
+    )  # fmt: skip
+    tokenizer = _letters(vocab_size)
+    known = Structures(
+        tokenizer, vocab_size, (tokenizer.eos_id,), tokenizer.banned_ids
+    ).automaton(regex_of_schema(SCHEMA))  # fmt: skip
+    print("| fill | temporaries MiB | step ms (roof / cycles) |")
+    print("| --- " * 3 + "|")
+    for fill in ("parallel", "constrained", "wavefront", "constrained_waves"):
+        held = {"structure": known} if fill.startswith("constrained") else {}
+        sample = SampleConfig(
+            fill=fill, order="random_filled", chain=("temperature",), steps=8, **held
+        )
+        compiled, _ = sampling_step(shape, sample, mesh, rows, positions)
+        text = compiled.as_text()
+        roof, cycles = (cost(text, torus_of(mesh), mode) for mode in ("roof", "cycles"))
+        print(
+            f"| {fill} | {compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f} | "
+            f"{roof.seconds * 1e3:.2f} / {cycles.seconds * 1e3:.2f} |", flush=True,
+        )  # fmt: skip
+
+
 def main() -> None:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["law", "valid", "step", "answer"])
+    parser.add_argument("what", choices=list(RUNS))
     parser.add_argument("--texts", type=int, default=200_000)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 50257])
+    parser.add_argument("--prompts", type=int, default=160)
+    parser.add_argument("--topology", default="v5e:2x2")
     args = parser.parse_args()
-    start_jax()
-    runs: dict[str, Callable[[], None]] = {
-        "law": lambda: count_laws(args.texts),
-        "valid": lambda: count_valid(args.requests),
-        "answer": lambda: time_answers(args.rounds),
-        "step": lambda: time_steps(args.slots, args.rounds, args.sizes),
-    }
-    runs[args.what]()
+    if args.what != "tpu":
+        start_jax()
+    RUNS[args.what](args)
+
+
+RUNS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "law": lambda args: count_laws(args.texts),
+    "valid": lambda args: count_valid(args.requests),
+    "answer": lambda args: time_answers(args.rounds),
+    "http": lambda args: time_http(args.rounds, 4),
+    "step": lambda args: time_steps(args.slots, args.rounds, args.sizes),
+    "quality": lambda args: judge_records(args.rounds, args.prompts),
+    "tpu": lambda args: compile_steps(args.topology),
+}
 
 
 if __name__ == "__main__":

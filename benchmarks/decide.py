@@ -88,9 +88,8 @@ def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
 
 
 def fit(model: dlm_jax.Model, args: argparse.Namespace) -> None:
-    """Calibration on the half of the lines that the temperature was not fitted to."""
-    print("| labels | lines | accuracy | temperature | nats before | nats after | ECE before | "
-          "ECE after |")  # fmt: skip
+    """Calibration on the half of the lines that nothing was fitted to."""
+    print("| labels | fitted | temperature | length penalty | lines | accuracy | nats | ECE |")
     print("| --- " * 8 + "|")
     for is_short in (True, False):
         lines = make_lines(model, args.lines, is_short=is_short)
@@ -99,21 +98,21 @@ def fit(model: dlm_jax.Model, args: argparse.Namespace) -> None:
             batch_size=args.batch_size,
         )  # fmt: skip
         right, half = [one.right for one in lines], len(lines) // 2
-        heat = decisions.calibrate([one.logprobs for one in made[:half]], right[:half])
-        rest, labels = made[half:], right[half:]
-        told = []
-        for temperature in (1.0, heat):
-            shares = []
-            for one in rest:
-                scores = one.logprobs / temperature
-                shares.append(np.exp(scores - np.logaddexp.reduce(scores)))
-            told.append((decisions.nll(shares, labels),
-                         decisions.expected_calibration_error(shares, labels)))  # fmt: skip
-        hits = [one.probabilities.argmax() == k for one, k in zip(rest, labels, strict=True)]
+        scores, sizes = [one.logprobs for one in made], [one.num_tokens for one in made]
+        scales = {
+            "nothing": decisions.Scale(),
+            "temperature": decisions.Scale(decisions.calibrate(scores[:half], right[:half])),
+            "both": decisions.calibrate_lengths(scores[:half], sizes[:half], right[:half]),
+        }
         name = "words of one token" if is_short else "words"
-        (nats, error), (fitted_nats, fitted_error) = told
-        print(f"| {name} | {len(rest)} | {np.mean(hits):.4f} | {heat:.3f} | {nats:.4f} | "
-              f"{fitted_nats:.4f} | {error:.4f} | {fitted_error:.4f} |", flush=True)  # fmt: skip
+        for fitted, scale in scales.items():
+            shares = [scale.shares(*own) for own in zip(scores[half:], sizes[half:], strict=True)]
+            hits = [own.argmax() == k for own, k in zip(shares, right[half:], strict=True)]
+            nats = decisions.nll(shares, right[half:])
+            error = decisions.expected_calibration_error(shares, right[half:])
+            print(f"| {name} | {fitted} | {scale.temperature:.3f} | {scale.length_penalty:.3f} | "
+                  f"{len(shares)} | {np.mean(hits):.4f} | {nats:.4f} | {error:.4f} |",
+                  flush=True)  # fmt: skip
 
 
 def main() -> None:

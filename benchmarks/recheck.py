@@ -279,6 +279,9 @@ UNCHECKED = {
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
+    ("structure.md", "Quality"): "trainings: python -m benchmarks.constrained quality",
+    ("structure.md", "Over HTTP"): "a clock: python -m benchmarks.constrained http",
+    ("structure.md", "On a TPU"): "the compiler for TPUs: python -m benchmarks.constrained tpu",
     ("structure.md", "Schemas, expressions and grammars"):
         "another project's converter: python -m benchmarks.schemas",
     ("scaling.md", "Compiler options"): "the compiler for TPUs: python -m benchmarks.quantized",

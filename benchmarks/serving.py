@@ -48,7 +48,7 @@ def main() -> None:
     start_jax()
     model = dlm_jax.load()
     engine = Engine(model, batch_size=args.slots, max_waiting=None)
-    with _served(model, engine, args) as url:
+    with served(model, engine, args) as url:
         parts: dict[str, Callable[[], None]] = {
             "throughput": lambda: throughput(model, url, args),
             "first": lambda: first(url),
@@ -59,7 +59,8 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _served(model: Model, engine: Engine, args: argparse.Namespace) -> Iterator[str]:
+def served(model: Model, engine: Engine, args: argparse.Namespace) -> Iterator[str]:
+    """The address of a server of the model that runs."""
     app = make_app(
         model, engine, Options("shakespeare", Limits(waiting=4096)), slots=args.slots,
         steps_per_call=args.steps_per_call,

@@ -7,6 +7,11 @@ import pytest
 from dlm_jax.data import load_corpus
 from dlm_jax.tasks import TASKS
 
+PERSON = "Ada Bell, Oslo="
+RECORD = (
+    '{"name": "Ada Bell", "age": 30, "group": "adult", "home": {"city": "Oslo", "land": "Norway"}}'
+)
+
 
 @pytest.mark.parametrize("name", TASKS)
 def test_right_answers_get_1_and_no_text_anything_outside_0_to_1(name):
@@ -44,6 +49,12 @@ def test_right_answers_get_1_and_no_text_anything_outside_0_to_1(name):
         ("sudoku", "1.34341221434321=4234341221434321", 0.0),
         ("sorting", "520914=012459", 1.0),
         ("sorting", "520914=012495", 4 / 6),
+        ("records", f"{PERSON}{RECORD}", 1.0),
+        ("records", f"{PERSON}{RECORD.replace('30', '17')}", 3 / 4),
+        ("records", f"{PERSON}{RECORD.replace('Norway', 'Italy').replace('Bell', 'Lee')}", 1 / 2),
+        ("records", f"{PERSON}{RECORD.replace('Oslo', 'Rome')}", 3 / 4),
+        ("records", f"{PERSON}{RECORD.replace('age', 'ag')}", 0.0),
+        ("records", f"{PERSON}[]", 0.0),
         ("letters", "abacb/a=2", 1.0),
         ("letters", "abacb/d=0", 1.0),
         ("letters", "abacb/a=3", 0.0),

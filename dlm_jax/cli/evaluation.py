@@ -6,8 +6,8 @@ each with its interval over windows or texts. A diffusion model gives bounds. A 
 exact values, so it can score any text (``--checkpoint runs/judge --text samples.txt --split``).
 
 With --labelled it selects one of the labels for each line and prints accuracy, nats per line and
-the expected calibration error. --fit FILE --task NAME fits the temperature of a task to the lines,
-for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
+the expected calibration error. --fit FILE --task NAME fits the temperature and the length penalty
+of a task to the lines, for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
 
 A sequence scorer estimates the share of corrupted tokens; without texts, its error on corrupted
 held-out text is printed.
@@ -36,13 +36,14 @@ from dlm_jax.heads.scorer import error_line, summary
 from dlm_jax.inference.decisions import (
     ORDERS,
     Question,
+    Scale,
     answers,
-    calibrate,
+    calibrate_lengths,
     expected_calibration_error,
     nll,
     question,
     read_calibration,
-    temperature_of,
+    scale_of,
     write_calibration,
 )
 from dlm_jax.inference.model import Model
@@ -79,9 +80,9 @@ def make_parser() -> Parser:
     add("--order", default=ORDERS[0], metavar="ORDER",
         help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
     add("--task", metavar="NAME", help="name of the task of --labelled")
-    fit_help = "file to which the fitted temperature of --task is written; its other tasks are kept"
+    fit_help = "file to which the fitted scale of --task is written; its other tasks are kept"
     add("--fit", metavar="FILE", help=fit_help)
-    add("--calibration", metavar="FILE", help="file with the temperature of --task to use")
+    add("--calibration", metavar="FILE", help="file with the scale of --task to use")
     add(
         "--held-out",
         metavar="SOURCE",
@@ -150,7 +151,7 @@ def _check_labelled(args: Namespace) -> None:
 
 
 def _decided(model: Model, args: Namespace) -> str:
-    """The output line for labelled lines; with ``--fit``, writes their temperature."""
+    """The output line for labelled lines; with ``--fit``, writes their scale."""
     asked, right = [], []
     for number, line in enumerate(_read(args.labelled).split("\n"), 1):
         if line.strip():
@@ -159,22 +160,21 @@ def _decided(model: Model, args: Namespace) -> str:
             right.append(label)
     if not asked:
         raise ValueError(f"{args.labelled} has no lines; add some")
-    temperature = 1.0
+    scale = Scale()
     if args.calibration is not None:
         known = read_calibration(args.calibration, model, order=args.order)
-        temperature = temperature_of(args.task, known)
-    found = answers(
-        model, asked, order=args.order, batch_size=args.batch_size, temperature=temperature
-    )
+        scale = scale_of(args.task, known)
+    found = answers(model, asked, order=args.order, batch_size=args.batch_size, scale=scale)
     _require_finite(args.labelled, *(float(one.probabilities.sum()) for one in found))
-    scores, shares = [one.logprobs for one in found], [one.probabilities for one in found]
+    shares = [one.probabilities for one in found]
     if args.fit is not None:
-        temperature = calibrate(scores, right)
-        shares = [np.exp(x / temperature - np.logaddexp.reduce(x / temperature)) for x in scores]
+        scores, sizes = [one.logprobs for one in found], [one.num_tokens for one in found]
+        scale = calibrate_lengths(scores, sizes, right)
+        shares = [scale.shares(*own) for own in zip(scores, sizes, strict=True)]
     hits = [int(own.argmax()) == k for own, k in zip(shares, right, strict=True)]
     record = {
         "lines": len(right), "accuracy": float(np.mean(hits)), "nats_per_line": nll(shares, right),
-        "calibration_error": expected_calibration_error(shares, right), "temperature": temperature,
+        "calibration_error": expected_calibration_error(shares, right), **scale._asdict(),
     }  # fmt: skip
     if args.fit is not None:
         write_calibration(args.fit, model, args.task, order=args.order, **record)
@@ -183,7 +183,8 @@ def _decided(model: Model, args: Namespace) -> str:
     return (
         f"{args.labelled}: accuracy {record['accuracy']:.4f}, {record['nats_per_line']:.4f} "
         f"nats/line, calibration error {record['calibration_error']:.4f} at temperature "
-        f"{temperature:.4f} ({len(right)} lines)"
+        f"{scale.temperature:.4f} and length penalty {scale.length_penalty:.4f} "
+        f"({len(right)} lines)"
     )
 
 

@@ -41,7 +41,7 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import parse_flags, sample_settings
-from dlm_jax.inference.decisions import ORDERS, read_calibration
+from dlm_jax.inference.decisions import ORDERS, Scale, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
@@ -92,7 +92,7 @@ def make_parser() -> Parser:
         help="default value of a request setting; repeatable")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--calibration", metavar="FILE",
-        help="temperatures of decisions, from python -m dlm_jax.evaluate --fit")  # fmt: skip
+        help="scales of decisions, from python -m dlm_jax.evaluate --fit")  # fmt: skip
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
@@ -197,8 +197,8 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
     return settings
 
 
-def _calibration(model: Model, path: str | None) -> dict[str, dict[str, float]] | None:
-    """The temperatures of decisions by task, for each order."""
+def _calibration(model: Model, path: str | None) -> dict[str, dict[str, Scale]] | None:
+    """The scales of decisions by task, for each order."""
     if path is None:
         return None
     return {order: read_calibration(path, model, order=order) for order in ORDERS}

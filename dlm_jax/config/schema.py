@@ -191,8 +191,8 @@ class DataConfig(Section):
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
         "CPython), python-source (its standard library), tinyshakespeare or task:NAME "
-        "(arithmetic, brackets, sudoku, sorting, letters); or sharded corpora, directories or URLs "
-        "(gs://, s3://)",
+        "(arithmetic, brackets, sudoku, sorting, letters, records); or sharded corpora, "
+        "directories or URLs (gs://, s3://)",
         Trait.FREE | Trait.ONCE_SAVED | Trait.LOCAL,
         hint=tuple[str, ...],
         parse=tuple,

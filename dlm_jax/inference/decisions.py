@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import minimize, minimize_scalar
 
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.inference.model import Model
@@ -63,6 +63,27 @@ class Row(NamedTuple):
     places: Sequence[int]
 
 
+class Scale(NamedTuple):
+    """The divisor of the log-probability of a label of n tokens, ``temperature n ** penalty``.
+
+    Attributes:
+      temperature: above 0.
+      length_penalty: the penalty; 0 treats labels of all lengths alike, and 1 with a temperature of
+        1 takes the mean per token.
+    """
+
+    temperature: float = 1.0
+    length_penalty: float = 0.0
+
+    def scores(self, logprobs_C: np.ndarray, num_tokens_C: Any) -> np.ndarray:
+        """The log-probabilities ``[C]`` of labels after the division."""
+        return logprobs_C / (self.temperature * np.power(num_tokens_C, self.length_penalty))
+
+    def shares(self, logprobs_C: np.ndarray, num_tokens_C: Any) -> np.ndarray:
+        """The probabilities ``[C]`` of labels with these log-probabilities."""
+        return _softmax(self.scores(logprobs_C, num_tokens_C))
+
+
 @dataclass(frozen=True)
 class Decision:
     """The probabilities of the labels of one prompt.
@@ -77,6 +98,7 @@ class Decision:
       num_draws: number of drawn combinations, with repeats; 0: all are enumerated.
       squares: float64 ``[C]``, sum of the squared weights of the draws of each combination; 0 if
           enumerated.
+      num_tokens: int ``[C]``, number of tokens in each combination.
     """
 
     choices: Mapping[str, tuple[str, ...]]
@@ -85,6 +107,7 @@ class Decision:
     probabilities: np.ndarray
     num_draws: int
     squares: np.ndarray
+    num_tokens: np.ndarray
 
     @property
     def is_exact(self) -> bool:
@@ -155,8 +178,9 @@ def decide(
     *,
     order: str = "left_to_right",
     temperature: float = 1.0,
+    length_penalty: float = 0.0,
     task: str | None = None,
-    calibration: str | os.PathLike[str] | Mapping[str, float] | None = None,
+    calibration: str | os.PathLike[str] | Mapping[str, float | Scale] | None = None,
     num_draws: int = 256,
     batch_size: int = 32,
     seed: int = 0,
@@ -165,8 +189,9 @@ def decide(
 
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
     holes at the others)``, from the LM head at temperature 1 without bans. Probabilities are the
-    softmax of ``log p / temperature`` over the choices. All label lengths have the same prior, as
-    in an infilling of given length. Each label is tokenised separately.
+    softmax of ``log p / (temperature n ** length_penalty)`` over the choices, where n is the number
+    of tokens of a label. All label lengths have the same prior, as in an infilling of given length.
+    Each label is tokenised separately.
 
     With named slots, a prompt contains ``<slot:NAME>`` once per slot, with any text between and
     after them, and the tokens of all slots are decoded as one label. Up to 4096 combinations of
@@ -185,8 +210,10 @@ def decide(
       order: ``left_to_right``, or ``mean``: the log of the mean probability over all orders of the
         tokens, for at most 8 tokens.
       temperature: above 0; 1 uses the probabilities of the model.
-      task: name of a task with a temperature in `calibration`.
-      calibration: a file from ``python -m dlm_jax.evaluate --fit``, or temperatures by task.
+      length_penalty: in [0, 2]; 0 uses the probabilities of the model.
+      task: name of a task in `calibration`, with its temperature and length penalty.
+      calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a `Scale` or a temperature
+        by task.
       num_draws: number of drawn combinations per prompt, if they are not enumerated.
       batch_size: maximum number of rows that run at once; programs have a power of two of rows.
       seed: random seed of the draws.
@@ -199,7 +226,7 @@ def decide(
     if not texts:
         raise SettingError("prompts", UNSET, "are none", "pass at least one")
     several = _each(choices, len(texts))
-    heat = _temperature(model, temperature, task, calibration, order)
+    scale = _scale(model, Scale(temperature, length_penalty), task, calibration, order)
     asked = []
     for place, (text, own) in enumerate(zip(texts, several, strict=True)):
         try:
@@ -210,7 +237,7 @@ def decide(
                 error.name, error.value, error.why, f"{where}{error.remedy}", error.others
             ) from None
     return answers(
-        model, asked, order=order, temperature=heat, num_draws=num_draws, batch_size=batch_size,
+        model, asked, order=order, scale=scale, num_draws=num_draws, batch_size=batch_size,
         seed=seed,
     )  # fmt: skip
 
@@ -289,7 +316,7 @@ def answers(
     asked: Sequence[Question],
     *,
     order: str = "left_to_right",
-    temperature: float = 1.0,
+    scale: Scale = Scale(),  # noqa: B008
     num_draws: int = 256,
     batch_size: int = 32,
     seed: int = 0,
@@ -299,7 +326,7 @@ def answers(
 
     If `goes_on` is false before a batch, no further batch runs, and `Stopped` is raised.
     """
-    _check(model, asked, order, temperature, num_draws)
+    _check(model, asked, order, scale, num_draws)
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
 
     def read(rows: Sequence[Row]) -> np.ndarray:
@@ -316,17 +343,18 @@ def answers(
     for place, (one, own) in enumerate(zip(asked, np.split(found, ends[:-1]), strict=True)):
         if not own.size:
             rng = np.random.default_rng((seed, place))
-            made.append(_drawn(one, read, rng, temperature, num_draws, mask_id))
+            made.append(_drawn(one, read, rng, scale, num_draws, mask_id))
             continue
         names = tuple(itertools.product(*one.choices.values()))
-        shares = _softmax(own / temperature)
-        made.append(Decision(one.choices, names, own, shares, 0, np.zeros(len(own))))
+        sizes = np.array([sum(map(len, tokens)) for tokens in combined[place]])
+        shares = scale.shares(own, sizes)
+        made.append(Decision(one.choices, names, own, shares, 0, np.zeros(len(own)), sizes))
     return made
 
 
 def _drawn(
     asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
-    temperature: float, num_draws: int, mask_id: int,
+    scale: Scale, num_draws: int, mask_id: int,
 ) -> Decision:  # fmt: skip
     """A decision from drawn combinations: first their lengths, then the labels of each slot."""
     chosen = np.zeros((num_draws, len(asked.labels)), int)
@@ -349,7 +377,7 @@ def _drawn(
         ends = np.cumsum(list(map(len, cuts)))
         scores = np.split(read(rows), ends[:-1])
         for place, at in enumerate(state.reshape(-1)):
-            heated = scores[at] / temperature
+            heated = scale.scores(scores[at], states[at, : len(sizes)].sum())
             share = _softmax(heated)
             is_finite = bool(np.isfinite(share).all())
             drawn = rng.choice(len(share), p=share if is_finite else None)
@@ -366,6 +394,7 @@ def _drawn(
         np.bincount(which.reshape(-1), shares),
         num_draws,
         np.bincount(which.reshape(-1), shares**2),
+        length[first].sum(axis=1),
     )
 
 
@@ -552,6 +581,34 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
     return math.exp(found.x)
 
 
+def calibrate_lengths(
+    logprobs: Sequence[np.ndarray], num_tokens: Sequence[np.ndarray], right: Sequence[int]
+) -> Scale:
+    """The scale with the least negative log-likelihood of the right labels.
+
+    The penalty is in [0, 2] (Wu et al. 2016, Google's neural machine translation system, section 7,
+    for scores of a beam), and 0 if all labels have the same number of tokens.
+
+    Args:
+      logprobs: `Decision.logprobs` of each line.
+      num_tokens: `Decision.num_tokens` of each line.
+      right: index of the right label of each line.
+    """
+    heat = calibrate(logprobs, right)
+    if len(np.unique(np.concatenate(num_tokens))) == 1:
+        return Scale(heat)
+
+    def cost(x: np.ndarray) -> float:
+        scale = Scale(math.exp(x[0]), x[1])
+        return nll([scale.shares(*own) for own in zip(logprobs, num_tokens, strict=True)], right)
+
+    bounds = [(math.log(0.01), math.log(100.0)), (0.0, 2.0)]
+    start = np.array([math.log(heat), 0.0])
+    found: Any = minimize(cost, start, bounds=bounds, method="Powell", options={"xtol": 1e-4})
+    return min((Scale(math.exp(x[0]), float(x[1])) for x in (found.x, start)),
+               key=lambda one: cost(np.array([math.log(one[0]), one[1]])))  # fmt: skip
+
+
 def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
     """The mean negative log-probability of the correct labels, nats per line."""
     chosen = np.array([own[k] for own, k in zip(probabilities, right, strict=True)])
@@ -576,13 +633,14 @@ def expected_calibration_error(
 def write_calibration(
     path: str | os.PathLike[str], model: Model, task: str, **facts: str | float
 ) -> None:
-    """Adds or replaces a task in a file of temperatures.
+    """Adds or replaces a task in a file of scales.
 
     Args:
       path: JSON file, created if it does not exist.
-      model: model that the temperature applies to.
+      model: model that the scales apply to.
       task: name of the task.
-      facts: ``temperature``, ``order`` and further facts of the task.
+      facts: ``temperature``, ``length_penalty`` (0 without it), ``order`` and further facts of the
+        task.
     """
     tasks = _calibrated(path, model) if Path(path).exists() else {}
     told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
@@ -592,17 +650,17 @@ def write_calibration(
 
 def read_calibration(
     path: str | os.PathLike[str], model: Model, *, order: str | None = None
-) -> dict[str, float]:
-    """The temperatures of a file by task.
+) -> dict[str, Scale]:
+    """The scales of a file by task.
 
     Args:
       path: file from `write_calibration`.
       model: model that the file must match.
-      order: order of the fitted temperatures to return; None: all.
+      order: order of the fitted scales to return; None: all.
     """
     tasks = _calibrated(path, model)
     return {
-        name: float(facts["temperature"])
+        name: Scale(float(facts["temperature"]), float(facts.get("length_penalty", 0.0)))
         for name, facts in tasks.items()
         if order in (None, facts["order"])
     }
@@ -613,7 +671,7 @@ def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[st
         told = json.loads(Path(path).read_text(encoding="utf-8"))
         vocabulary, tasks = told["vocabulary"], dict(told["tasks"])
         for facts in tasks.values():
-            _checked_temperature(facts["temperature"])
+            _check_scale(Scale(facts["temperature"], facts.get("length_penalty", 0.0)))
             if facts["order"] not in ORDERS:
                 raise ValueError(f"order={brief(facts['order'])} is unknown")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -626,42 +684,51 @@ def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[st
     return tasks
 
 
-def _temperature(
-    model: Model, temperature: float, task: str | None,
-    calibration: str | os.PathLike[str] | Mapping[str, float] | None, order: str,
-) -> float:  # fmt: skip
+def _scale(
+    model: Model, scale: Scale, task: str | None,
+    calibration: str | os.PathLike[str] | Mapping[str, float | Scale] | None, order: str,
+) -> Scale:  # fmt: skip
     if (task is None) != (calibration is None):
         raise SettingError("task", task, "and calibration go together", "pass both, or neither")
     if task is None or calibration is None:
-        return temperature
-    if temperature != 1.0:
-        raise SettingError("temperature", temperature, "belongs to the task", "remove one of them")
+        return scale
+    for name, own, neutral in zip(Scale._fields, scale, Scale(), strict=True):
+        if own != neutral:
+            raise SettingError(name, own, "belongs to the task", "remove one of them")
     if not isinstance(calibration, Mapping):
         calibration = read_calibration(calibration, model, order=order)
-    return temperature_of(task, calibration)
+    return scale_of(task, calibration)
 
 
-def temperature_of(task: str, calibration: Mapping[str, float]) -> float:
+def scale_of(task: str, calibration: Mapping[str, Any]) -> Scale:
+    """The scale of a task. A number is a temperature."""
     if task not in calibration:
         known = ", ".join(sorted(calibration)) or "none"
         raise SettingError("task", task, "has no temperature for this order", f"known: {known}")
-    return calibration[task]
+    found = calibration[task]
+    return found if isinstance(found, Scale) else Scale(found)
 
 
-def _checked_temperature(temperature: Any) -> None:
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not 0 < temperature < math.inf:
+def _check_scale(scale: Scale) -> None:
+    temperature, penalty = scale
+    if not _is_number(temperature) or not 0 < temperature < math.inf:
         raise SettingError("temperature", temperature, "is not a number above 0", "use 1.0")
+    if not _is_number(penalty) or not 0 <= penalty <= 2:
+        raise SettingError("length_penalty", penalty, "is not a number in [0, 2]", "use 0.0")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check(
-    model: Model, asked: Sequence[Question], order: str, temperature: float, num_draws: int
+    model: Model, asked: Sequence[Question], order: str, scale: Scale, num_draws: int
 ) -> None:
     if model.network.scorer is not None:
         raise ValueError(
             "the model is a sequence scorer, which has no likelihood; load a language model"
         )
-    _checked_temperature(temperature)
+    _check_scale(scale)
     if order not in ORDERS:
         raise SettingError("order", order, "is unknown", f"use {' or '.join(ORDERS)}")
     if num_draws < 2:

@@ -191,14 +191,15 @@ class RuleTable:
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.
 
-        `AUTO` and a fill that the row does not use both resolve to the parallel fill of the table.
+        `AUTO` resolves to the parallel fill, and a fill that the row does not use to its
+        `FillRule.otherwise`.
         The structure slot is empty if the fill enforces the structure.
         """
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
         cls = known.get("parallel" if name == AUTO else name)
         if base is FillRule and not cls.is_used(row):
-            return known["parallel"]
+            return known[cls.otherwise]
         if base is Structure and self.named("fill", row).holds_structure:
             return None
         return None if cls is None or (by_use and not cls.is_used(row)) else cls

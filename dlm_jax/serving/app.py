@@ -317,7 +317,7 @@ class Options:
       length: default number of new tokens of a completion or infill; None: 16.
       logs_texts: whether prompts and texts are logged.
       warms_up: whether the programs of common requests are compiled at startup.
-      calibration: temperatures of decisions by task, for each order.
+      calibration: scales or temperatures of decisions by task, for each order.
     """
 
     name: str
@@ -327,7 +327,7 @@ class Options:
     length: int | None = None
     logs_texts: bool = False
     warms_up: bool = False
-    calibration: Mapping[str, Mapping[str, float]] | None = None
+    calibration: Mapping[str, Mapping[str, Any]] | None = None
 
 
 def make_app(

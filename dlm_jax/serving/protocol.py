@@ -554,7 +554,8 @@ class Decide(Fields):
       choices: labels, or labels by slot; yes and no by default.
       order: decoding order of the tokens of a label.
       temperature: temperature of the probabilities.
-      task: name of a task with a temperature in the server's ``--calibration``.
+      length_penalty: power of the number of tokens of a label that divides its log-probability.
+      task: name of a task with a scale in the server's ``--calibration``.
       num_draws: number of drawn combinations, if they are not enumerated.
       seed: random seed of the draws.
       user: ignored.
@@ -566,6 +567,7 @@ class Decide(Fields):
     choices: list[str | int] | dict[str, list[str | int]] | None = None
     order: str | None = None
     temperature: float | None = None
+    length_penalty: float | None = None
     task: str | None = None
     num_draws: int | None = Field(None, ge=2, le=decisions.MOST_JOINT)
     seed: int | None = Field(None, ge=0, lt=2**32)
@@ -606,12 +608,12 @@ class Planner:
       limits: limits of each request.
       defaults: default settings of requests.
       length: default number of new tokens of completions and infills.
-      calibration: temperatures of decisions by task, for each order.
+      calibration: scales or temperatures of decisions by task, for each order.
     """
 
     def __init__(
         self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
-        length: int = SHORT, calibration: Mapping[str, Mapping[str, float]] | None = None,
+        length: int = SHORT, calibration: Mapping[str, Mapping[str, Any]] | None = None,
     ):  # fmt: skip
         self.calibration = calibration
         self.model, self.name, self.limits = model, name, limits
@@ -699,15 +701,16 @@ class Planner:
             prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
         if not 1 <= len(prompts) <= self.limits.rows:
             raise refused(f"prompt has {len(prompts)} texts; use 1 to {self.limits.rows}", "prompt")
-        order, temperature = asked.order or "left_to_right", asked.temperature
+        order = asked.order or "left_to_right"
+        names = decisions.Scale._fields
+        given = {name: v for name in names if (v := getattr(asked, name)) is not None}
+        scale = decisions.Scale(**given)
         try:
             if asked.task is not None:
-                if temperature is not None:
-                    raise SettingError(
-                        "temperature", temperature, "belongs to the task", "remove it"
-                    )
+                for name, value in given.items():
+                    raise SettingError(name, value, "belongs to the task", "remove it")
                 known = {} if self.calibration is None else self.calibration
-                temperature = decisions.temperature_of(asked.task, known.get(order, {}))
+                scale = decisions.scale_of(asked.task, known.get(order, {}))
             choices = decisions.YES_NO if asked.choices is None else asked.choices
             questions = [decisions.question(self.model, one, choices) for one in prompts]
             most = max(min(one.num_joint, decisions.MOST_JOINT) for one in questions)
@@ -716,8 +719,7 @@ class Planner:
                               "choices")  # fmt: skip
             found = decisions.answers(
                 self.model, questions, order=order, goes_on=goes_on, seed=asked.seed or 0,
-                temperature=1.0 if temperature is None else temperature,
-                num_draws=asked.num_draws or 256,
+                scale=scale, num_draws=asked.num_draws or 256,
             )  # fmt: skip
         except ValueError as error:
             raise of_value(error, "choices") from None

@@ -7,12 +7,13 @@ A text of a task consists of a prompt and an answer, such as ``47+85=`` and ``13
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["TASKS", "TextTask", "arithmetic", "brackets", "letters", "sorting", "sudoku"]
+__all__ = ["TASKS", "TextTask", "arithmetic", "brackets", "letters", "records", "sorting", "sudoku"]
 
 
 class Draws:
@@ -184,6 +185,65 @@ def _is_count(prompt: str, answer: str) -> float:
     return float(len(letter) == 1 and answer == str(text.count(letter)))
 
 
+_FIRST = (
+    "Ada", "Amy", "Ann", "Ben", "Bob", "Dan", "Eva", "Eve", "Finn", "Gil", "Hugo", "Ida", "Ivo",
+    "Jan", "Joan", "Kim", "Leo", "Lisa", "Max", "Mia",
+)  # fmt: skip
+_LAST = (
+    "Adams", "Baker", "Bell", "Cole", "Diaz", "Ford", "Gray", "Hill", "Kahn", "King", "Lang",
+    "Lee", "May", "Moss", "Park", "Roy", "Shaw",
+)  # fmt: skip
+_CITIES = {
+    "Athens": "Greece", "Berlin": "Germany", "Bonn": "Germany", "Cairo": "Egypt",
+    "Delhi": "India", "Dover": "England", "Kyoto": "Japan", "Leeds": "England", "Lima": "Peru",
+    "Lyon": "France", "Malmo": "Sweden", "Milan": "Italy", "Nice": "France", "Oslo": "Norway",
+    "Osaka": "Japan", "Paris": "France", "Porto": "Portugal", "Quito": "Ecuador",
+    "Riga": "Latvia", "Rome": "Italy", "Sofia": "Bulgaria", "Turin": "Italy",
+    "Vienna": "Austria", "Warsaw": "Poland",
+}  # fmt: skip
+_GROUPS = {"child": range(4, 18), "adult": range(18, 65), "senior": range(65, 100)}
+RECORD = {
+    "type": "object",
+    "required": ["name", "age", "group", "home"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]+ [A-Z][a-z]+$"},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "group": {"enum": list(_GROUPS)},
+        "home": {
+            "type": "object",
+            "required": ["city", "land"],
+            "properties": dict.fromkeys(
+                ("city", "land"), {"type": "string", "pattern": "^[A-Z][a-z]+$"}
+            ),
+        },
+    },
+}
+"""The JSON schema of an answer of `records`."""
+
+
+def _record(draws: Draws) -> tuple[str, str]:
+    """A name and a city; the record adds an age with its group, and the land of the city."""
+    name = f"{_FIRST[draws.below(len(_FIRST))]} {_LAST[draws.below(len(_LAST))]}"
+    city = list(_CITIES)[draws.below(len(_CITIES))]
+    age = 4 + draws.below(96)
+    (group,) = (group for group, ages in _GROUPS.items() if age in ages)
+    home = {"city": city, "land": _CITIES[city]}
+    return f"{name}, {city}", json.dumps({"name": name, "age": age, "group": group, "home": home})
+
+
+def _right_fields(prompt: str, answer: str) -> float:
+    try:
+        made = json.loads(answer)
+        name, age, group = made["name"], made["age"], made["group"]
+        city, land = made["home"]["city"], made["home"]["land"]
+        is_group = age in _GROUPS[group]
+    except (ValueError, KeyError, TypeError):
+        return 0.0
+    wanted, _, wanted_city = prompt.partition(", ")
+    right = name == wanted, is_group, city == wanted_city, land == _CITIES.get(wanted_city)
+    return sum(right) / len(right)
+
+
 arithmetic = TextTask(
     "arithmetic", "sums of two two-digit numbers:  47+85=132", _sum_of_two, _is_sum
 )
@@ -204,11 +264,19 @@ sorting = TextTask(
     _digits,
     _in_place,
 )
+records = TextTask(
+    "records",
+    "a name and a city, and a record in JSON with an age, its group and the land: Ada Bell, "
+    'Oslo={"name": "Ada Bell", "age": 30, "group": "adult", "home": {"city": "Oslo", "land": '
+    '"Norway"}}; the reward is the share of right fields',
+    _record,
+    _right_fields,
+)
 letters = TextTask(
     "letters", "a text, a letter, and its number of occurrences: abacb/a=2", _counted, _is_count
 )
 
 TASKS: dict[str, TextTask] = {
-    task.name: task for task in (arithmetic, brackets, sudoku, sorting, letters)
+    task.name: task for task in (arithmetic, brackets, sudoku, sorting, letters, records)
 }
 """Tasks by name."""

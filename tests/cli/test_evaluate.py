@@ -240,7 +240,7 @@ LABELLED = [
 ]
 
 
-def test_a_temperature_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir, tmp_path, capsys):
+def test_a_scale_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir, tmp_path, capsys):
     lines, fitted = _labelled(tmp_path / "lines.jsonl", LABELLED), tmp_path / "fitted.json"
     ask = [run_dir, capsys, "--labelled", lines, "--batch-size", 8]
     (plain,) = _records(*ask)
@@ -253,9 +253,8 @@ def test_a_temperature_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir,
     (one,) = dlm_jax.decide(
         toy_model.MODEL, "A ", ["sat", "s"], task="mood", calibration=fitted, batch_size=8
     )
-    (same,) = dlm_jax.decide(
-        toy_model.MODEL, "A ", ["sat", "s"], temperature=told["temperature"], batch_size=8
-    )
+    scale = {name: told[name] for name in ("temperature", "length_penalty")}
+    (same,) = dlm_jax.decide(toy_model.MODEL, "A ", ["sat", "s"], batch_size=8, **scale)
     assert one.of() == same.of()
 
 

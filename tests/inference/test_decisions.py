@@ -11,7 +11,7 @@ import toy_model
 from oracles.likelihood import order_log_probs
 
 from dlm_jax.inference import decisions
-from dlm_jax.inference.decisions import decide
+from dlm_jax.inference.decisions import Scale, decide
 
 MODEL = toy_model.MODEL
 TOKENIZER = MODEL.tokenizer
@@ -63,6 +63,21 @@ def test_probabilities_are_those_of_enumeration_with_labels_that_begin_others(or
         )
         assert made.is_exact and made.best[""] == LABELS[int(np.argmax(scores))]
         assert set(made.interval().values()) == {0.0}
+
+
+def test_a_length_penalty_divides_by_a_power_of_the_number_of_tokens():
+    scores = np.array([_oracle("A ", label) for label in LABELS])
+    sizes = np.array([TOKENIZER.encode(label).size for label in LABELS])
+    for temperature, penalty in ((1.0, 1.0), (1.7, 0.4)):
+        (made,) = decide(
+            MODEL, "A ", LABELS, temperature=temperature, length_penalty=penalty, batch_size=8
+        )
+        want = _normalised(scores / sizes**penalty, temperature)
+        np.testing.assert_allclose(made.probabilities, want, rtol=1e-3, atol=1e-6)
+        np.testing.assert_array_equal(made.num_tokens, sizes)
+        np.testing.assert_allclose(made.logprobs, scores, rtol=1e-4, atol=1e-4)
+    short = [decide(MODEL, "A ", ["s", "r"], length_penalty=x, batch_size=8)[0] for x in (0, 2)]
+    assert short[0].of() == short[1].of()
 
 
 def test_the_orders_differ():
@@ -137,13 +152,14 @@ def test_slots_are_decided_jointly_with_the_text_between_and_behind_them():
 
 
 def test_more_combinations_than_the_bound_are_drawn_with_an_interval_that_holds(monkeypatch):
-    (exact,) = decide(MODEL, TEMPLATE, SLOTS, batch_size=8, temperature=1.3)
+    scale = {"temperature": 1.3, "length_penalty": 0.5}
+    (exact,) = decide(MODEL, TEMPLATE, SLOTS, batch_size=8, **scale)
+    sizes = dict(zip(exact.combinations, exact.num_tokens, strict=True))
     monkeypatch.setattr(decisions, "MOST_JOINT", 5)
     outside, widths = 0, []
     for seed in range(20):
-        (made,) = decide(
-            MODEL, TEMPLATE, SLOTS, batch_size=8, seed=seed, num_draws=300, temperature=1.3
-        )
+        (made,) = decide(MODEL, TEMPLATE, SLOTS, batch_size=8, seed=seed, num_draws=300, **scale)
+        assert [sizes[labels] for labels in made.combinations] == made.num_tokens.tolist()
         assert not made.is_exact and made.probabilities.sum() == pytest.approx(1.0)
         known = dict(zip(exact.combinations, exact.logprobs, strict=True))
         for labels, told in zip(made.combinations, made.logprobs, strict=True):
@@ -175,6 +191,9 @@ REFUSED = [
     ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
     ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is limited to 8 tokens"),
     ({"temperature": 0}, "temperature=0 is not a number above 0"),
+    ({"length_penalty": 2.5}, r"length_penalty=2.5 is not a number in \[0, 2\]"),
+    ({"task": "mood", "calibration": {"mood": 2.0}, "length_penalty": 1},
+     "length_penalty=1 belongs to the task"),
     ({"task": "mood"}, "task='mood' and calibration go together"),
     ({"task": "mood", "calibration": {"x": 1.0}}, "task='mood' has no temperature"),
     ({"num_draws": 1}, "num_draws=1 must be at least 2"),
@@ -210,6 +229,28 @@ def test_the_fitted_temperature_has_the_least_cost_of_a_grid():
     assert 1.8 < fitted < 3.5 and cost(fitted) < cost(1.0)
 
 
+def test_the_fitted_scale_has_the_least_cost_of_a_grid():
+    scores, right = _lines()
+    rng = np.random.default_rng(1)
+    sizes = [rng.integers(1, 6, 4) for _ in scores]
+    longer = [own * size**0.8 for own, size in zip(scores, sizes, strict=True)]
+
+    def cost(temperature, penalty):
+        scale = Scale(temperature, penalty)
+        shares = [scale.shares(*own) for own in zip(longer, sizes, strict=True)]
+        return decisions.nll(shares, right)
+
+    fitted = decisions.calibrate_lengths(longer, sizes, right)
+    best = min(cost(t, p) for t in np.geomspace(1, 6, 15) for p in np.linspace(0, 2, 11))
+    assert cost(*fitted) <= best + 1e-6 and cost(*fitted) < cost(
+        decisions.calibrate(longer, right), 0.0
+    )
+    assert 0.5 < fitted.length_penalty < 1.1
+    assert decisions.calibrate_lengths(scores, [np.full(4, 3)] * len(scores), right) == (
+        decisions.calibrate(scores, right), 0.0,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("bins", [1, 10, 15])
 def test_the_calibration_error_is_that_of_its_formula(bins):
     scores, right = _lines()
@@ -232,10 +273,16 @@ def test_a_task_has_its_temperature_in_a_file_of_its_model(tmp_path):
     path = tmp_path / "calibration.json"
     for task, heat in (("mood", 2.0), ("other", 3.0), ("mood", 1.5)):
         decisions.write_calibration(path, MODEL, task, temperature=heat, order="left_to_right")
-    assert decisions.read_calibration(path, MODEL) == {"mood": 1.5, "other": 3.0}
+    assert decisions.read_calibration(path, MODEL) == {"mood": Scale(1.5), "other": Scale(3.0)}
+    decisions.write_calibration(
+        path, MODEL, "long", temperature=2.0, length_penalty=0.5, order="left_to_right"
+    )
     labels = ["a", "t"]
     by_task = decide(MODEL, "A r", labels, task="mood", calibration=path, batch_size=8)
     by_hand = decide(MODEL, "A r", labels, temperature=1.5, batch_size=8)
+    assert by_task[0].of() == by_hand[0].of()
+    by_task = decide(MODEL, "A r", LABELS, task="long", calibration=path, batch_size=8)
+    by_hand = decide(MODEL, "A r", LABELS, temperature=2.0, length_penalty=0.5, batch_size=8)
     assert by_task[0].of() == by_hand[0].of()
     with pytest.raises(ValueError, match="has no temperature for this order"):
         decide(MODEL, "A r", labels, task="mood", calibration=path, order="mean")

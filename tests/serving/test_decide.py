@@ -22,7 +22,7 @@ def _ask(running, **asked):
 
 def test_decisions_are_those_of_the_library(running):
     prompts = ["The cat ", "A rat "]
-    for more in ({}, {"temperature": 1.5}, {"order": "mean"}):
+    for more in ({}, {"temperature": 1.5, "length_penalty": 1.0}, {"order": "mean"}):
         told = _ask(running, model="toy", prompt=prompts, choices=LABELS, **more).json()
         for made, want in zip(
             told["decisions"], dlm_jax.decide(MODEL, prompts, LABELS, **more), strict=True
@@ -64,7 +64,9 @@ REFUSED = [
     ({}, "choices"),  # yes and no, which the tokenizer cannot write
     ({"order": "best"}, "order"),
     ({"temperature": 0.0}, "temperature"),
+    ({"length_penalty": -1.0}, "length_penalty"),
     ({"task": "mod"}, "task"),
+    ({"task": "mood", "length_penalty": 0.5}, "length_penalty"),
     ({"task": "mood", "temperature": 2.0}, "temperature"),
     ({"task": "mood", "order": "mean"}, "task"),
     ({"prompt": None}, "prompt"),

@@ -29,7 +29,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
 ]
 SAID = [{"role": "user", "content": "ab"}]
-OPEN = str(int(MODEL.tokenizer.encode("{")[0]))
+OPEN, LINE = (str(int(MODEL.tokenizer.encode(c)[0])) for c in "{\n")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,27 @@ def test_an_answer_that_must_call_has_one_call_whole_and_streamed(client, choice
                 arguments += part.function.arguments
         assert seen == [call.function.name] and arguments == call.function.arguments
         assert ends == ["tool_calls"]
+
+
+def test_several_calls_are_whole_and_streamed_where_they_are_allowed(client):
+    asked = {"tools": TOOLS[1:], "tool_choice": "required", "logit_bias": {LINE: 100}}
+    (alone,) = _ask(client, **asked).choices[0].message.tool_calls
+    asked["parallel_tool_calls"] = True
+    made = _ask(client, **asked).choices[0]
+    calls = made.message.tool_calls
+    assert (
+        made.finish_reason == "tool_calls" and len(calls) == 2 and len({c.id for c in calls}) == 2
+    )
+    for call in (alone, *calls):
+        _check(call, {"g"})
+    streamed = {}
+    for event in _ask(client, stream=True, **asked):
+        for part in event.choices[0].delta.tool_calls or ():
+            name, arguments = streamed.get(part.index, ("", ""))
+            name = part.function.name if part.id else name
+            streamed[part.index] = (name, arguments + part.function.arguments)
+    want = [(call.function.name, call.function.arguments) for call in calls]
+    assert [streamed[index] for index in range(2)] == want
 
 
 def test_auto_is_a_call_or_a_text_as_the_model_has_it_and_none_is_a_text(client):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.propose.constrained import Constrained
+from dlm_jax.sampling.propose.constrained_waves import ConstrainedWaves
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
@@ -15,7 +16,7 @@ from dlm_jax.sampling.propose.speculative import Speculative
 from dlm_jax.sampling.propose.wavefront import Wavefront
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
-    rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained)
+    rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained, ConstrainedWaves)
 }
 """Fills by the setting ``fill``."""
 
@@ -23,6 +24,7 @@ __all__ = [
     "FILL_RULES",
     "CandidateWriter",
     "Constrained",
+    "ConstrainedWaves",
     "FillRule",
     "Filled",
     "Parallel",

@@ -40,7 +40,7 @@ _MOST_ARCS = 1 << 20
 _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """Values of the logits of a position for the draw of a match.
 
     Attributes:
@@ -100,7 +100,7 @@ class Constrained(FillRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        why = "changes tokens of a match that fill='constrained' draws jointly"
+        why = f"changes tokens of a match that fill={cls.name!r} draws jointly"
         for name, is_used in (("edit", row.edits), ("resample", row.resample)):
             if is_used:
                 raise SettingError(name, True, why, f"use {name}=False")
@@ -118,7 +118,7 @@ class Constrained(FillRule):
                 raise SettingError(
                     name,
                     getattr(row, name),
-                    "depends on draws of single tokens, but fill='constrained' draws them jointly",
+                    f"depends on draws of single tokens, but fill={cls.name!r} draws them jointly",
                     f"leave {name} at its default",
                 )
 
@@ -130,7 +130,7 @@ class Constrained(FillRule):
             raise SettingError(
                 "structure",
                 UNSET,
-                f"has {labels} sets of {classes} classes of ids, too many for fill='constrained'",
+                f"has {labels} sets of {classes} classes of ids, too many for fill={cls.name!r}",
                 "use fill='parallel', or a shorter structure",
                 others=["fill"],
             )
@@ -162,14 +162,18 @@ class Constrained(FillRule):
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates, with confidence and log-probability under the clean logits."""
+        found, seen = self._read(reader, writer, wanted)
+        return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
+
+    def _read(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> tuple[Filled, Seen]:
+        """Independent candidates of the LM head, and its readout at each open position."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
-        class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
-        first_BC = jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
+        first_BC = self._first_blocks()
 
         def draw(
-            carry: tuple[Filled, _Seen], places_N: jax.Array, is_real_N: jax.Array
-        ) -> tuple[Filled, _Seen]:
+            carry: tuple[Filled, Seen], places_N: jax.Array, is_real_N: jax.Array
+        ) -> tuple[Filled, Seen]:
             found, seen = carry
             clean_NV = reader.logits(places_N)
             now = self._seen(writer, first_BC, places_N, is_real_N, clean_NV)
@@ -179,10 +183,14 @@ class Constrained(FillRule):
             )
 
         each_BLC = jnp.zeros((*wanted.is_open_BL.shape, self.is_member_BCK.shape[1]), jnp.float32)
-        none = _Seen(each_BLC, jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC)
+        none = Seen(each_BLC, jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC)
         start = no_candidates(wanted), none
-        found, seen = fold(is_read_BL, reader.chunk, draw, start)
-        return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
+        return fold(is_read_BL, reader.chunk, draw, start)
+
+    def _first_blocks(self) -> jax.Array:
+        """The first block of each class, ``[B, C]``."""
+        class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
+        return jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
 
     def _seen(
         self,
@@ -191,26 +199,19 @@ class Constrained(FillRule):
         places_N: jax.Array,
         is_real_N: jax.Array,
         clean_NV: jax.Array,
-    ) -> _Seen:
-        """The readout of the positions of a chunk, ``[N, ...]``."""
+        drawable_NV: jax.Array | None = None,
+    ) -> Seen:
+        """The readout of the positions of a chunk, ``[N, ...]``; logits as for the writer."""
         row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
         key_N = _keys(writer.key_B[row_N], index_N)
-        at = At(row_N, index_N, key_N, is_real_N)
+        at = At(row_N, index_N, key_N, is_real_N, None if drawable_NV is None else is_real_N)
         clean_NV = clean_NV.astype(jnp.float32)
-        final_NV = writer.chain.apply(writer.prepared, clean_NV, at)
+        final_NV = writer.chain.apply(
+            writer.prepared, clean_NV if drawable_NV is None else drawable_NV, at
+        )
         is_greedy_N = writer.chain.is_greedy(at)
         ids_NJM = self.ids_BJM[row_N]
-        is_id_NJM = ids_NJM >= 0
-
-        def of_ids(logits_NV: jax.Array) -> jax.Array:
-            """The logits of each id relative to the largest; -inf for padding."""
-            flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
-            logits_NI = _take(logits_NV, flat_NI, axis=1)
-            logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
-            peak_N = jnp.max(logits_NJM, axis=(1, 2))
-            return logits_NJM - _finite(peak_N)[:, None, None]
-
-        left_NJM, class_NM = of_ids(final_NV), self.class_BM[row_N]
+        left_NJM, class_NM = _of_ids(final_NV, ids_NJM), self.class_BM[row_N]
         weight_NC, block_NC = _by_sums(left_NJM, class_NM, first_BC[row_N], key_N)
         is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
         is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
@@ -223,8 +224,8 @@ class Constrained(FillRule):
             return _first_largest(score_NJC)
 
         def small() -> tuple[jax.Array, jax.Array, jax.Array]:
-            below_NJM = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
-            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
+            below_NJM = jnp.maximum(_of_ids(clean_NV, ids_NJM), -_CUT) - _CUT
+            is_cut_NJM = (ids_NJM >= 0) & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
             all_NJM = jnp.where(is_cut_NJM, below_NJM, left_NJM)
             exact = _by_peaks(all_NJM, class_NM, key_N, is_greedy_N, weight_NC.shape[1])
             is_small_N1 = is_small_N[:, None]
@@ -243,8 +244,8 @@ class Constrained(FillRule):
         place_NC = member_NC * class_NM.shape[1] + block_NC
         ids_NC = _take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
         ids_NC = jnp.maximum(ids_NC, 0)
-        logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at)
-        return _Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
+        logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at, drawable_NV)
+        return Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
 
     def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
         """Log-weight of each label: of the sum or the maximum over its classes, ``[B, L, K]``."""
@@ -268,10 +269,22 @@ class Constrained(FillRule):
         return jax.lax.cond(jnp.any(is_small_BL), small, lambda: label_BLK)
 
     def _matching(
-        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
+        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: Seen
     ) -> Proposal:
         """The candidates if they match, otherwise a jointly drawn match."""
         places = self._places(writer, wanted, drawn, seen)
+        arc_wait_BLD, class_wait_BLC = self._arrivals(writer, places)
+        fits_B, arc_BL = self._walked(places, self._messages(places), arc_wait_BLD)
+        ids_BL, logprob_BL, confidence_BL = self._of_arcs(seen, arc_BL, class_wait_BLC)
+        is_new_BL = places.is_open_BL & ~fits_B[:, None]
+        return drawn._replace(
+            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
+            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
+            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
+        )
+
+    def _arrivals(self, writer: CandidateWriter, places: Places) -> tuple[jax.Array, jax.Array]:
+        """The noise of the draws of an arc and of a class, ``[B, L, D]`` and ``[B, L, C]``."""
         num_rows, num_positions = places.is_open_BL.shape
         place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
         key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
@@ -281,25 +294,23 @@ class Constrained(FillRule):
             wait_BLX = wait_PX.reshape(num_rows, num_positions, size)
             return jnp.where(places.takes_best_BL[:, :, None], 0.0, wait_BLX)
 
-        behind_LBS = self._messages(places)
-        fits_B, arc_BL = self._walked(places, behind_LBS, waits(_ARC, self.next_BDS.shape[1]))
+        return waits(_ARC, self.next_BDS.shape[1]), waits(_LABEL, self.is_member_BCK.shape[1])
+
+    def _of_arcs(
+        self, seen: Seen, arc_BL: jax.Array, wait_BLC: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A token of the drawn label of each position, its log-probability and confidence."""
         has_BCL = _take(self.is_member_BCK, arc_BL[:, None, :], axis=2)
-        has_BLC = has_BCL.swapaxes(1, 2)
-        score_BLC = seen.weight - waits(_LABEL, has_BLC.shape[2])
-        class_BL1 = place_of_largest(jnp.where(has_BLC, score_BLC, -jnp.inf))[:, :, None]
+        score_BLC = jnp.where(has_BCL.swapaxes(1, 2), seen.weight - wait_BLC, -jnp.inf)
+        class_BL1 = place_of_largest(score_BLC)[:, :, None]
         ids_BL, logprob_BL, confidence_BL = (
             _take(x, class_BL1, axis=2)[:, :, 0] for x in (seen.ids, seen.logprob, seen.confidence)
         )
-        is_new_BL = places.is_open_BL & ~fits_B[:, None]
-        return drawn._replace(
-            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
-            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
-            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
-        )
+        return ids_BL, logprob_BL, confidence_BL
 
     def _places(
-        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
-    ) -> _Places:
+        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: Seen
+    ) -> Places:
         """The canvas, with the candidates at the open positions."""
         num_rows, num_positions = wanted.is_open_BL.shape
         assert wanted.is_given_BL is not None, "the step passes the given tokens"
@@ -319,12 +330,12 @@ class Constrained(FillRule):
         rows_B = jnp.arange(num_rows)
         is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
         label_BLK = self._labels(seen.weight, is_open_BL & is_greedy_B[:, None])
-        return _Places(
+        return Places(
             is_open_BL, is_text_BL, is_wild_BL, ~is_open_BL | is_greedy_B[:, None], class_BL,
             jnp.where(is_open_BL[:, :, None], label_BLK, jnp.where(stands_BLK, 0.0, -jnp.inf)),
         )  # fmt: skip
 
-    def _messages(self, places: _Places) -> jax.Array:
+    def _messages(self, places: Places) -> jax.Array:
         """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
 
         Defined up to a constant per row and position.
@@ -344,23 +355,16 @@ class Constrained(FillRule):
         return jax.lax.scan(back, end_BS, by_place, reverse=True)[1]
 
     def _walked(
-        self, places: _Places, behind_LBS: jax.Array, wait_BLD: jax.Array
+        self, places: Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Whether the independent candidates of a row match, ``[B]``, and the labels of a match."""
         rows_B = jnp.arange(self.start_B.size)
 
-        def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Labels and target states of the arcs that leave each row's state, ``[B, D]``."""
-            return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
-
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
             behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
-            arc_BD, next_BD = leaving(states.drawn_B)
-            weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
-            chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
-            arc_B, drawn_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
-            # The same for the independent candidates, up to the first hole outside the step.
-            arc_BD, next_BD = leaving(states.own_B)
+            arc_B, drawn_B = self._next(states.drawn_B, behind_BS, wait_BD, label_BK)
+            # The same for the independent candidates, up to the first unseen hole.
+            arc_BD, next_BD = self._leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
             is_known_B = states.is_known_B & ~is_wild_B
@@ -380,8 +384,23 @@ class Constrained(FillRule):
         end, arc_LB = jax.lax.scan(forth, begin, by_place)
         return end.fits_B, arc_LB.T
 
+    def _leaving(self, state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The labels and the target states of the arcs of each row's state, ``[B, D]``."""
+        rows_B = jnp.arange(state_B.size)
+        return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
 
-class _Places(NamedTuple):
+    def _next(
+        self, state_B: jax.Array, behind_BS: jax.Array, wait_BD: jax.Array, label_BK: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The label of the arc drawn at a position of each row, and its target state, ``[B]``."""
+        arc_BD, next_BD = self._leaving(state_B)
+        weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
+        chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
+        arc_B, next_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
+        return arc_B, next_B
+
+
+class Places(NamedTuple):
     """The inputs of the walks over the automaton, ``[B, L]``.
 
     Attributes:
@@ -415,6 +434,14 @@ class _States(NamedTuple):
     own_B: jax.Array
     fits_B: jax.Array
     is_known_B: jax.Array
+
+
+def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:
+    """The logits of each id relative to the largest; -inf where there is none."""
+    logits_NI = _take(logits_NV, jnp.maximum(ids_NJM, 0).reshape(len(ids_NJM), -1), axis=1)
+    logits_NJM = jnp.where(ids_NJM >= 0, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
+    peak_N = jnp.max(logits_NJM, axis=(1, 2))
+    return logits_NJM - _finite(peak_N)[:, None, None]
 
 
 def _by_sums(

@@ -146,9 +146,12 @@ class FillRule(Rule):
     needs_sampler: ClassVar[bool] = False
     """Whether it draws from a sampler head."""
 
+    otherwise: ClassVar[str] = "parallel"
+    """The fill of rows that do not use this one."""
+
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row with these settings uses this fill instead of the parallel fill."""
+        """Whether a row with these settings uses this fill instead of `otherwise`."""
         return True
 
     @classmethod
@@ -282,13 +285,18 @@ class CandidateWriter:
             drawn=drawn,
         )
 
-    def scored(self, clean_NV: jax.Array, ids_NK: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
-        """Log-probability and confidence of K candidates per position, ``[N, K]``."""
+    def scored(
+        self, clean_NV: jax.Array, ids_NK: jax.Array, at: At, drawable_NV: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probability and confidence of K candidates per position, ``[N, K]``.
+
+        Arguments as for `write`.
+        """
         places_N = at.row_N * self.num_positions + at.index_N
 
         def of_one(ids_N: jax.Array) -> tuple[jax.Array, jax.Array]:
             logprob_N = log_prob(clean_NV, ids_N)
-            _, sure_N = self._observed(places_N, clean_NV, None, ids_N, logprob_N, at)
+            _, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
             return logprob_N, sure_N
 
         return jax.vmap(of_one, in_axes=1, out_axes=1)(ids_NK)

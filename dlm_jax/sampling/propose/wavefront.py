@@ -140,7 +140,8 @@ def distance(
     return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
 
 
-_GIVEN = -1
+GIVEN = -1
+"""The level of visible tokens."""
 _FEW_TOKENS = 16
 
 
@@ -175,6 +176,17 @@ SAMPLER_TEMPERATURE = Setting(
 )  # fmt: skip
 
 
+def check_sampler(fill: str, facts: Any) -> None:
+    """Raises ValueError for a model without a sampler head."""
+    if not facts.has_sampler:
+        raise SettingError(
+            "fill",
+            fill,
+            "needs a sampler head, which this model lacks",
+            "use fill='parallel', or train one with model.add_sampler_head",
+        )
+
+
 @rule
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
@@ -199,13 +211,7 @@ class Wavefront(FillRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if not facts.has_sampler:
-            raise SettingError(
-                "fill",
-                "wavefront",
-                "requires a sampler head, which this model lacks",
-                "use fill='parallel', or train one with model.add_sampler_head",
-            )
+        check_sampler(cls.name, facts)
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates, with log-probability and confidence under the head that drew them."""
@@ -229,7 +235,7 @@ class Wavefront(FillRule):
         is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
-        level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
+        level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
         found = _grow(
             reader, writer, found, level_BL, is_grown_BL, wanted.tokens_BL, self.temperature_B
         )
@@ -243,12 +249,12 @@ class Wavefront(FillRule):
         """The LM head at starting positions, and the sampler head with its neighbours elsewhere."""
         level_BL = proposed.level_BL
         is_drawn_BL = proposed.tokens_BL >= 0
-        grown = _grown(reader, level_BL, proposed.canvas_BL, self.temperature_B)
+        grown = grown_from(reader, level_BL, proposed.canvas_BL, self.temperature_B)
 
         def beside(places_N: jax.Array) -> jax.Array:
             return grown(proposed.tokens_BL, places_N)[1]
 
-        chunk = _chunk(reader)
+        chunk = head_chunk(reader)
         return (
             Source(is_drawn_BL & (level_BL == 0), reader.chunk, reader.logits),
             Source(is_drawn_BL & (level_BL > 0), chunk, beside),
@@ -287,21 +293,21 @@ def _grow(
     temperature_B: jax.Array,
 ) -> Filled:
     """`found` with the candidates of the sampler head, level by level."""
-    grown = _grown(reader, level_BL, tokens_BL, temperature_B)
+    grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
         clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
         return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
 
-    return fold(is_grown_BL, _chunk(reader), grow, found, level_BL=level_BL)
+    return fold(is_grown_BL, head_chunk(reader), grow, found, level_BL=level_BL)
 
 
-def _chunk(reader: Reader) -> int:
+def head_chunk(reader: Reader) -> int:
     """Number of positions that the sampler head reads at once."""
     return min(reader.chunk, wave_chunk(reader.network.vocab_size))
 
 
-def _grown(
+def grown_from(
     reader: Reader, level_BL: jax.Array, tokens_BL: jax.Array, temperature_B: jax.Array
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits.
@@ -321,7 +327,7 @@ def _grown(
         is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
         level_NC = at_places(level_BL, place_NC)
         token_NC = jnp.where(
-            level_NC == _GIVEN, at_places(tokens_BL, place_NC), at_places(candidates_BL, place_NC)
+            level_NC == GIVEN, at_places(tokens_BL, place_NC), at_places(candidates_BL, place_NC)
         )
         return token_NC, is_inside_NC & (level_NC < at_places(level_BL, places_N)[:, None])
 

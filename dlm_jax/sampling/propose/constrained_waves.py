@@ -1,0 +1,131 @@
+"""Matches drawn from the left, each token by the sampler head and with a look at the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.positions import fold, put
+from dlm_jax.sampling.propose.constrained import Constrained, Seen
+from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted
+from dlm_jax.sampling.propose.wavefront import (
+    GIVEN,
+    NEVER,
+    SAMPLER_TEMPERATURE,
+    check_sampler,
+    grown_from,
+    head_chunk,
+)
+from dlm_jax.settings import per_row, rule
+
+
+@rule
+class ConstrainedWaves(Constrained):
+    """Draws the open positions of a row from left to right, as a match of its structure.
+
+    With ``h_i`` the distribution of the sampler head at position i, given the visible tokens and
+    the candidates to its left, after the chain, a token has probability ``h_i(x) beta_i(s(x)) /
+    sum_y h_i(y) beta_i(s(y))``. ``s(x)`` is the state of the automaton behind the token, and
+    ``beta_i`` the probability that the trunk's independent distributions of the later positions
+    complete the match from it. A greedy row takes the largest ``h_i(x) beta_i(s(x))``, where
+    ``beta_i`` is the probability of the most likely completion. Without a visible token or
+    candidate beside a position, ``h_i`` is that of the LM head. A wave is one position of all rows.
+
+    Ids removed by truncation, holes outside the step and EOS are as in `Constrained`. Rows without
+    structure use `Wavefront`.
+    """
+
+    about = "from left to right by the sampler head in rows with a structure, else wavefront"
+    needs_sampler = True
+    otherwise = "wavefront"
+    drawn = "in waves"
+
+    temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
+        check_sampler(cls.name, facts)
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
+        heat_B = np.array([row.sampler_temperature for row in rows], np.float32)
+        return dataclasses.replace(super().columns(rows, facts), temperature_B=heat_B)
+
+    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+        """The candidates, with log-probability and confidence under the head that drew them."""
+        found, seen = self._read(reader, writer, wanted)
+        places = self._places(writer, wanted, found.proposal, seen)
+        is_open_BL, index_L = places.is_open_BL, jnp.arange(places.is_open_BL.shape[1])
+        is_seen_BL = wanted.is_seen_BL & ~wanted.is_open_BL
+        level_BL = jnp.where(is_open_BL, index_L[None], jnp.where(is_seen_BL, GIVEN, NEVER))
+        left_BL = jnp.pad(level_BL, ((0, 0), (1, 0)), constant_values=NEVER)[:, :-1]
+        right_BL = jnp.pad(level_BL, ((0, 0), (0, 1)), constant_values=NEVER)[:, 1:]
+        is_alone_BL = is_open_BL & (left_BL == NEVER) & (right_BL != GIVEN)
+        by_head = self._column(reader, writer, level_BL, wanted.tokens_BL)
+
+        def wave(carry: tuple[jax.Array, jax.Array], at_one: Any) -> tuple[Any, Any]:
+            state_B, tokens_BL = carry
+            index, behind_BS, (arc_wait_BD, class_wait_BC), trunk, is_alone_B, at_place = at_one
+            is_open_B = at_place.is_open_BL
+            own = by_head(index, tokens_BL, is_open_B & ~is_alone_B, trunk)
+            takes_best_B = is_open_B & at_place.takes_best_BL
+            label_BK = self._labels(own.weight, takes_best_B[:, None])[:, 0]
+            label_BK = jnp.where(is_open_B[:, None], label_BK, at_place.label_BLK)
+            arc_B, next_B = self._next(state_B, behind_BS, arc_wait_BD, label_BK)
+            made = self._of_arcs(own, arc_B[:, None], class_wait_BC[:, None])
+            token_B, logprob_B, sure_B = (x_B1[:, 0] for x_B1 in made)
+            token_B = jnp.where(is_open_B, token_B, tokens_BL[:, index])
+            state_B = jnp.where(at_place.is_text_BL, next_B, state_B)
+            return (state_B, tokens_BL.at[:, index].set(token_B)), (logprob_B, sure_B)
+
+        by_place = jax.tree.map(
+            lambda x_BL: x_BL.swapaxes(0, 1),
+            (self._arrivals(writer, places), seen, is_alone_BL, places),
+        )
+        old = found.proposal
+        (_, tokens_BL), made = jax.lax.scan(
+            wave, (self.start_B, old.tokens_BL), (index_L, self._messages(places), *by_place)
+        )
+        logprob_BL, sure_BL = (
+            jnp.where(is_open_BL, new_LB.T, old_BL)
+            for new_LB, old_BL in zip(made, (old.logprob_BL, old.confidence_BL), strict=True)
+        )
+        is_fine_B = jnp.all(jnp.isfinite(logprob_BL) | ~is_open_BL, axis=1)
+        counts = {"waves": is_open_BL.sum(axis=1), "bootstrapped": is_alone_BL.sum(axis=1)}
+        return found._replace(
+            proposal=old._replace(
+                tokens_BL=tokens_BL, logprob_BL=logprob_BL, confidence_BL=sure_BL
+            ),
+            is_finite_B=found.is_finite_B & is_fine_B,
+            counts=counts,
+        )
+
+    def _column(
+        self, reader: Reader, writer: CandidateWriter, level_BL: jax.Array, tokens_BL: jax.Array
+    ) -> Callable[[jax.Array, jax.Array, jax.Array, Seen], Seen]:
+        """``(index, candidates_BL, is_read_B, seen) -> seen``, ``[B, 1, C]``: the head's readout.
+
+        Rows that are not read keep theirs, ``[B, C]``.
+        """
+        grown = grown_from(reader, level_BL, tokens_BL, self.temperature_B)
+        first_BC, num_positions = self._first_blocks(), level_BL.shape[1]
+
+        def column(
+            index: jax.Array, candidates_BL: jax.Array, is_read_B: jax.Array, seen: Seen
+        ) -> Seen:
+            def read(now: Seen, row_N: jax.Array, is_real_N: jax.Array) -> Seen:
+                places_N = row_N * num_positions + index
+                logits = grown(candidates_BL, places_N)
+                new = self._seen(writer, first_BC, places_N, is_real_N, *logits)
+                return put(now, row_N, is_real_N, new)
+
+            begin = jax.tree.map(lambda x_BC: x_BC[:, None], seen)
+            return fold(is_read_B[:, None], head_chunk(reader), read, begin)
+
+        return column
