@@ -37,6 +37,7 @@ class Wanted(NamedTuple):
       kept: per-position memory of the commit rule, or None.
       is_given_BL: True at given tokens; None if unknown.
       is_traced: whether `Filled.drawn` is needed; static.
+      signal_BLD: self-conditioning signal of the step before, or None.
     """
 
     is_open_BL: jax.Array
@@ -49,6 +50,7 @@ class Wanted(NamedTuple):
     kept: Any = None
     is_given_BL: jax.Array | None = None
     is_traced: bool = False
+    signal_BLD: jax.Array | None = None
 
 
 class Reader(NamedTuple):
@@ -84,6 +86,7 @@ class Filled(NamedTuple):
         None if not needed.
       kept: per-position memory of the commit rule after the reads of this step.
       drawn: record of the draws; None if not needed.
+      signal_BLD: self-conditioning signal after the reads of this step; None if not needed.
     """
 
     proposal: Proposal
@@ -93,6 +96,7 @@ class Filled(NamedTuple):
     best_BL: jax.Array | None = None
     kept: Any = None
     drawn: Drawn | None = None
+    signal_BLD: jax.Array | None = None
 
 
 class Proposed(NamedTuple):
@@ -180,6 +184,7 @@ def no_candidates(wanted: Wanted) -> Filled:
         best_BL=none_BL if wanted.keeps_best else None,
         kept=wanted.kept,
         drawn=Drawn(zeros_BL, zeros_BL, none_BL) if wanted.is_traced else None,
+        signal_BLD=wanted.signal_BLD,
     )
 
 
@@ -201,6 +206,8 @@ class CandidateWriter:
       observe: `CommitRule.observe`, which replaces `measure`; None for a rule without memory.
       kept: per-position memory of the rule before this step.
       standing_BL: tokens whose confidence is measured instead of the candidates'; None: theirs.
+      signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits of the draw;
+        None for a network without.
     """
 
     chain: Chain
@@ -215,6 +222,7 @@ class CandidateWriter:
     observe: Callable[..., tuple[Any, jax.Array]] | None = None
     kept: Any = None
     standing_BL: jax.Array | None = None
+    signal: Callable[[jax.Array], jax.Array] | None = None
 
     def write(
         self,
@@ -268,6 +276,10 @@ class CandidateWriter:
             pair = drawn.logprob_BL, drawn.entropy_BL
             policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
             drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
+        signal_BLD = found.signal_BLD
+        if self.signal is not None:
+            final_NV = self.chain.apply(self.prepared, clean_NV, at)
+            signal_BLD = put(signal_BLD, places_N, is_real_N, self.signal(final_NV))
         kept, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
@@ -277,6 +289,7 @@ class CandidateWriter:
             best_BL=best_BL,
             kept=put(found.kept, places_N, is_real_N, kept),
             drawn=drawn,
+            signal_BLD=signal_BLD,
         )
 
     def scored(self, clean_NV: jax.Array, ids_NK: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:

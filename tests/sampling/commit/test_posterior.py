@@ -165,6 +165,7 @@ def test_a_uniform_model_writes_by_its_own_order():
         ({"order": "threshold"}, "use order='posterior'"),
         ({"remask": "wino"}, "remask='wino' does not go with order='posterior'"),
         ({"cache": "prefix"}, "cache='prefix' does not go with"),
+        ({"cache": "exact"}, "cache='exact' does not go with"),
         ({"fill": "speculative"}, "fill='speculative' does not go with"),
         ({"guidance": 1.0}, "guidance=1.0 does not go with"),
         ({"edit": True}, "edit=True does not go with"),
