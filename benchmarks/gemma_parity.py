@@ -121,6 +121,7 @@ def _with_noise(reference: Any, noise: Noise, begin: int, *, is_greedy: bool) ->
     with (
         mock.patch.object(theirs.EntropyBoundSampler, "initialize_canvas", canvas),
         mock.patch.object(torch, "multinomial", multinomial),
+        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin"),
         mock.patch.object(type(reference), "_denoising_step", step),
     ):
         yield

@@ -291,6 +291,7 @@ def test_a_row_does_not_depend_on_its_neighbours_and_nothing_compiles_again(both
     assert [few[0], few[2]] == [wanted[2], wanted[0]] and not again.programs
 
 
+@pytest.mark.slow
 def test_the_cache_changes_the_time_and_not_the_text(both, drawn):
     rows, wanted, with_cache = drawn
     found, without = _written(both[2], rows, cache="none")
@@ -309,16 +310,18 @@ def test_prompts_stay_and_banned_ids_are_never_written(both, drawn):
 
 
 def test_each_canvas_has_its_own_steps_and_temperatures(both):
-    _, result = _written(both[2], [{"tokens": [1]}], renoise_stop=0.0, ignore_eos=True,
-                         stop_at_eos=False)  # fmt: skip
-    assert result.steps.tolist() == [12]
-    model = both[2]
-    hot = {"temperature": 1.0, "temperature_end": 1e-6, "renoise_stop": 0.0, "cache": "none"}
-    state = canvas_state(model, LOOP | hot)
-    first = chain_now(state._replace(block=state.block._replace(step_B=jnp.array([0]))))
-    last = chain_now(state._replace(block=state.block._replace(step_B=state.block.steps_B - 1)))
-    temperatures = [_temperature(chain) for chain in (first, last)]
-    np.testing.assert_allclose(temperatures, [1.0, 1e-6], rtol=1e-3)
+    state = canvas_state(both[2], LOOP | {"temperature": 1.0, "temperature_end": 0.25})
+    assert state.block.steps_B.tolist() == [LOOP["steps"] // 3]
+
+    def temperature(step, taken):
+        block = state.block._replace(step_B=jnp.array([step]))
+        chain = chain_now(state._replace(block=block, step_B=jnp.array([taken])))
+        (one,) = (t for t in chain.transforms if type(t).__name__ == "Temperature")
+        return float(one.temperature_B[0])
+
+    for canvas in range(3):
+        found = [temperature(step, 4 * canvas + step) for step in range(4)]
+        np.testing.assert_allclose(found, [1.0, 0.75, 0.5, 0.25], rtol=1e-6)
 
 
 def canvas_state(model, settings):
@@ -328,11 +331,6 @@ def canvas_state(model, settings):
     length = request.tokens.size
     tokens = np.pad(request.tokens, (0, 32 - length))[None]
     return start(tokens, jnp.array([length]), row, rules, mask_id=cases.MASK)
-
-
-def _temperature(chain):
-    (one,) = (t for t in chain.transforms if type(t).__name__ == "Temperature")
-    return float(one.temperature_B[0])
 
 
 def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_path):
@@ -408,6 +406,7 @@ def test_self_conditioning_without_its_part_of_the_network_is_refused(both, tmp_
         dlm_jax.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_conversation_is_answered_by_its_template(both, capsys):
     _, directory, model = both
     turns = [{"role": "user", "content": "hi"}]
