@@ -392,13 +392,9 @@ def build(config: ModelConfig) -> Network:
 
     readout, logits_of = _readouts(config)
     if config.attention_type == "canvas":
-        full_of = _block_modules(config, is_full=True) if config.full_every else module_of
-        conditioned = _conditioning(config) if config.self_conditioning else None
-        layers = stacks_of(config, module_of, full_of)
-        canvases = Canvases(config, vectors_of, final_norm, conditioned, layers)
         return Network(
             init=init, embed=embed, readout=readout, vocab_size=config.vocab_size,
-            logits_of=logits_of, **canvases.functions(),
+            logits_of=logits_of, **_canvases(config, vectors_of, module_of, final_norm).functions(),
         )  # fmt: skip
     cached = None
     if config.mode == "language_model":
@@ -435,6 +431,19 @@ def _inside_of(
         return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1))
 
     return inside
+
+
+def _canvases(
+    config: ModelConfig,
+    vectors_of: Callable[[Params, jax.Array], jax.Array],
+    module_of: Callable[[Params], Any],
+    final_norm: Callable[[Params, jax.Array], jax.Array],
+) -> Canvases:
+    """The functions of a network with canvases."""
+    full_of = _block_modules(config, is_full=True) if config.full_every else module_of
+    conditioned = _conditioning(config) if config.self_conditioning else None
+    layers = stacks_of(config, module_of, full_of)
+    return Canvases(config, vectors_of, final_norm, conditioned, layers)
 
 
 def _conditioning(config: ModelConfig) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:

@@ -272,10 +272,7 @@ class CandidateWriter:
         drawn = found.drawn
         if drawn is not None:
             policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
-            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
-            pair = drawn.logprob_BL, drawn.entropy_BL
-            policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
-            drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
+            drawn = _recorded(drawn, places_N, is_real_N, policy_N, clean_NV)
         signal_BLD = found.signal_BLD
         if self.signal is not None:
             final_NV = self.chain.apply(self.prepared, clean_NV, at)
@@ -343,6 +340,20 @@ class CandidateWriter:
             return None, self.measure(weighed_NV, logprob_N)
         kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
         return self.observe(kept, at.row_N, weighed_NV, ids_N, logprob_N)
+
+
+def _recorded(
+    drawn: Drawn,
+    places_N: jax.Array,
+    is_real_N: jax.Array,
+    policy_N: jax.Array,
+    clean_NV: jax.Array,
+) -> Drawn:
+    """The record of the draws with those at the real places."""
+    entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
+    pair = drawn.logprob_BL, drawn.entropy_BL
+    policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
+    return drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
 
 
 @rule
