@@ -1,4 +1,4 @@
-"""Measures the constrained fills: distributions, matches, quality, the time of a step and an answer.
+"""Measures the constrained fills: distributions, matches, quality, time of a step and an answer.
 
     python -m benchmarks.constrained law
     python -m benchmarks.constrained valid

@@ -1,11 +1,14 @@
 """What sampling from an 8B model needs on TPUs, by their compiler: the memory of a chip.
 
-    python -m benchmarks.published_memory [--topology v5e:2x4 ...] [--cache none]
+    python -m benchmarks.published_memory [--model llada] [--topology v5e:2x4 ...] [--cache none]
 
-LLaDA-8B in bfloat16, 32 rows on a canvas of 1024 with the settings of its preset ``llada``: the
-loop that `dlm_jax.generate` runs, compiled with abstract parameters for devices that need not be
-there (the extra ``tpu``). On paper a chip holds its share of the parameters, all parameters of the
-layer that it computes, and the LM head whole, with which it reads out its own rows.
+LLaDA-8B or DiffusionGemma-26B-A4B in bfloat16, 32 rows on a canvas of 1024 with the settings of
+their first preset: the loop that `dlm_jax.generate` runs, compiled with abstract parameters for
+devices that need not be there (the extra ``tpu``). On paper a chip holds its share of the
+parameters, all parameters of the layer that it computes, and the LM head whole, with which it reads
+out its own rows. The time of a step is the compiler's: the best case, in which all operations but
+products are bound by memory, and its own cycles (`dlm_jax.distributed.costs`). Each loop of unknown
+length counts once: reading out a chunk, and with a cache reading a prompt and a finished block.
 """
 
 from __future__ import annotations
@@ -19,8 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from dlm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    SampleConfig,
+)
 from dlm_jax.data import Tokenizer
+from dlm_jax.distributed.costs import Mode, cost
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.model import Model
@@ -31,6 +42,7 @@ from dlm_jax.published import family
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.state import start
+from dlm_jax.training.plan import torus_of
 
 ROWS, CANVAS = 32, 1024
 LLADA_8B = ModelConfig(
@@ -38,8 +50,18 @@ LLADA_8B = ModelConfig(
     norm="rms", norm_epsilon=1e-5, qk_norm=False, rope_theta=500000.0, tied_head=False,
     compute_dtype="bfloat16",
 )  # fmt: skip
+GEMMA_26B = ModelConfig(
+    depth=30, width=2816, heads=16, kv_heads=8, head_size=256, mlp_width=2112, activation="geglu",
+    norm_epsilon=1e-6, vocab_size=262144, rope_theta=1e4, attention_type="canvas",
+    block_length=256, attention_window=1024, full_every=6, full_head_size=512, full_kv_heads=2,
+    full_rope_theta=1e6, full_rotary_share=0.25, full_value_from_key=True, attention_scale=1.0,
+    value_norm=True, post_norms=True, layer_scales=True, embedding_scaled=True, logit_cap=30.0,
+    self_conditioning=True, experts=128, experts_per_token=8, expert_width=704,
+    experts_beside=True, router_scales=True, router_normalised=True, compute_dtype="bfloat16",
+)  # fmt: skip
 MESHES = {
     "v5e:2x4": (MeshConfig(data=1, fsdp=8), MeshConfig(data=1, tensor=8)),
+    "v5e:4x4": (MeshConfig(data=1, fsdp=16),),
     "v5p:2x2x1": (MeshConfig(data=1, fsdp=4), MeshConfig(data=1, tensor=4)),
 }
 _GIB = 2.0**30
@@ -47,7 +69,7 @@ _GIB = 2.0**30
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """Stands for LLaDA's tokenizer, of which ids alone are asked."""
+    """Stands for a tokenizer, of which ids alone are asked; LLaDA's by default."""
 
     vocab_size: int = 126349
     mask_id: int = 126336
@@ -58,19 +80,42 @@ class Ids:
     banned_ids: tuple[int, ...] = (126336,)
 
 
-def abstract_model(mesh: Mesh, cache: str) -> Model:
-    """LLaDA-8B whose parameters are shapes with a place."""
-    network = build(LLADA_8B)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and the settings of its loop."""
+
+    model: ModelConfig
+    ids: Ids
+    settings: dict[str, Any]
+    process: str
+    splits_heads: bool
+
+
+CASES = {
+    "llada": Case(LLADA_8B, Ids(), family.LLADA["llada"], "masked", True),
+    "diffusion_gemma": Case(
+        GEMMA_26B, Ids(262144, 4, 0, 1, None, (0, 2, 4)),
+        family.DIFFUSION_GEMMA["diffusion_gemma"], "uniform", False,
+    ),
+}  # fmt: skip
+
+
+def abstract_model(case: Case, mesh: Mesh, cache: str) -> Model:
+    """The model of a case, whose parameters are shapes with a place."""
+    network = build(case.model)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     places = shardings(shapes, mesh)
     params = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, "bfloat16", sharding=place),
         shapes, places,
     )  # fmt: skip
-    sample = SampleConfig(**family.LLADA["llada"] | {"cache": cache})
-    config = Config(model=LLADA_8B, data=DataConfig(seq_len=CANVAS), sample=sample)
+    sample = SampleConfig(**case.settings | {"cache": cache})
+    config = Config(
+        model=case.model, data=DataConfig(seq_len=CANVAS), sample=sample,
+        objective=ObjectiveConfig(process=case.process),
+    )  # fmt: skip
     return Model(
-        network, cast(Any, params), cast(Tokenizer, Ids()), max_length=CANVAS, sample=sample,
+        network, cast(Any, params), cast(Tokenizer, case.ids), max_length=CANVAS, sample=sample,
         config=config,
     )  # fmt: skip
 
@@ -92,10 +137,10 @@ def abstract_state(model: Model, bucket: Bucket, requests: list[Any], rows: Name
     return jax.tree.map(placed, jax.eval_shape(made))
 
 
-def measure(topology: str, config: MeshConfig, cache: str) -> str:
+def measure(case: Case, topology: str, config: MeshConfig, cache: str) -> str:
     """A row of the table."""
     mesh = make_mesh(config, topology_devices(topology))
-    model = abstract_model(mesh, cache)
+    model = abstract_model(case, mesh, cache)
     room = CANVAS - 8
     requests = make_requests(model, {"tokens": [1] * 8}, {"gen_length": room, "steps": room})
     bucket = Bucket(requests, model.facts, CANVAS)
@@ -104,24 +149,31 @@ def measure(topology: str, config: MeshConfig, cache: str) -> str:
     assert isinstance(loop, Advance) and rows is not None
     state = abstract_state(model, bucket, requests, rows)
     began = time.perf_counter()
-    found = loop.compile(model.params, state).memory_analysis()
-    assert found is not None
+    compiled = loop.compile(model.params, state)
+    seconds = time.perf_counter() - began
+    found, text = compiled.memory_analysis(), compiled.as_text()
+    assert found is not None and text is not None
+    modes: tuple[Mode, ...] = ("roof", "cycles")
+    torus = torus_of(mesh)
+    steps = " / ".join(f"{1e3 * cost(text, torus, mode).seconds:.0f}" for mode in modes)
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     parts = [found.argument_size_in_bytes, found.temp_size_in_bytes]
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (
-        f"| {topology} | {axes} | {cache} | {on_paper(mesh):.1f} | {parts[0] / _GIB:.1f} | "
-        f"{parts[1] / _GIB:.1f} | {sum(parts) / _GIB:.1f} of {chip.memory / _GIB:.0f} | "
-        f"{time.perf_counter() - began:.0f} |"
+        f"| {topology} | {axes} | {cache} | {on_paper(case.model, mesh):.1f} | "
+        f"{parts[0] / _GIB:.1f} | {parts[1] / _GIB:.1f} | "
+        f"{sum(parts) / _GIB:.1f} of {chip.memory / _GIB:.0f} | "
+        f"{steps} | {seconds:.0f} |"
     )
 
 
-def on_paper(mesh: Mesh) -> float:
+def on_paper(model: ModelConfig, mesh: Mesh) -> float:
     """GiB of a chip: its share of the parameters, one whole layer of them, and the LM head."""
-    shapes = jax.eval_shape(build(LLADA_8B).init, jax.random.key(0))
+    shapes = jax.eval_shape(build(model).init, jax.random.key(0))
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"])) / LLADA_8B.depth
-    head = shapes["head"]["kernel"].size
+    layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]))
+    layer /= len(model.layers["blocks"])
+    head = model.vocab_size * model.width
     layer = layer if mesh.shape["fsdp"] > 1 else 0
     return 2 * (total / mesh.size + layer + head) / _GIB
 
@@ -129,14 +181,23 @@ def on_paper(mesh: Mesh) -> float:
 def main() -> None:
     """Prints a row for every mesh."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--topology", nargs="*", default=list(MESHES), choices=list(MESHES))
-    parser.add_argument("--cache", default="none", choices=("none", "prefix", "dual"))
+    parser.add_argument("--model", default="llada", choices=list(CASES))
+    parser.add_argument(
+        "--topology", nargs="*", default=("v5e:2x4", "v5p:2x2x1"), choices=list(MESHES)
+    )
+    parser.add_argument("--cache", default="none", choices=("none", "prefix", "dual", "exact"))
     args = parser.parse_args()
-    print("| topology | mesh | cache | on paper GiB | arguments | temporaries | of a chip | s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| topology | mesh | cache | on paper GiB | arguments | temporaries | of a chip | step ms "
+        "| s |"
+    )
+    print("| --- " * 9 + "|")
     for topology in args.topology:
+        case = CASES[args.model]
         for config in MESHES[topology]:
-            print(measure(topology, config, args.cache), flush=True)
+            if config.tensor > 1 and not case.splits_heads:
+                continue  # two key/value heads of a full layer
+            print(measure(case, topology, config, args.cache), flush=True)
 
 
 if __name__ == "__main__":

@@ -68,13 +68,11 @@ _GUMBEL = Here(("draw",), {_TRUE: {"draw": "gumbel"}})
 _RENAMED: dict[tuple[str, ...], str] = {
     _LENGTH: "max_new_tokens max_gen_toks max_completion_tokens n_predict num_predict",
     ("gen_length",): "max_tokens",
-    _STEPS: (
-        "diffusion_steps num_steps sampling_steps num_inference_steps max_denoising_steps "
-        "max_iterations"
-    ),
+    _STEPS: "diffusion_steps num_steps sampling_steps num_inference_steps max_iterations",
     ("block_length",): "bd_size diffusion_block_length",
     ("guidance",): "cfg_scale cfg diffusion_cfg_scale unsupervised_cfg_scale",
-    ("temperature",): "temp",
+    ("temperature",): "temp t_max",
+    ("temperature_end",): "t_min",
     ("top_p",): "top_p_logits nucleus_p",
     ("top_k",): "top_k_logits",
     ("typical_p",): "typ_p typical",
@@ -124,6 +122,7 @@ TABLE: dict[str, Here] = {
     "eta": Here(("remask_eta",), note="it goes with remask='remdm_cap'"),
     # Lengths, steps and blocks.
     "denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
+    "max_denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "steps_per_block": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "block_size": Here(("block_length",), note="the canvas of a row is max_length"),
     "small_block_size": Here(

@@ -70,6 +70,9 @@ class CachedTrunk:
         block of `shown_BL` after the clean tokens of earlier blocks, all blocks in one call, for
         training and likelihood; in other blocks with ``block_length=n``. None if ``block_length``
         is below 2.
+      canvas: ``(params, kept, tokens_BL, length_B, window, signal_BWD, size=W) -> hidden_BWD``: the
+        canvases that begin at ``window.begin_N`` after cached texts, as `Network.behind`. With it,
+        `whole` and `window` compute texts, and canvases are not cached. None without canvases.
       ready: ``(params) -> params`` in the layout of the other functions, called once before the
         steps of the loop; idempotent. None: no conversion.
     """
@@ -81,6 +84,7 @@ class CachedTrunk:
     store: Callable[..., Any]
     beside_clean: Callable[..., jax.Array] | None = None
     ready: Callable[[Params], Params] | None = None
+    canvas: Callable[..., jax.Array] | None = None
 
 
 class Inside(NamedTuple):
@@ -141,6 +145,7 @@ class Network:
         network without canvases; with canvases, `trunk` treats the whole row as a canvas.
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
         embedding under the softmax of the logits. None if the network has no signal.
+      canvas_length: positions of a canvas, if the network has canvases.
     """
 
     init: Callable[[jax.Array], Params]
@@ -159,6 +164,19 @@ class Network:
     inside: Callable[..., Inside] | None = None
     behind: Callable[..., jax.Array] | None = None
     signal: Callable[[Params, jax.Array], jax.Array] | None = None
+    canvas_length: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.behind is None) != (self.canvas_length < 1):
+            raise ValueError(
+                f"Network.canvas_length={self.canvas_length} is not supported with "
+                f"{'no ' if self.behind is None else ''}Network.behind; pass both or none"
+            )
+        if self.signal is not None and self.behind is None:
+            raise ValueError(
+                "Network.signal has no effect without Network.behind, which reads it; pass both "
+                "or none"
+            )
 
     @property
     def block_length(self) -> int:

@@ -153,6 +153,7 @@ class Model:
             is_causal=self.is_causal,
             block_length=self.network.block_length,
             process=self.process,
+            canvas_length=self.network.canvas_length,
         )
 
     @functools.cached_property

@@ -217,14 +217,10 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     facts = model.facts
     if facts.block_length:
         _check_blocks(facts, sample)
-    if model.network.behind is not None:
-        raise SettingError(
-            "model.attention_type",
-            "canvas",
-            "requires the decoding loop of its family, which is not implemented",
-            "call its network (Network.behind)",
-        )
-    if not (model.process.is_masked or sample.table.commit[sample.order].renews):
+    renews = sample.table.commit[sample.order].renews
+    if facts.canvas_length:
+        _check_canvases(facts, sample, renews=renews)
+    if not (model.process.is_masked or renews):
         name = "" if model.config is None else model.config.objective.process
         raise SettingError(
             "order",
@@ -251,6 +247,23 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
             True,
             "moves tokens between blocks, which a block-causal model does not support",
             "use a bidirectional model",
+        )
+
+
+def _check_canvases(facts: ModelFacts, sample: SampleConfig, *, renews: bool) -> None:
+    if not renews:
+        raise SettingError(
+            "order",
+            sample.order,
+            "fills holes, and the canvases of this model hold random tokens",
+            "use order='entropy_renoise'",
+        )
+    if not 1 <= sample.block_length <= facts.canvas_length:
+        raise SettingError(
+            "block_length",
+            sample.block_length,
+            f"is more than the {facts.canvas_length} positions of a canvas",
+            "use 0 for whole canvases",
         )
 
 
@@ -301,11 +314,12 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     (places,) = np.nonzero(is_open)
     if not places.size:
         return
-    if facts.block_length and not is_open[places[0] :].all():
+    if (facts.block_length or facts.canvas_length) and not is_open[places[0] :].all():
+        kind = "a block-causal model" if facts.block_length else "a model with canvases"
         raise SettingError(
             "tokens",
             UNSET,
-            "are given after a hole, where a block-causal model does not attend to them",
+            f"are given after a hole, where {kind} does not attend to them",
             "put them before it, or use a bidirectional model",
         )
     for rule in sample.table.of(sample):
@@ -600,8 +614,9 @@ def _settings(
         )
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
-    if model.network.block_length and sample.block_length == 0:
-        sample = replace(sample, block_length=model.network.block_length)
+    unit = model.network.block_length or model.network.canvas_length
+    if unit and sample.block_length == 0:
+        sample = replace(sample, block_length=unit)
     check_settings(model, sample)
     return sample
 

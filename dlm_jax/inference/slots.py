@@ -258,15 +258,16 @@ def _changes(program: Program) -> Changes:
         return start(**arguments, mask_id=mask_id, num_traced=num_traced)
 
     def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array) -> State:
-        new, cache = begin(arguments), state.cache
+        new, cache, signal_BLD = begin(arguments), state.cache, state.signal_BLD
+        # The cache and the signal of the old rows are no longer read.
+        state = state._replace(signal_BLD=None)
         if cache is not None:
-            # The cache of the old rows is no longer read.
             state = state._replace(cache=cache._replace(kept=(), bare=()))
 
         def merge(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        state = jax.tree.map(merge, new, state)
+        state = jax.tree.map(merge, new, state)._replace(signal_BLD=signal_BLD)
         if cache is None or state.cache is None:
             return state
         return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))

@@ -346,6 +346,36 @@ def seen_keys(
     return cpu.shared_bias(is_kept_BWL, num_shared), cpu.shared_bias(is_new_BWW, num_shared)
 
 
+def seen_behind(
+    window: Window,
+    place_BW: jax.Array,
+    length_B: jax.Array,
+    num_positions: int,
+    *,
+    reach: int,
+    is_canvas: bool,
+    num_shared: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Biases as of `seen_keys`, of a window of a text or of a canvas behind the cached text.
+
+    Who sees what is that of `attend_behind`, where the canvas begins at the window's first position
+    of its own; `reach` is the window of that function.
+    """
+    begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
+    query_BN = begin_B1 if is_canvas else place_BW  # all queries of a canvas see the same
+
+    def sees(key_BM: jax.Array) -> jax.Array:
+        key_B1M, query_BN1 = key_BM[:, None, :], query_BN[:, :, None]
+        is_near_BNM = key_B1M > query_BN1 - reach if reach else key_B1M >= 0
+        return is_near_BNM if is_canvas else is_near_BNM & (key_B1M <= query_BN1)
+
+    place_1L = jnp.arange(num_positions)[None]
+    is_kept_BL = place_1L < jnp.minimum(begin_B1, length_B1)
+    is_new_BW = (place_BW >= begin_B1) & (place_BW < jnp.minimum(end_B1, length_B1))
+    seen = is_kept_BL[:, None] & sees(place_1L), is_new_BW[:, None] & sees(place_BW)
+    return cpu.shared_bias(seen[0], num_shared), cpu.shared_bias(seen[1], num_shared)
+
+
 def attend_beside_kept(
     q_BWHK: jax.Array,
     kept_BGLK: tuple[jax.Array, jax.Array],

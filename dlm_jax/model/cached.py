@@ -194,12 +194,12 @@ class _Pieces:
 
         def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
             module, made = self.block(block), []
-            old = kept if row_N is None else on_own_rows(_rows_of, kept, row_N)
+            old = kept if row_N is None else on_own_rows(rows_of, kept, row_N)
             old = self._seen(old[0], num_seen), self._seen(old[1], num_seen)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 made.append((self._as_kept(k), self._as_kept(v)))
-                return attend_beside_kept(q, old, (_by_group(k), _by_group(v)), seen)
+                return attend_beside_kept(q, old, (by_group(k), by_group(v)), seen)
 
             return module.around(x_NWD, turns, attend), made[0]
 
@@ -238,12 +238,12 @@ class _Pieces:
         """Keys or values of a layer in the shape of the cache."""
         if not self.is_unrolled:
             return made_NWGK
-        return _by_group(made_NWGK).reshape(made_NWGK.shape[0], self.num_groups, -1)
+        return by_group(made_NWGK).reshape(made_NWGK.shape[0], self.num_groups, -1)
 
     def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
         """The first positions ``[N, G, S, K]`` of the cache of a layer."""
         if not self.is_unrolled:
-            return _by_group(kept[:, :num_seen])
+            return by_group(kept[:, :num_seen])
         return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
 
     def beside_clean(
@@ -299,9 +299,7 @@ class _Pieces:
             return x, tuple(found)
 
         def of_layer(leaf: jax.Array, at: jax.Array) -> jax.Array:
-            return _as_it_lies(
-                jax.lax.dynamic_index_in_dim(_as_it_lies(leaf), at, 1, keepdims=False)
-            )
+            return as_it_lies(jax.lax.dynamic_index_in_dim(as_it_lies(leaf), at, 1, keepdims=False))
 
         def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
             block, at = at_layer
@@ -314,20 +312,20 @@ class _Pieces:
             pieces.append(made)
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
-        return x, jax.tree.map(lambda leaf: _as_it_lies(jnp.moveaxis(leaf, 0, 1)), made)
+        return x, jax.tree.map(lambda leaf: as_it_lies(jnp.moveaxis(leaf, 0, 1)), made)
 
 
-def _rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
+def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
     """The local rows with these global indices."""
     row_N = row_N % kept[0].shape[0]
     return kept[0][row_N], kept[1][row_N]
 
 
-def _by_group(x_BLGK: jax.Array) -> jax.Array:
+def by_group(x_BLGK: jax.Array) -> jax.Array:
     return x_BLGK.transpose(0, 2, 1, 3)
 
 
-def _as_it_lies(x: jax.Array) -> jax.Array:
+def as_it_lies(x: jax.Array) -> jax.Array:
     """`x` with a fixed memory layout.
 
     The compiler does not partition other arrays, so each device would gather all rows.

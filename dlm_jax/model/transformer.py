@@ -19,14 +19,13 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import pin
 from dlm_jax.model.attention import (
     attend,
-    attend_behind,
     attend_in_blocks,
     attention_weights,
-    proportional_angles,
     rotary_angles,
     turned,
 )
 from dlm_jax.model.cached import cached_trunk, one_later, shifted
+from dlm_jax.model.canvas import Canvases, stacks_of
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import GATES, Linear, Norm, embed, rematerialised, unit_norm
@@ -269,19 +268,18 @@ class Block(nnx.Module):
         return pin(x_BLD + self._update(x_BLD), "hidden")
 
     def behind(
-        self, x_BLD: jax.Array, length_B: jax.Array, angles: Any, start_B: jax.Array, window: int
+        self,
+        x_BLD: jax.Array,
+        angles: Any,
+        attend: Callable[..., jax.Array],
+        is_canvas_BL: jax.Array,
     ) -> jax.Array:
-        """Hidden vectors after the block for texts followed by canvases that start at `start_B`."""
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return attend_behind(q, k, v, length_B, start_B=start_B, window=window)
-
+        """Like `around`, for texts and, where `is_canvas_BL`, for canvases; ``[B, 1]`` for all."""
         x_BLD = self.around(x_BLD, angles, attend)
         if self.text_scale is None or self.canvas_scale is None:
             return x_BLD
-        is_canvas_BL1 = (jnp.arange(x_BLD.shape[1])[None] >= start_B[:, None])[:, :, None]
         of_canvas, of_text = self.canvas_scale[...][None, None], self.text_scale[...][None, None]
-        scale_BL1 = jnp.where(is_canvas_BL1, of_canvas, of_text)
+        scale_BL1 = jnp.where(is_canvas_BL[:, :, None], of_canvas, of_text)
         return x_BLD * scale_BL1.astype(x_BLD.dtype)
 
     def _update(self, x_BLD: jax.Array) -> jax.Array:
@@ -396,7 +394,7 @@ def build(config: ModelConfig) -> Network:
     if config.attention_type == "canvas":
         return Network(
             init=init, embed=embed, readout=readout, vocab_size=config.vocab_size,
-            logits_of=logits_of, **_behind_text(config, vectors_of, module_of, final_norm),
+            logits_of=logits_of, **_canvases(config, vectors_of, module_of, final_norm).functions(),
         )  # fmt: skip
     cached = None
     if config.mode == "language_model":
@@ -435,99 +433,31 @@ def _inside_of(
     return inside
 
 
-def _behind_text(
+def _canvases(
     config: ModelConfig,
     vectors_of: Callable[[Params, jax.Array], jax.Array],
     module_of: Callable[[Params], Any],
     final_norm: Callable[[Params, jax.Array], jax.Array],
-) -> dict[str, Any]:
-    """`Network.trunk`, `Network.behind` and `Network.signal` for a network with canvases."""
-    through = _sliding_and_full(config, module_of)
+) -> Canvases:
+    """The functions of a network with canvases."""
+    full_of = _block_modules(config, is_full=True) if config.full_every else module_of
+    conditioned = _conditioning(config) if config.self_conditioning else None
+    layers = stacks_of(config, module_of, full_of)
+    return Canvases(config, vectors_of, final_norm, conditioned, layers)
+
+
+def _conditioning(config: ModelConfig) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
+    """``(params, x_BLD, signal_BLD) -> x_BLD``, embeddings with the self-conditioning signal."""
 
     def make() -> SelfConditioning:
         return SelfConditioning(config, rngs=nnx.Rngs(params=key_of(0)))
 
-    graph = nnx.split(nnx.eval_shape(make))[0] if config.self_conditioning else None
+    graph = nnx.split(nnx.eval_shape(make))[0]
 
-    def behind(
-        params: Params,
-        tokens_BL: jax.Array,
-        length_B: jax.Array,
-        start_B: jax.Array,
-        signal_BLD: jax.Array | None = None,
-    ) -> jax.Array:
-        x_BLD = vectors_of(params, tokens_BL)
-        if graph is not None:
-            signal_BLD = jnp.zeros_like(x_BLD) if signal_BLD is None else signal_BLD
-            conditioned = nnx.merge(graph, params["self_conditioning"])
-            is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
-            of_canvas_BLD = conditioned(x_BLD, signal_BLD.astype(x_BLD.dtype))
-            x_BLD = jnp.where(is_canvas_BL[:, :, None], of_canvas_BLD, x_BLD)
-        return final_norm(params, through(params, x_BLD, length_B, start_B))
+    def conditioned(params: Params, x_BLD: jax.Array, signal_BLD: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params["self_conditioning"])(x_BLD, signal_BLD)
 
-    def trunk(
-        params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
-    ) -> tuple[jax.Array, None]:
-        return behind(params, tokens_BL, length_B, jnp.zeros_like(length_B)), cache
-
-    def signal(params: Params, logits_NV: jax.Array) -> jax.Array:
-        table_VD = params["embedding"].astype(config.compute_dtype)
-        probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
-        vectors_ND = cpu.linear(probs_NV, table_VD)
-        scale = config.width**0.5 if config.embedding_scaled else 1.0
-        return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
-
-    return {"trunk": trunk, "behind": behind, "signal": None if graph is None else signal}
-
-
-def _sliding_and_full(
-    config: ModelConfig, module_of: Callable[[Params], Any]
-) -> Callable[..., jax.Array]:
-    """``(params, x_BLD, length_B, start_B) -> x_BLD`` after all layers, for texts followed by
-    canvases.
-
-    One scan over groups of layers: sliding layers, then a full one.
-    """
-    every = config.full_every
-    full_of = _block_modules(config, is_full=True) if every else module_of
-
-    def one(module_of: Callable[[Params], Any], window: int) -> Callable[..., jax.Array]:
-        def run(x_BLD: jax.Array, block: Params, context: Any) -> jax.Array:
-            length_B, start_B, angles = context
-            return module_of(block).behind(x_BLD, length_B, angles, start_B, window)
-
-        return rematerialised(run, config.remat)
-
-    sliding, full = one(module_of, config.attention_window), one(full_of, 0)
-
-    def group(x_BLD: jax.Array, parts: tuple[Params, Params], context: Any) -> jax.Array:
-        rows, angles, full_angles = context
-        blocks, full_block = parts
-        for at in range(every - 1):
-            block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
-            x_BLD = sliding(x_BLD, block, (*rows, angles))
-        return full(x_BLD, full_block, (*rows, full_angles))
-
-    def through(
-        params: Params, x_BLD: jax.Array, length_B: jax.Array, start_B: jax.Array
-    ) -> jax.Array:
-        rows, num_positions = (length_B, start_B), x_BLD.shape[1]
-        angles = rotary_angles(num_positions, config.rotary_size, config.rope_theta)
-        if not every:
-            for blocks in stacks(params):
-                x_BLD = cpu.run_blocks(sliding, x_BLD, blocks, (*rows, angles))
-            return x_BLD
-        blocks, full_blocks = stacks(params)
-        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, every - 1, *leaf.shape[1:]), blocks)
-        full_angles = proportional_angles(
-            num_positions,
-            config.full_head_size or config.size_of_head,
-            config.full_rope_theta or config.rope_theta,
-            config.full_rotary_share,
-        )
-        return cpu.run_blocks(group, x_BLD, (groups, full_blocks), (rows, angles, full_angles))
-
-    return through
+    return conditioned
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dlm_jax.config import Config, DataConfig, ModelConfig, SampleConfig
+from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.data import HubTokenizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate
@@ -65,7 +65,8 @@ def read_published(
         raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
     family, model, longest = read_model(directory)
     length = min(family.trained_length or longest, longest)
-    said = read_settings(directory, length)
+    own = family.recommended
+    said = read_settings(directory, length, lambda said: {} if own is None else own(said, model))
     shards = Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(
         directory, family, family.said(read_json(directory / CONFIG)), vocab_size=model.vocab_size
@@ -90,6 +91,7 @@ def read_published(
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
     config = Config(
         model=model, data=DataConfig(seq_len=length),
+        objective=ObjectiveConfig(process=family.process),
         sample=_recommended(implied_sample(family, model, length), said),
     )  # fmt: skip
     return Published(family, config, params, tokenizer, chat, presets, more_eos, said)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import ModelConfig, SampleConfig
 from dlm_jax.distributed.partitions import path_name
 from dlm_jax.types import Params
 
@@ -206,6 +206,10 @@ class Family:
         config.json itself.
       outside: fields that are written outside that object.
       generates_from_mask: whether its program accepts MASK in generation_config.json.
+      process: the forward process that its models were trained with, as ``objective.process``.
+      recommended: ``(fields of generation_config.json, model) -> settings``, of the fields that
+        its program alone has.
+      spoken: ``(settings, model) -> fields``, the inverse; empty where it has no such fields.
       other_names: ``(pattern, replacement)`` of names under which a tensor may be stored instead;
         an empty replacement omits it.
     """
@@ -224,6 +228,9 @@ class Family:
     within: str = ""
     outside: tuple[str, ...] = ()
     generates_from_mask: bool = True
+    process: str = "masked"
+    recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] | None = None
+    spoken: Callable[[SampleConfig, ModelConfig], dict[str, Any]] | None = None
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,6 +355,21 @@ FAST_DLLM: dict[str, dict[str, Any]] = {
         "order": "threshold", "threshold": 0.9, "threshold_above": True, "threshold_alone": 32,
         "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
         "ties": "lower",
+    },
+}  # fmt: skip
+
+DIFFUSION_GEMMA: dict[str, dict[str, Any]] = {
+    # generate of DiffusionGemma in transformers: 48 steps for a canvas of 256, and temperatures
+    # from 0.8 to 0.4, of which the last step is one step short.
+    "diffusion_gemma": {
+        "gen_length": 256, "steps": 48, "temperature": 0.8, "temperature_end": 0.408333333,
+        "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,
+        "stop_at_eos": True, "cache": "exact", "ties": "lower",
+    },
+    "greedy": {
+        "gen_length": 256, "steps": 48, "temperature": 0.0, "temperature_end": -1.0,
+        "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,
+        "stop_at_eos": True, "cache": "exact", "ties": "lower",
     },
 }  # fmt: skip
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.published import family
 from dlm_jax.published.family import DENSE, Family, Fields, Source
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -176,6 +178,52 @@ def _sources(model: ModelConfig) -> dict[str, Source]:
     return found
 
 
+# Fields of generation_config.json that are settings, and the names of these.
+_OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
+# Decimals of temperatures, so that reading what is written gives the same numbers.
+_DECIMALS = 9
+
+
+def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The settings of the loop, as DiffusionGemmaGenerationConfig has them."""
+    said = {**said, **(said.get("sampler_config") or {})}
+    if said.get("stability_threshold") not in (None, 1):
+        raise ValueError(
+            f"stability_threshold={said['stability_threshold']!r} is not implemented; use 1"
+        )
+    found = {name: said[field] for field, name in _OF_LOOP.items() if said.get(field) is not None}
+    first = family.DIFFUSION_GEMMA["diffusion_gemma"]
+    steps, length = said.get("max_denoising_steps"), said.get("max_new_tokens")
+    if steps is not None or length is not None:
+        steps = first["steps"] if steps is None else steps
+        length = first["gen_length"] if length is None else length
+        found["steps"] = steps * -(-length // model.block_length)
+    if said.get("t_min") is not None and said.get("t_max") is not None:
+        t_min, t_max = said["t_min"], said["t_max"]
+        of_canvas = first["steps"] if steps is None else steps
+        found["temperature"] = t_max
+        found["temperature_end"] = round(t_min + (t_max - t_min) / of_canvas, _DECIMALS)
+    return found
+
+
+def _spoken(sample: SampleConfig, model: ModelConfig) -> dict[str, Any]:
+    """The fields that `_recommended` converts back; empty if it has none for these settings."""
+    num_canvases = max(-(-sample.gen_length // model.block_length), 1)
+    steps, rest = divmod(sample.steps, num_canvases)
+    first, last = sample.temperature, sample.temperature_end
+    is_above = min(last, sample.entropy_bound, sample.renoise_stop) > 0
+    if rest or steps < 2 or not (sample.gen_length and is_above and last < first):
+        return {}
+    return {
+        "max_new_tokens": sample.gen_length, "max_denoising_steps": steps, "t_max": first,
+        "t_min": round((last * steps - first) / (steps - 1), _DECIMALS),
+        "confidence_threshold": sample.renoise_stop, "stability_threshold": 1,
+        "sampler_config": {
+            "_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": sample.entropy_bound,
+        },
+    }  # fmt: skip
+
+
 DIFFUSION_GEMMA = Family(
     name="diffusion_gemma",
     architectures=("DiffusionGemmaForBlockDiffusion",),
@@ -187,6 +235,10 @@ DIFFUSION_GEMMA = Family(
     idle=("boi_token_id", "eoi_token_id", "image_token_id", "vision_config"),
     within="text_config",
     generates_from_mask=False,
+    process="uniform",
+    presets=family.DIFFUSION_GEMMA,
+    recommended=_recommended,
+    spoken=_spoken,
     outside=("canvas_length", "tie_word_embeddings"),
     other_names=(
         # The tower that reads images.

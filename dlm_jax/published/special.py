@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,18 @@ def read_tokenizer(
     return tokenizer, eos[1:]
 
 
-def read_settings(directory: Path, length: int) -> dict[str, Any]:
+def read_settings(
+    directory: Path,
+    length: int,
+    of_family: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda said: {},
+) -> dict[str, Any]:
     """The settings that generation_config.json recommends; empty if there is none.
 
     Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default if
     the file has a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true
     means temperature 1 unless the file sets one. Without any of these fields, the family sets the
     temperature. A longer generation than the canvas of `length` tokens is set to the space after
-    the prompt.
+    the prompt. `of_family` is `Family.recommended`, for the fields of one family.
     """
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}
@@ -106,6 +110,7 @@ def read_settings(directory: Path, length: int) -> dict[str, Any]:
     if "repetition_penalty" in found:
         found["penalty_last_n"] = -1  # other programs penalise the whole text
     try:
+        found |= of_family(said)
         for name, value in (found | own).items():
             if name not in BUILT_IN.settings:
                 known = tuple(BUILT_IN.settings)

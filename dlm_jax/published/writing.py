@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dlm_jax.config import Config
+from dlm_jax.config import Config, SampleConfig
 from dlm_jax.data import HubTokenizer
 from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.directory import implied_sample
@@ -69,7 +70,7 @@ def write_published(
     pieces = pieces_of(found.sources(config.model), abstract, layers=config.model.layers)
     fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
     length = min(found.trained_length or config.data.seq_len, config.data.seq_len)
-    settings = settings_fields(config.sample, implied_sample(found, config.model, length))
+    settings = _settings(found, config, implied_sample(found, config.model, length))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with refused_unless_full(target, "name another"):
@@ -85,6 +86,17 @@ def write_published(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(file.name for file in target.iterdir())
+
+
+def _settings(family: Family, config: Config, implied: SampleConfig) -> dict[str, Any]:
+    """The fields of generation_config.json for recommended settings, those of the family first."""
+    sample, own = config.sample, {}
+    if family.spoken is not None and family.recommended is not None and sample != implied:
+        own = family.spoken(sample, config.model)
+        length = own.get("max_new_tokens", implied.gen_length)
+        given = family.recommended(own, config.model)
+        implied = dataclasses.replace(implied, gen_length=length, **given)
+    return settings_fields(sample, implied) | own
 
 
 def _config_fields(

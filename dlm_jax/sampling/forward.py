@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
 from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden
+from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions
@@ -44,11 +44,12 @@ class _Inputs(NamedTuple):
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """The state with an allocated cache; unchanged without a cache rule or if the cache exists.
+    """The state with an allocated cache and self-conditioning signal, where they are used.
 
-    The Transformer of this package stores ``2 depth L G K`` numbers per row, and twice as many in a
-    program with guidance.
+    What exists is unchanged. The Transformer of this package stores ``2 depth L G K`` numbers per
+    row, and twice as many in a program with guidance.
     """
+    state = _with_signal(program, params, state)
     if state.cache is None or jax.tree.leaves(state.cache.kept):
         return state
     rows, positions = state.canvas.tokens_BL.shape
@@ -56,6 +57,15 @@ def with_cache(program: Program, params: Params, state: State) -> State:
     kept = init(params, rows, positions)
     bare = init(params, rows, positions) if program.is_guided else None
     return state._replace(cache=state.cache._replace(kept=kept, bare=bare))
+
+
+def _with_signal(program: Program, params: Params, state: State) -> State:
+    signal, shape = program.network.signal, state.canvas.tokens_BL.shape
+    if signal is None or state.signal_BLD is not None:
+        return state
+    of_one = jax.ShapeDtypeStruct((1, program.network.vocab_size), jnp.float32)
+    found = jax.eval_shape(signal, params, of_one)
+    return state._replace(signal_BLD=jnp.zeros((*shape, found.shape[1]), found.dtype))
 
 
 def ready(program: Program, params: Params, state: State) -> Params:
@@ -69,6 +79,8 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     """The forward, plus the unconditional forward if a running row is guided."""
     if state.rules.cache is not None:
         return _beside_kept(program, params, state, is_open_BL)
+    if program.network.behind is not None:
+        return _behind(program, params, state)
     canvas = state.canvas
     hidden_BLD = hidden(program.network, params, canvas.tokens_BL, canvas.length_B)
     ones_B, none_B = jnp.ones_like(canvas.length_B), jnp.zeros_like(canvas.length_B)
@@ -82,6 +94,27 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     )
     forwards_B = ones_B + (state.row.guidance_B != 0)
     return TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B), None, forwards_B, none_B
+
+
+def _behind(program: Program, params: Params, state: State) -> Pass:
+    """The forward of canvases: each block behind the tokens before it, without those after it."""
+    network, canvas, block = program.network, state.canvas, state.block
+    assert network.behind is not None, "the network has canvases"
+    length_B = jnp.minimum(canvas.length_B, block.end_B)
+    hidden_BLD = returned(
+        network.behind(params, canvas.tokens_BL, length_B, block.begin_B, _signal_now(state)),
+        network, "behind", "B, L, D", (*canvas.tokens_BL.shape, None), float,
+    )  # fmt: skip
+    none_B = jnp.zeros_like(length_B)
+    return TrunkOutput(hidden_BLD), None, jnp.ones_like(length_B), none_B
+
+
+def _signal_now(state: State) -> jax.Array | None:
+    """The self-conditioning signal of the step; zeros in the first step of a block."""
+    if state.signal_BLD is None:
+        return None
+    is_first_B11 = (state.block.step_B == 0)[:, None, None]
+    return jnp.where(is_first_B11, jnp.zeros((), state.signal_BLD.dtype), state.signal_BLD)
 
 
 def _bare(program: Program, state: State) -> jax.Array:
@@ -122,7 +155,11 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
         plan.settles_B & runs_B,
         _smallest(sizes, state, plan, runs_B),
     )
-    kept, hidden_BWD = _windows(program, params, rule, sizes, cache.kept, inputs)
+    is_canvas = _pieces(program).canvas is not None
+    if is_canvas:
+        kept, hidden_BWD = _canvases(program, params, state, inputs)
+    else:
+        kept, hidden_BWD = _windows(program, params, rule, sizes, cache.kept, inputs)
     output = TrunkOutput(hidden_BWD, at_BL=_places(inputs.place_B, sizes[0], num_positions))
     bare = cache.bare
     if program.is_guided:
@@ -145,8 +182,10 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
     times_B = jnp.ones_like(state.canvas.length_B)
     if program.is_guided:
         times_B += state.row.guidance_B != 0
-    forwards_B = 1 + plan.settles_B.astype(jnp.int32)
-    return output, cache, forwards_B * times_B, _num_computed(state, plan, sizes[0]) * times_B
+    # A canvas is a forward of its own beside that of the text.
+    reads_B = plan.settles_B | plan.is_due_B if is_canvas else plan.settles_B
+    num_B = _num_computed(state, plan, sizes[0], is_canvas=is_canvas)
+    return output, cache, (1 + reads_B.astype(jnp.int32)) * times_B, num_B * times_B
 
 
 def _smallest(
@@ -166,12 +205,15 @@ def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
     return jnp.clip(offset_BL, 0, width - 1)
 
 
-def _num_computed(state: State, plan: CachePlan, settled: int) -> jax.Array:
+def _num_computed(
+    state: State, plan: CachePlan, settled: int, *, is_canvas: bool = False
+) -> jax.Array:
     """Number of live positions per row that the step computes for one canvas."""
     length_B = state.canvas.length_B
     window_B = jnp.maximum(jnp.minimum(plan.end_B, length_B) - plan.begin_B, 0)
     settled_B = plan.settles_B * jnp.minimum(plan.begin_B, settled)
-    return jnp.where(plan.is_due_B, length_B, window_B + settled_B)
+    whole_B = length_B + window_B if is_canvas else length_B
+    return jnp.where(plan.is_due_B, whole_B, window_B + settled_B)
 
 
 def _windows(
@@ -221,6 +263,28 @@ def _windows(
         is_mine_B = inputs.size_B == number
         hidden_BWD = in_groups(program.by_rows, is_mine_B, size, compute, put, hidden_BWD, inputs)
     return kept, hidden_BWD
+
+
+def _canvases(
+    program: Program, params: Params, state: State, inputs: _Inputs
+) -> tuple[Any, jax.Array]:
+    """The cache after the reads of texts, and the hidden vectors ``[B, W, D]`` of the canvases."""
+    pieces, plan, rule, cache = _pieces(program), inputs.plan, state.rules.cache, state.cache
+    assert rule is not None and cache is not None and pieces.canvas is not None
+    (width,) = rule.sizes(inputs.tokens_BL.shape[1])
+    window = Window(inputs.place_B, plan.begin_B, plan.end_B)
+    signal_BLD = _signal_now(state)
+    signal_BWD = None if signal_BLD is None else cut(signal_BLD, inputs.place_B, width)
+    rows = inputs.tokens_BL, inputs.length_B, window, signal_BWD
+
+    def canvases(kept: Any) -> jax.Array:
+        assert pieces.canvas is not None
+        return pieces.canvas(params, kept, *rows, size=width)
+
+    shape = jax.eval_shape(canvases, cache.kept)
+    unread_BWD = jnp.zeros(shape.shape, shape.dtype)
+    kept, _ = _refreshed(program, params, rule, cache.kept, unread_BWD, inputs)
+    return kept, canvases(kept)
 
 
 def _refreshed(

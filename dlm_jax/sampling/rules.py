@@ -50,6 +50,7 @@ class ModelFacts(NamedTuple):
       is_causal: whether it is autoregressive.
       block_length: positions per block of a block-causal model; 0 for other models.
       process: the forward process of the training; None: unknown.
+      canvas_length: positions of a canvas of a network with canvases; 0 for other models.
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class ModelFacts(NamedTuple):
     is_causal: bool = False
     block_length: int = 0
     process: NoiseProcess | None = None
+    canvas_length: int = 0
 
 
 class Rules(NamedTuple):

@@ -46,6 +46,8 @@ class State(NamedTuple):
       status_B: int32, a `Status`.
       memory: state of the commit rule.
       records: records of every step; None in a loop without traces.
+      signal_BLD: self-conditioning signal of the step before, where it read logits in the same
+        block; other values are old. None unless the network takes one.
     """
 
     canvas: Canvas
@@ -62,6 +64,7 @@ class State(NamedTuple):
     status_B: jax.Array
     memory: RuleMemory = RuleMemory()
     records: Records | None = None
+    signal_BLD: jax.Array | None = None
 
     @property
     def is_running_B(self) -> jax.Array:

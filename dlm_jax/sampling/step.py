@@ -8,6 +8,7 @@ tokens ends without another forward.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -382,7 +383,10 @@ def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.
 
 def chain_now(state: State) -> Chain:
     """The chain with the parameters of the next step of each row."""
-    share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.span_B - 1, 1)
+    step_B, span_B = state.step_B, state.span_B
+    if state.rules.commit.renews:  # each block begins with noise
+        step_B, span_B = state.block.step_B, state.block.steps_B
+    share_B = step_B.astype(jnp.float32) / jnp.maximum(span_B - 1, 1)
     return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
 
 
@@ -425,7 +429,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
         chain, commit, edit = chain_now(state), state.rules.commit, state.rules.edit
-        kept = state.memory.places
+        kept, signal = state.memory.places, program.network.signal
 
         def measure(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
             sure_N = commit.measure(logits_NV, logprob_N)
@@ -436,6 +440,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             measure, program.draw, program.banned_ids, commit.weighed,
             None if kept is None else commit.observe, kept,
             state.canvas.tokens_BL if commit.renews else None,
+            None if signal is None else functools.partial(signal, params),
         )  # fmt: skip
         wanted = Wanted(
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
@@ -443,6 +448,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             kept,
             state.canvas.frozen_BL,
             program.num_traced > 0,
+            state.signal_BLD,
         )  # fmt: skip
         # The number of open positions is at most the number of vectors of the trunk.
         chunk = min(program.chunk, output.num_vectors)
@@ -502,6 +508,7 @@ def committed(
         cache=inputs.cache,
         counters=state.counters.plus(counters),
         memory=memory,
+        signal_BLD=filled.signal_BLD,
     ), is_committed_BL
 
 

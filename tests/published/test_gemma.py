@@ -1,7 +1,8 @@
-"""DiffusionGemma against the classes of transformers: hidden states, logits, and its directory."""
+"""DiffusionGemma against transformers: hidden states, logits, generated ids, and its directory."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -12,16 +13,22 @@ import pytest
 import safetensors.numpy
 
 import dlm_jax
-from dlm_jax.config import ModelConfig
+from dlm_jax.cli import sample
+from dlm_jax.config import ModelConfig, ObjectiveConfig
+from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.slots import Bucket
 from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
+from dlm_jax.sampling.state import start
+from dlm_jax.sampling.step import chain_now
 
 transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
 torch = pytest.importorskip("torch", reason="torch is in an optional extra")
 classes = pytest.importorskip(
     "transformers.models.diffusion_gemma", reason="needs transformers with DiffusionGemma"
 )
+gemma_parity = pytest.importorskip("benchmarks.gemma_parity", reason="needs the extra bench")
 
 CANVAS, LONGEST = 5, 18
 TEXT = {
@@ -58,6 +65,8 @@ def both(tmp_path_factory):
                     value.copy_(1 + 0.1 * draw)
             elif value.ndim > 1:
                 value.copy_(draw * value.shape[-1] ** -0.5)
+            # So that the loop does not multiply rounding errors.
+            value.mul_(0.1 if "self_conditioning.down" in name else 1.0)
     reference.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(cases.tokenizer_json())
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": cases.TEMPLATE}))
@@ -221,6 +230,188 @@ def test_a_config_that_it_does_not_implement_is_refused_by_name(both, tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=text):
         dlm_jax.load(tmp_path)
+
+
+LOOP = {
+    "order": "entropy_renoise", "gen_length": 3 * CANVAS, "steps": 12, "temperature": 0.0,
+    "temperature_end": -1.0, "entropy_bound": 4.0, "renoise_stop": 3.0, "stop_at_eos": True,
+    "ties": "lower", "cache": "exact", "max_length": 32,
+}  # fmt: skip
+PROMPTS = ((3, 9, 1), (7,), (2, 0, 5, 11, 25, 6, 8, 20, 1, 4), (12, 29))
+
+
+@pytest.fixture(scope="module")
+def sharp(both, tmp_path_factory):
+    """The reference and the model, of likely tokens; that of EOS is not."""
+    reference, directory, _ = both
+    folder = tmp_path_factory.mktemp("sharp")
+    for file in directory.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    made = safetensors.numpy.load_file(directory / "model.safetensors")
+    made = {name: x * 2.5 if "embed_tokens" in name else x for name, x in made.items()}
+    safetensors.numpy.save_file(made, folder / "model.safetensors", {"format": "pt"})
+    again = type(reference).from_pretrained(folder, config=reference.config).eval().float()
+    return again, dlm_jax.load(folder)
+
+
+@pytest.mark.slow
+def test_ids_are_those_of_the_reference_with_the_same_noise(sharp):
+    reference, model = sharp
+    number, differ = gemma_parity.num_different(reference, model, PROMPTS, LOOP, (1, 8))
+    assert number > 30 and differ == [0, 0]
+
+
+def _written(model, rows, **settings):
+    result = dlm_jax.generate(model, rows, **(LOOP | settings))
+    return [result.tokens[i, : result.lengths[i]].tolist() for i in range(len(rows))], result
+
+
+@pytest.fixture(scope="module")
+def drawn(both):
+    """Rows with their own settings, and what is written of them."""
+    rows = [
+        {"tokens": list(prompt), "seed": seed, "temperature": (0.8, 0.0, 1.2, 0.5)[seed],
+         "temperature_end": (0.4, -1.0, 0.3, 0.5)[seed],
+         "entropy_bound": (0.1, 6.0, 3.0, 1.0)[seed]}
+        for seed, prompt in enumerate(PROMPTS)
+    ]  # fmt: skip
+    return rows, *_written(both[2], rows)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_and_nothing_compiles_again(both, drawn):
+    rows, wanted, first = drawn
+    found, again = _written(both[2], rows[::-1])
+    assert found[::-1] == wanted
+    assert len(first.programs) <= 1 and not again.programs
+    few, again = _written(both[2], [rows[2], {"tokens": [1], "seed": 7}, rows[0]])
+    assert [few[0], few[2]] == [wanted[2], wanted[0]] and not again.programs
+
+
+@pytest.mark.slow
+def test_the_cache_changes_the_time_and_not_the_text(both, drawn):
+    rows, wanted, with_cache = drawn
+    found, without = _written(both[2], rows, cache="none")
+    assert found == wanted
+    # One forward more for the text before each canvas.
+    canvases = np.asarray(with_cache.forwards) - np.asarray(without.forwards)
+    assert ((canvases >= 1) & (canvases <= 3)).all()
+
+
+def test_prompts_stay_and_banned_ids_are_never_written(both, drawn):
+    rows, wanted, _ = drawn
+    never = set(both[2].banned_ids) - set(both[2].eos_ids)
+    for row, ids in zip(rows, wanted, strict=True):
+        assert ids[: len(row["tokens"])] == row["tokens"]
+        assert not never & set(ids[len(row["tokens"]) :])
+
+
+def test_each_canvas_has_its_own_steps_and_temperatures(both):
+    state = canvas_state(both[2], LOOP | {"temperature": 1.0, "temperature_end": 0.25})
+    assert state.block.steps_B.tolist() == [LOOP["steps"] // 3]
+
+    def temperature(step, taken):
+        block = state.block._replace(step_B=jnp.array([step]))
+        chain = chain_now(state._replace(block=block, step_B=jnp.array([taken])))
+        (one,) = (t for t in chain.transforms if type(t).__name__ == "Temperature")
+        return float(one.temperature_B[0])
+
+    for canvas in range(3):
+        found = [temperature(step, 4 * canvas + step) for step in range(4)]
+        np.testing.assert_allclose(found, [1.0, 0.75, 0.5, 0.25], rtol=1e-6)
+
+
+def canvas_state(model, settings):
+    """The state of one row before its first step."""
+    (request,) = make_requests(model, {"tokens": [1]}, settings)
+    row, rules = Bucket([request], model.facts, 32).pack([request])
+    length = request.tokens.size
+    tokens = np.pad(request.tokens, (0, 32 - length))[None]
+    return start(tokens, jnp.array([length]), row, rules, mask_id=cases.MASK)
+
+
+def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_path):
+    model = both[2]
+    first = model.preset("diffusion_gemma")
+    fits = {k: v for k, v in first.items() if k not in ("gen_length", "steps")}
+    assert {k: getattr(model.sample, k) for k in fits} == fits
+    assert model.process.name == "uniform"
+    for file in both[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = {
+        "max_denoising_steps": 6, "max_new_tokens": 2 * CANVAS, "t_min": 0.2, "t_max": 0.8,
+        "confidence_threshold": 0.3, "stability_threshold": 1, "eos_token_id": [cases.EOS],
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.7},
+    }  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    read = dlm_jax.load(tmp_path).sample
+    assert (read.steps, read.gen_length, read.entropy_bound) == (12, 2 * CANVAS, 0.7)
+    assert (read.temperature, read.renoise_stop) == (0.8, 0.3)
+    assert read.temperature_end == pytest.approx(0.2 + 0.6 / 6)
+    # The program reads what is written of it, and so does the library.
+    out = tmp_path / "out"
+    dlm_jax.export(dlm_jax.load(tmp_path), out)
+    assert dlm_jax.load(out).sample == read
+    theirs = gemma_parity.theirs.DiffusionGemmaGenerationConfig.from_pretrained(out).to_dict()
+    for name in ("max_denoising_steps", "max_new_tokens", "t_max", "confidence_threshold"):
+        assert theirs[name] == config[name], name
+    assert theirs["t_min"] == pytest.approx(0.2)
+    config["stability_threshold"] = 2
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="stability_threshold=2 is not implemented"):
+        dlm_jax.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": "random"}, "order='random' fills holes"),
+        ({"block_length": CANVAS + 1}, "block_length=6 is more than the 5 positions of a canvas"),
+        ({"cache": "prefix"}, "cache='prefix' is not supported with order='entropy_renoise'"),
+        ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
+        ({"remask": "wino"}, "remask='wino' is not supported with"),
+        ({"trace": True}, "order='entropy_renoise' has no trace"),
+        ({"steps": 2}, "steps=2 is less than the 3 blocks"),
+    ],
+)
+def test_settings_that_canvases_do_not_support_are_refused_in_one_line(both, settings, message):
+    with pytest.raises(ValueError) as caught:
+        dlm_jax.generate(both[2], [{"tokens": [1]}], **(LOOP | settings))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tokens_given_behind_a_canvas_and_models_of_another_process_are_refused(both):
+    with pytest.raises(ValueError, match="behind a hole, where a model with canvases"):
+        dlm_jax.generate(both[2], [{"template": "a<hole:2>b"}], **(LOOP | {"gen_length": 0}))
+    masked = dataclasses.replace(both[2].config, objective=ObjectiveConfig())
+    with pytest.raises(ValueError, match="entropy_renoise' writes random tokens, and the model"):
+        dlm_jax.generate(dataclasses.replace(both[2], config=masked), [{"tokens": [1]}], **LOOP)
+
+
+def test_self_conditioning_without_its_part_of_the_network_is_refused(both, tmp_path):
+    network = both[2].network
+    with pytest.raises(ValueError, match="Network.signal has no effect without Network.behind"):
+        dataclasses.replace(network, behind=None, canvas_length=0)
+    with pytest.raises(ValueError, match="Network.canvas_length=0 is not supported with"):
+        dataclasses.replace(network, canvas_length=0)
+    for file in both[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    made = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    made = {name: value for name, value in made.items() if "self_conditioning" not in name}
+    safetensors.numpy.save_file(made, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="self_conditioning"):
+        dlm_jax.load(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_conversation_is_answered_by_its_template(both, capsys):
+    _, directory, model = both
+    turns = [{"role": "user", "content": "hi"}]
+    assert model.chat.text(turns) == "<|start|>user hi<|end|><|start|>assistant "
+    arguments = ["--checkpoint", str(directory), "--chat", "--prompt", "hi", "--steps", "4",
+                 "--gen-length", str(CANVAS)]  # fmt: skip
+    assert sample.main(arguments) == 0
+    answer = capsys.readouterr().out
+    assert "user" not in answer and len(answer.strip("\n")) <= CANVAS
 
 
 A4B = ModelConfig(

@@ -49,7 +49,7 @@ class Dual(CacheRule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        if facts.is_causal or facts.block_length:
+        if facts.is_causal or facts.block_length or facts.canvas_length:
             raise SettingError(
                 "cache",
                 cls.name,

@@ -23,11 +23,15 @@ class Exact(CacheRule):
     A causal model has blocks of one position. The model reads the token before each position, so
     the forward that predicts a token also computes the cached values of its input. Nothing is
     computed twice.
+
+    A canvas attends to the tokens before it, which are causal and cached. A finished canvas is
+    computed once more as text (DiffusionGemma, 2026).
     """
 
-    about = "finished blocks; exact, causal and block-causal models"
+    about = "finished blocks; exact, of causal and block-causal models and canvases"
 
     block_length: int = fact("block_length", 0)
+    canvas_length: int = fact("canvas_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 
     @classmethod
@@ -36,16 +40,16 @@ class Exact(CacheRule):
 
     @property
     def keeps(self) -> bool:
-        return not self.block_length
+        return not self.settles
 
     @property
     def settles(self) -> bool:
-        return self.block_length > 0
+        return self.block_length > 0 or self.canvas_length > 0
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        if not facts.is_causal and not facts.block_length:
+        if not (facts.is_causal or facts.block_length or facts.canvas_length):
             raise SettingError(
                 "cache",
                 "exact",
@@ -82,7 +86,8 @@ class Exact(CacheRule):
             )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        return (min((self.block_length or 1) * self.open_blocks, num_positions),)
+        unit = self.block_length or self.canvas_length or 1
+        return (min(unit * self.open_blocks, num_positions),)
 
     def prefix(self, first: int) -> int:
         """Whole blocks of the model; all positions of a causal one."""
@@ -91,16 +96,18 @@ class Exact(CacheRule):
     def plan(self, context: CacheContext) -> CachePlan:
         """The block of the row, or its next token."""
         (size,) = self.sizes(context.num_positions)
-        begin_B = context.first_B
-        if self.block_length:  # the block of a row may be part of a block of the model
+        begin_B, end_B = context.first_B, None
+        if self.canvas_length:
+            begin_B, end_B = context.block.begin_B, context.block.end_B
+        elif self.block_length:  # the block of a row may be part of a block of the model
             begin_B = context.block.begin_B // self.block_length * self.block_length
         settles_B = jnp.zeros_like(begin_B, bool)
-        if self.block_length:
+        if self.settles:
             settles_B = (context.valid_B < begin_B) & (context.valid_B >= begin_B - size)
         return CachePlan(
             begin_B=begin_B,
-            end_B=begin_B + size,
+            end_B=begin_B + size if end_B is None else end_B,
             is_due_B=(context.valid_B != begin_B) & ~settles_B,
             settles_B=settles_B,
-            valid_B=begin_B if self.block_length else begin_B + 1,
+            valid_B=begin_B if self.settles else begin_B + 1,
         )

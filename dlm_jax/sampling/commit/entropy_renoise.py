@@ -45,6 +45,7 @@ class EntropyRenoise(Renewing, EntropyBound):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
         if facts.process is None or facts.process.is_masked:
             raise SettingError(
                 "order", cls.name, "writes random tokens, but the model was trained to fill MASK",

@@ -30,8 +30,9 @@ POSTERIOR_START = Setting(
     low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
 
-_NEEDS: dict[str, Any] = {
-    "fill": "parallel", "remask": "none", "cache": "none", "guidance": 0.0, "structure": "",
+_NEEDS: dict[str, tuple[Any, ...]] = {
+    "fill": ("parallel", "auto"), "remask": ("none",), "cache": ("none", "exact"),
+    "guidance": (0.0,), "structure": ("",),
 }  # fmt: skip
 _KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
 
@@ -71,13 +72,13 @@ class Renewing(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        for name, value in _NEEDS.items():
+        for name, fine in _NEEDS.items():
             given = getattr(row, name)
-            if given != value and (name, given) != ("fill", "auto"):
+            if given not in fine:
                 raise SettingError(
                     name, given,
                     f"is not supported with order={cls.name!r}, where any token may change",
-                    f"use {name}={value!r}",
+                    f"use {name}={fine[0]!r}",
                 )  # fmt: skip
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
             if is_on:
@@ -85,6 +86,21 @@ class Renewing(CommitRule):
                     name, getattr(row, name), f"is not supported with order={cls.name!r}",
                     "leave it at its default",
                 )  # fmt: skip
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        if row.cache != "none" and not facts.canvas_length:
+            raise SettingError(
+                "cache", row.cache, f"is not supported with order={cls.name!r}, where any token may change",
+                "use cache='none'",
+            )  # fmt: skip
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        raise SettingError(
+            "order", cls.name, "has no trace: it also writes tokens that are no candidates",
+            "leave trace out",
+        )  # fmt: skip
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
         """The logits of the draw."""

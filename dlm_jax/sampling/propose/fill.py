@@ -39,6 +39,7 @@ class Wanted(NamedTuple):
       kept: per-position memory of the commit rule, or None.
       is_given_BL: True at given tokens; None if unknown.
       is_traced: whether `Filled.drawn` is needed; static.
+      signal_BLD: self-conditioning signal of the step before, or None.
     """
 
     is_open_BL: jax.Array
@@ -51,6 +52,7 @@ class Wanted(NamedTuple):
     kept: Any = None
     is_given_BL: jax.Array | None = None
     is_traced: bool = False
+    signal_BLD: jax.Array | None = None
 
 
 class Reader(NamedTuple):
@@ -87,6 +89,7 @@ class Filled(NamedTuple):
         None if not needed.
       kept: per-position memory of the commit rule after the reads of this step.
       drawn: record of the draws; None if not needed.
+      signal_BLD: self-conditioning signal after the reads of this step; None if not needed.
     """
 
     proposal: Proposal
@@ -96,6 +99,7 @@ class Filled(NamedTuple):
     best_BL: jax.Array | None = None
     kept: Any = None
     drawn: Drawn | None = None
+    signal_BLD: jax.Array | None = None
 
 
 class Proposed(NamedTuple):
@@ -186,6 +190,7 @@ def no_candidates(wanted: Wanted) -> Filled:
         best_BL=none_BL if wanted.keeps_best else None,
         kept=wanted.kept,
         drawn=Drawn(zeros_BL, zeros_BL, none_BL) if wanted.is_traced else None,
+        signal_BLD=wanted.signal_BLD,
     )
 
 
@@ -206,7 +211,10 @@ class CandidateWriter:
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
       observe: `CommitRule.observe`, which replaces `measure`; None for a rule without memory.
       kept: per-position memory of the rule before this step.
-      standing_BL: tokens whose confidence is measured; None for the candidates.
+      standing_BL: tokens whose confidence is measured instead of that of the candidates; None: the
+        candidates.
+      signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits of the draw;
+        None for a network without a signal.
     """
 
     chain: Chain
@@ -221,6 +229,7 @@ class CandidateWriter:
     observe: Callable[..., tuple[Any, jax.Array]] | None = None
     kept: Any = None
     standing_BL: jax.Array | None = None
+    signal: Callable[[jax.Array], jax.Array] | None = None
 
     def write(
         self,
@@ -270,10 +279,11 @@ class CandidateWriter:
         drawn = found.drawn
         if drawn is not None:
             policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
-            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
-            pair = drawn.logprob_BL, drawn.entropy_BL
-            policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
-            drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
+            drawn = _recorded(drawn, places_N, is_real_N, policy_N, clean_NV)
+        signal_BLD = found.signal_BLD
+        if self.signal is not None:
+            final_NV = self.chain.apply(self.prepared, clean_NV, at)
+            signal_BLD = put(signal_BLD, places_N, is_real_N, self.signal(final_NV))
         kept, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
@@ -283,6 +293,7 @@ class CandidateWriter:
             best_BL=best_BL,
             kept=put(found.kept, places_N, is_real_N, kept),
             drawn=drawn,
+            signal_BLD=signal_BLD,
         )
 
     def scored(
@@ -341,6 +352,20 @@ class CandidateWriter:
             return None, self.measure(weighed_NV, logprob_N)
         kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
         return self.observe(kept, at.row_N, weighed_NV, ids_N, logprob_N)
+
+
+def _recorded(
+    drawn: Drawn,
+    places_N: jax.Array,
+    is_real_N: jax.Array,
+    policy_N: jax.Array,
+    clean_NV: jax.Array,
+) -> Drawn:
+    """The record of the draws with those at the real places."""
+    entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
+    pair = drawn.logprob_BL, drawn.entropy_BL
+    policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
+    return drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
 
 
 @rule

@@ -165,6 +165,7 @@ def test_a_uniform_model_writes_by_its_own_order():
         ({"order": "threshold"}, "use order='posterior'"),
         ({"remask": "wino"}, "remask='wino' is not supported with order='posterior'"),
         ({"cache": "prefix"}, "cache='prefix' is not supported with"),
+        ({"cache": "exact"}, "cache='exact' is not supported with"),
         ({"fill": "speculative"}, "fill='speculative' is not supported with"),
         ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
         ({"edit": True}, "edit=True is not supported with"),

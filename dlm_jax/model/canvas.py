@@ -1,0 +1,326 @@
+"""Networks with canvases: texts that are read causally, and a canvas of noise behind each.
+
+The cache holds the keys and values of texts alone: a pair for each stack of layers, sliding and
+full, ``[B, layers, L, G, K]`` each in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.distributed.partitions import on_own_rows
+from dlm_jax.model.attention import (
+    attend_behind,
+    attend_beside_kept,
+    proportional_angles,
+    rotary_angles,
+    seen_behind,
+)
+from dlm_jax.model.cached import KeyValue, as_it_lies, by_group, put_at, rows_of
+from dlm_jax.model.kernels import cpu
+from dlm_jax.model.layers import rematerialised
+from dlm_jax.model.lora import stacks
+from dlm_jax.types import CachedTrunk, Params, Window
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of one kind, sliding or full.
+
+    Attributes:
+      module_of: ``(parameters) -> module`` of one of them.
+      reach: positions of a text that its last one sees; 0: all.
+      each: how many of them are in a group of layers.
+      groups: key/value heads.
+      head_size: numbers of a head.
+      angles: ``(num_positions) -> angles`` of their rotation.
+    """
+
+    module_of: Callable[[Params], Any]
+    reach: int
+    each: int
+    groups: int
+    head_size: int
+    angles: Callable[[int], Angles]
+
+
+def stacks_of(
+    config: ModelConfig, module_of: Callable[[Params], Any], full_of: Callable[[Params], Any]
+) -> tuple[Stack, ...]:
+    """The stacks, in the order of `dlm_jax.model.lora.stacks`: a group has the layers of each."""
+    size, groups = config.size_of_head, config.kv_heads or config.heads
+
+    def angles(num_positions: int) -> Angles:
+        return rotary_angles(num_positions, config.rotary_size, config.rope_theta)
+
+    full_size, theta = config.full_head_size or size, config.full_rope_theta or config.rope_theta
+
+    def full_angles(num_positions: int) -> Angles:
+        return proportional_angles(num_positions, full_size, theta, config.full_rotary_share)
+
+    every = config.full_every
+    first = Stack(module_of, config.attention_window, max(every - 1, 1), groups, size, angles)
+    if not every:
+        return (first,)
+    return first, Stack(full_of, 0, 1, config.full_kv_heads or groups, full_size, full_angles)
+
+
+@dataclass(frozen=True)
+class Canvases:
+    """The functions of a `dlm_jax.types.Network` with canvases.
+
+    Attributes:
+      config: of the model.
+      embed: ``(params, ids) -> vectors`` in the compute dtype.
+      norm: the final norm.
+      conditioned: ``(params, x_BLD, signal_BLD) -> x_BLD``, embeddings of a canvas with the
+        self-conditioning signal; None: without.
+      layers: the stacks of layers.
+    """
+
+    config: ModelConfig
+    embed: Callable[[Params, jax.Array], jax.Array]
+    norm: Callable[[Params, jax.Array], jax.Array]
+    conditioned: Callable[[Params, jax.Array, jax.Array], jax.Array] | None
+    layers: tuple[Stack, ...]
+
+    def functions(self) -> dict[str, Any]:
+        """Fields of the `dlm_jax.types.Network`."""
+        cached = CachedTrunk(0, self.init, self.whole, self.window, self.store, canvas=self.canvas)
+        return {
+            "trunk": self.trunk,
+            "behind": self.behind,
+            "signal": None if self.conditioned is None else self.signal,
+            "canvas_length": self.config.block_length,
+            # Dense layers stand before the groups.
+            "cached": None if self.config.dense_layers else cached,
+        }
+
+    def trunk(
+        self, params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
+    ) -> tuple[jax.Array, None]:
+        return self.behind(params, tokens_BL, length_B, jnp.zeros_like(length_B)), cache
+
+    def signal(self, params: Params, logits_NV: jax.Array) -> jax.Array:
+        table_VD = params["embedding"].astype(self.config.compute_dtype)
+        probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
+        vectors_ND = cpu.linear(probs_NV, table_VD)
+        scale = self.config.width**0.5 if self.config.embedding_scaled else 1.0
+        return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
+
+    def behind(
+        self,
+        params: Params,
+        tokens_BL: jax.Array,
+        length_B: jax.Array,
+        start_B: jax.Array,
+        signal_BLD: jax.Array | None = None,
+    ) -> jax.Array:
+        x_BLD = self.embed(params, tokens_BL)
+        is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
+        of_canvas_BLD = self._conditioned(params, x_BLD, signal_BLD)
+        x_BLD = jnp.where(is_canvas_BL[:, :, None], of_canvas_BLD, x_BLD)
+
+        def layer(of: Stack) -> Callable[..., jax.Array]:
+            def run(x_BLD: jax.Array, block: Params, context: Any) -> jax.Array:
+                length_B, start_B, is_canvas_BL, angles = context
+
+                def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                    return attend_behind(q, k, v, length_B, start_B=start_B, window=of.reach)
+
+                return of.module_of(block).behind(x_BLD, angles, attend, is_canvas_BL)
+
+            return rematerialised(run, self.config.remat)
+
+        runs = [layer(of) for of in self.layers]
+        rows = length_B, start_B, is_canvas_BL
+        angles = tuple(of.angles(tokens_BL.shape[1]) for of in self.layers)
+        if not self.config.full_every:
+            for blocks in stacks(params):
+                x_BLD = cpu.run_blocks(runs[0], x_BLD, blocks, (*rows, angles[0]))
+            return self.norm(params, x_BLD)
+
+        def group(x_BLD: jax.Array, parts: tuple[Params, ...], context: Any) -> jax.Array:
+            rows, angles = context
+            for at, place in self._in_group():
+                x_BLD = runs[at](x_BLD, _layer(parts[at], place), (*rows, angles[at]))
+            return x_BLD
+
+        return self.norm(params, cpu.run_blocks(group, x_BLD, self._groups(params), (rows, angles)))
+
+    def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
+        shapes = [leaf.shape[0] for leaf in map(_first_leaf, stacks(params))]
+
+        def zeros(of: Stack, depth: int) -> jax.Array:
+            shape = num_rows, depth, num_positions, of.groups, of.head_size
+            return jnp.zeros(shape, jnp.dtype(self.config.compute_dtype))
+
+        return tuple(
+            (zeros(of, n), zeros(of, n)) for of, n in zip(self.layers, shapes, strict=True)
+        )
+
+    def whole(
+        self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """The text of whole rows."""
+        turns = [of.angles(tokens_NL.shape[1]) for of in self.layers]
+
+        def attend(of: Stack, q: jax.Array, k: jax.Array, v: jax.Array, kept: Any) -> jax.Array:
+            return attend_behind(q, k, v, length_N, start_B=length_N, window=of.reach)
+
+        x_NLD = self.embed(params, tokens_NL)
+        is_canvas_N1 = jnp.zeros((length_N.shape[0], 1), bool)
+        return self._through(params, x_NLD, turns, attend, None, None, is_canvas_N1)
+
+    def window(
+        self,
+        params: Params,
+        kept: Any,
+        row_N: jax.Array | None,
+        tokens_NL: jax.Array,
+        length_N: jax.Array,
+        window: Window,
+        *,
+        size: int,
+        num_seen: int | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """The text at a window of each row, behind its cached part."""
+        x_NWD, place_NW = self._at(params, tokens_NL, window, size)
+        context = row_N, tokens_NL.shape[1], length_N, num_seen
+        return self._beside(params, kept, x_NWD, place_NW, window, context, is_canvas=False)
+
+    def canvas(
+        self,
+        params: Params,
+        kept: Any,
+        tokens_NL: jax.Array,
+        length_N: jax.Array,
+        window: Window,
+        signal_NWD: jax.Array | None,
+        *,
+        size: int,
+    ) -> jax.Array:
+        x_NWD, place_NW = self._at(params, tokens_NL, window, size)
+        x_NWD = self._conditioned(params, x_NWD, signal_NWD)
+        context = None, tokens_NL.shape[1], length_N, None
+        return self._beside(params, kept, x_NWD, place_NW, window, context, is_canvas=True)[0]
+
+    def store(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+        return jax.tree.map(put_at(2, row_N, place_N), kept, piece)
+
+    def _conditioned(
+        self, params: Params, x_BLD: jax.Array, signal_BLD: jax.Array | None
+    ) -> jax.Array:
+        if self.conditioned is None:
+            return x_BLD
+        signal_BLD = jnp.zeros_like(x_BLD) if signal_BLD is None else signal_BLD
+        return self.conditioned(params, x_BLD, signal_BLD.astype(x_BLD.dtype))
+
+    def _at(
+        self, params: Params, tokens_NL: jax.Array, window: Window, size: int
+    ) -> tuple[jax.Array, jax.Array]:
+        place_NW = window.place_N[:, None] + jnp.arange(size)[None]
+        return self.embed(params, jnp.take_along_axis(tokens_NL, place_NW, axis=1)), place_NW
+
+    def _beside(
+        self,
+        params: Params,
+        kept: Any,
+        x_NWD: jax.Array,
+        place_NW: jax.Array,
+        window: Window,
+        context: tuple[jax.Array | None, int, jax.Array, int | None],
+        *,
+        is_canvas: bool,
+    ) -> tuple[jax.Array, Any]:
+        """A window after all layers, and its keys and values, behind the cached text."""
+        row_N, num_positions, length_N, num_seen = context
+        num_seen = num_positions if num_seen is None else num_seen
+        turns: list[Any] = [
+            tuple(table_LK[place_NW] for table_LK in of.angles(num_positions)) for of in self.layers
+        ]
+        seen = {
+            of: seen_behind(
+                window, place_NW, length_N, num_seen, reach=of.reach, is_canvas=is_canvas,
+                num_shared=self.config.heads // of.groups,
+            )
+            for of in self.layers
+        }  # fmt: skip
+
+        def attend(of: Stack, q: jax.Array, k: jax.Array, v: jax.Array, old: Any) -> jax.Array:
+            seen_old = by_group(old[0][:, :num_seen]), by_group(old[1][:, :num_seen])
+            return attend_beside_kept(q, seen_old, (by_group(k), by_group(v)), seen[of])
+
+        is_canvas_N1 = jnp.full((place_NW.shape[0], 1), is_canvas)
+        return self._through(params, x_NWD, turns, attend, kept, row_N, is_canvas_N1)
+
+    def _through(
+        self,
+        params: Params,
+        x_NWD: jax.Array,
+        turns: list[Any],
+        attend: Callable[..., jax.Array],
+        kept: Any,
+        row_N: jax.Array | None,
+        is_canvas_N1: jax.Array,
+    ) -> tuple[jax.Array, Any]:
+        """`x` after all layers and the final norm, and the keys and values of each layer."""
+
+        def of_layer(leaf: jax.Array, at: jax.Array) -> jax.Array:
+            return as_it_lies(jax.lax.dynamic_index_in_dim(as_it_lies(leaf), at, 1, keepdims=False))
+
+        def body(x: jax.Array, group: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
+            parts, number = group
+            made: list[list[KeyValue]] = [[] for _ in self.layers]
+            for at, place in self._in_group():
+                of, old = self.layers[at], None
+                if kept is not None:
+                    index = number * of.each + place
+                    old = jax.tree.map(lambda leaf, i=index: of_layer(leaf, i), kept[at])
+                    old = old if row_N is None else on_own_rows(rows_of, old, row_N)
+
+                def attended(q: Any, k: Any, v: Any, of: Any = of, at: int = at, old: Any = old):
+                    made[at].append((k, v))
+                    return attend(of, q, k, v, old)
+
+                module = of.module_of(_layer(parts[at], place))
+                x = module.behind(x, turns[at], attended, is_canvas_N1)
+            stacked = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *own) for own in made)
+            return x, stacked
+
+        groups = self._groups(params)
+        numbers = jnp.arange(_first_leaf(groups).shape[0])
+        x_NWD, made = jax.lax.scan(body, x_NWD, (groups, numbers))
+
+        def as_kept(leaf: jax.Array) -> jax.Array:
+            leaf = leaf.reshape(-1, *leaf.shape[2:])
+            return as_it_lies(jnp.moveaxis(leaf, 0, 1))
+
+        return self.norm(params, x_NWD), jax.tree.map(as_kept, made)
+
+    def _groups(self, params: Params) -> tuple[Params, ...]:
+        """The parameters of each stack with the groups as first axis."""
+        return tuple(
+            jax.tree.map(lambda leaf, n=of.each: leaf.reshape(-1, n, *leaf.shape[1:]), blocks)
+            for of, blocks in zip(self.layers, stacks(params), strict=True)
+        )
+
+    def _in_group(self) -> list[tuple[int, int]]:
+        """The stack of each layer of a group, and its place there."""
+        return [(at, place) for at, of in enumerate(self.layers) for place in range(of.each)]
+
+
+def _layer(part: Params, place: int) -> Params:
+    return jax.tree.map(lambda leaf: leaf[place], part)
+
+
+def _first_leaf(tree: Any) -> jax.Array:
+    return jax.tree.leaves(tree)[0]
