@@ -90,10 +90,12 @@ class Inside(NamedTuple):
       attention_BEHLL: float32 weights of each block, for each head ``H`` from a position (axis 3)
         to those it sees (axis 4): they add up to 1, and are 0 where it sees nothing. ``E`` is one
         less here.
+      final_BLD: what `Network.trunk` returns, to float tolerance.
     """
 
     hidden_BELD: jax.Array
     attention_BEHLL: jax.Array
+    final_BLD: jax.Array
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ class Model:
             is_causal=self.is_causal,
             block_length=self.network.block_length,
             process=self.process,
+            shows_maps=self.network.inside is not None,
         )
 
     @functools.cached_property

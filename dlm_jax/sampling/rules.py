@@ -47,6 +47,7 @@ class ModelFacts(NamedTuple):
       has_sampler: whether it has a sampler head.
       has_critic: whether it has a critic head.
       has_cache: whether its network supports cached keys and values.
+      shows_maps: whether its network shows its attention maps.
       is_causal: whether it is autoregressive.
       block_length: positions per block of a block-causal model; 0 for other models.
       process: the forward process the model was trained with; None: unknown.
@@ -63,6 +64,7 @@ class ModelFacts(NamedTuple):
     is_causal: bool = False
     block_length: int = 0
     process: NoiseProcess | None = None
+    shows_maps: bool = False
 
 
 class Rules(NamedTuple):
