@@ -1,6 +1,5 @@
 """The tasks with a judge: examples from seeds, rewards, and their corpora."""
 
-import importlib
 import itertools
 import math
 
@@ -9,8 +8,7 @@ import pytest
 
 from dlm_jax.data import load_corpus
 from dlm_jax.tasks import TASKS
-
-lists = importlib.import_module("dlm_jax.tasks.lists")
+from dlm_jax.tasks.lists import LETTERS, OPERATIONS, TEMPLATES, Asked, asked, one_draw
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -100,29 +98,29 @@ def _changes(given, answer):
     return {place: new for place, (old, new) in pairs if old != new}
 
 
-@pytest.mark.parametrize("operation", lists.OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_answer_about_a_list_is_right_in_every_wording_or_in_none(operation):
     rng = np.random.default_rng(0)
-    about, seen = lists.OPERATIONS[operation].about, [0, 0]
+    about, seen = OPERATIONS[operation].about, [0, 0]
     for _ in range(40):
-        letters = "".join(rng.permutation(list(lists.LETTERS)))
+        letters = "".join(rng.permutation(list(LETTERS)))
         given, item = letters[:5], letters[5] if "{item}" in about else ""
         place = int(rng.integers(1, 6)) if "{place}" in about else 0
-        what = lists.Asked(operation, given, place, item)
-        prompts = {lists.asked(what, template) for template in lists.TEMPLATES}
+        what = Asked(operation, given, place, item)
+        prompts = {asked(what, template) for template in TEMPLATES}
         assert len(prompts) == 5
-        right = rng.choice(sorted(lists.OPERATIONS[operation].answers(given, place, item)))
+        right = rng.choice(sorted(OPERATIONS[operation].answers(given, place, item)))
         swapped = right[1] + right[0] + right[2:]
         for answer in (right, given, given[::-1], swapped, right[:-1], right + item, right[0] * 5):
             wanted = bool(_WANTED[operation](given, place, item, answer))
-            found = {lists.lists.verify(f"{prompt}={answer}") for prompt in prompts}
+            found = {TASKS["lists"].verify(f"{prompt}={answer}") for prompt in prompts}
             assert found == {float(wanted)}, (prompts, answer)
             seen[wanted] += 1
     assert min(seen) >= 40
 
 
 def test_one_parallel_draw_is_right_as_often_as_the_closed_forms_say():
-    shares = {operation: lists.one_draw(operation) for operation in lists.OPERATIONS}
+    shares = {operation: one_draw(operation) for operation in OPERATIONS}
     many = {"shuffle": math.factorial(5) / 5**5, "replace_any": (1 - 1 / 5) ** 4}
     for operation, found in shares.items():
         if "any" not in operation and operation != "shuffle":

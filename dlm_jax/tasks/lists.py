@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dlm_jax.tasks.text_task import Draws, TextTask
 
-__all__ = ["OPERATIONS", "TEMPLATES", "asked", "lists", "one_draw"]
+__all__ = ["OPERATIONS", "TEMPLATES", "Asked", "asked", "example", "lists", "one_draw"]
 
 LETTERS, ITEMS = "abcdefgh", 5
 _LETTER = "a-h"
