@@ -112,7 +112,7 @@ FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
 
 QUICK = [
     name for name in FEW
-    if name.split("-")[0] not in {"local_leap", "position_aware", "prophet", "credit"}
+    if name.split("-")[0] not in {"frechet", "local_leap", "position_aware", "prophet", "credit"}
 ]  # fmt: skip
 """Those of the default suite: what it leaves out has no ability that none of the others has."""
 
