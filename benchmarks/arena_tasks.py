@@ -38,7 +38,7 @@ from dlm_jax.tasks.lists import OPERATIONS, TEMPLATES, example
 from dlm_jax.tasks.text_task import Draws
 
 RESULTS = "benchmarks/results/arena_tasks.csv"
-TIMES = "benchmarks/results/arena_tasks_time.csv"
+TIMES = RESULTS.removesuffix(".csv") + "_time.csv"
 CHECKPOINT = "runs/arena_tasks"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
 TUNING, TEST = 2, 3

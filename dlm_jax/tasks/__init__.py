@@ -1,7 +1,7 @@
-"""Small tasks with verifiable answers, for experiments that take minutes.
+"""Small tasks with verifiable answers, for experiments of a few minutes.
 
-A text of a task is a prompt and an answer, such as ``47+85=`` and ``132``. ``data.source =
-"task:arithmetic"`` trains on them, and ``rl.reward = "dlm_jax.tasks:arithmetic"`` judges samples.
+A text of a task consists of a prompt and an answer, such as ``47+85=`` and ``132``. ``data.source =
+"task:arithmetic"`` trains on them, and ``rl.reward = "dlm_jax.tasks:arithmetic"`` scores samples.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _is_balanced(prompt: str, answer: str) -> float:
     return float(not closing)
 
 
-# Cells of the rows, columns and boxes of a 4x4 grid.
+# Cell indices of the rows, columns and boxes of a 4x4 grid.
 _UNITS = (
     *(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
     *(tuple(range(i, 16, 4)) for i in range(4)),
@@ -112,26 +112,27 @@ def _is_count(prompt: str, answer: str) -> float:
 
 
 arithmetic = TextTask(
-    "arithmetic", "sums of two numbers of two digits: 47+85=132", _sum_of_two, _is_sum
+    "arithmetic", "sums of two two-digit numbers:  47+85=132", _sum_of_two, _is_sum
 )
 brackets = TextTask(
-    "brackets", "brackets, and those that close them: ([{}=])", _opened, _is_balanced
+    "brackets", "brackets, and the brackets that close them:  ([{}=])", _opened, _is_balanced
 )
 sudoku = TextTask(
     "sudoku",
-    "a 4x4 grid row by row with gaps, and all of it: 1.34...=12343412; "
-    "the reward is the share of its rows, columns and boxes that are right",
+    "a 4x4 grid row by row with gaps, and the full grid: 1.34...=12343412; the reward is the "
+    "share of correct rows, columns and boxes",
     _grid,
     _right_units,
 )
 sorting = TextTask(
     "sorting",
-    "six digits, and the same sorted: 520914=012459; the reward is the share in place",
+    "six digits, and the same digits sorted: 520914=012459; the reward is the share of correct "
+    "digits",
     _digits,
     _in_place,
 )
 letters = TextTask(
-    "letters", "a text, a letter, and how often it is there: abacb/a=2", _counted, _is_count
+    "letters", "a text, a letter, and its number of occurrences: abacb/a=2", _counted, _is_count
 )
 
 TASKS: dict[str, TextTask] = {

@@ -32,13 +32,13 @@ class Draws:
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: a generator of examples and a judge of texts.
+    """A task: a generator of examples and a scorer of texts.
 
     Attributes:
       name: name of the task.
       about: description of its texts.
       make: ``(draws) -> (prompt, answer)``.
-      judge: ``(prompt, answer) -> reward``, for the parts of a text.
+      judge: ``(prompt, answer) -> reward``, for the two parts of a text.
       mark: last character of a prompt, which occurs nowhere else in a text.
       size: number of distinct examples in the corpus ``task:NAME``.
     """
@@ -58,7 +58,7 @@ class TextTask:
     def verify(self, text: str) -> float:
         """The reward of a whole text (prompt and answer) in [0, 1]; 1 for a correct answer.
 
-        A malformed text or answer gets 0.
+        A malformed text or answer has reward 0.
         """
         prompt, mark, answer = text.partition(self.mark)
         return float(self.judge(prompt, answer)) if mark and answer else 0.0

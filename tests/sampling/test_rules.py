@@ -173,7 +173,7 @@ def _jittered(network):
         found, factor_LD = network.inside(params["model"], *rest), 1.0 + 1e-7 * params["noise"]
         return found._replace(
             final_BLD=found.final_BLD * factor_LD[None],
-            attention_BEHLL=found.attention_BEHLL * factor_LD[:, 0],
+            attention_BEHLL=found.attention_BEHLL * factor_LD[None, None, None, None, :, 0],
         )
 
     names = ("embed", "readout", "logits_of", "sampler_readout", "critic")
