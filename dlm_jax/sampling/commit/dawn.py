@@ -83,22 +83,23 @@ class Dawn(Confident):
         assert context.attention_BLL is not None and context.is_token_BL is not None
         needs_BLL = self._dependences(context.attention_BLL)
         is_anchor_BL = context.is_token_BL & reaches(context.memory.places, self.high_B[:, None])
-        is_induced_BL = is_hole_BL & _any_of(needs_BLL, is_anchor_BL)
-        is_taken_BL = is_hole_BL & reaches(sure_BL, self.high_B[:, None])
-        is_taken_BL |= is_induced_BL & reaches(sure_BL, self.induced_B[:, None])
+        is_taken_BL = reaches(sure_BL, self.induced_B[:, None]) & _any_of(needs_BLL, is_anchor_BL)
+        is_taken_BL = is_hole_BL & (is_taken_BL | reaches(sure_BL, self.high_B[:, None]))
         conflicts_BLL = needs_BLL | jnp.swapaxes(needs_BLL, 1, 2)
         is_left_BL = is_hole_BL & ~is_taken_BL & reaches(sure_BL, self.low_B[:, None])
         is_left_BL &= ~_any_of(conflicts_BLL, is_taken_BL)
-        one_B = jnp.ones_like(context.step_B)
 
         def with_next(sets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             is_taken_BL, is_left_BL = sets
-            is_next_BL = most(sure_BL, is_left_BL, one_B, context.preference_BL)
+            is_next_BL = most(
+                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL
+            )
             is_left_BL &= ~is_next_BL & ~_any_of(conflicts_BLL, is_next_BL)
             return is_taken_BL | is_next_BL, is_left_BL
 
-        sets = is_taken_BL, is_left_BL
-        is_taken_BL, _ = jax.lax.while_loop(lambda sets: jnp.any(sets[1]), with_next, sets)
+        is_taken_BL, _ = jax.lax.while_loop(
+            lambda sets: jnp.any(sets[1]), with_next, (is_taken_BL, is_left_BL)
+        )
         return is_taken_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
 
     def _dependences(self, attention_BLL: jax.Array) -> jax.Array:
@@ -106,8 +107,11 @@ class Dawn(Confident):
         num_live_B1 = jnp.sum(jnp.any(attention_BLL > 0, axis=2), axis=1)[:, None]
         incoming_BL = jnp.sum(attention_BLL, axis=1) / jnp.maximum(num_live_B1, 1)
         is_sink_BL = exceeds(incoming_BL, self.sink_B[:, None])
-        is_edge_BLL = reaches(attention_BLL, self.edge_B[:, None, None]) & ~is_sink_BL[:, None]
-        return is_edge_BLL & ~jnp.eye(attention_BLL.shape[1], dtype=bool)[None]
+        return (
+            reaches(attention_BLL, self.edge_B[:, None, None])
+            & ~is_sink_BL[:, None]
+            & ~jnp.eye(attention_BLL.shape[1], dtype=bool)[None]
+        )
 
 
 def _any_of(pairs_BLL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
