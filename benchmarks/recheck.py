@@ -291,6 +291,9 @@ UNCHECKED = {
         "minutes of one core: python -m benchmarks.decide fit --lines 4000",
     ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run",
     ("arena.md", "Claims"): "the same",
+    ("arena.md", "Operations on lists"):
+        "minutes of one core and a training: python -m benchmarks.arena_tasks run",
+    ("arena.md", "Wordings"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
     ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
     ("distillation.md", "A Markov chain"):

@@ -96,10 +96,12 @@ class Inside(NamedTuple):
       attention_BEHLL: float32 weights of each block, for each head ``H`` from a position (axis 3)
           to those it attends to (axis 4); they sum to 1, and are 0 at masked positions. Here ``E``
           is smaller by one.
+      final_BLD: the output of `Network.trunk`, to float tolerance.
     """
 
     hidden_BELD: jax.Array
     attention_BEHLL: jax.Array
+    final_BLD: jax.Array
 
 
 @dataclass(frozen=True)

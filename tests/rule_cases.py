@@ -34,7 +34,15 @@ def choices(name: str) -> tuple[str, ...]:
 ORDERS, REMASKS = choices("order"), choices("remask")
 SCHEDULES, CONFIDENCES = choices("schedule"), choices("confidence")
 FACTS = ModelFacts(
-    toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,), toy.SPACE, LINEAR, True, True, process=Uniform()
+    toy.VOCAB_SIZE,
+    toy.BANNED,
+    (toy.EOS,),
+    toy.SPACE,
+    LINEAR,
+    True,
+    True,
+    process=Uniform(),
+    shows_maps=True,
 )
 
 CASES: dict[str, dict[str, str]] = {
@@ -104,7 +112,7 @@ FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
 
 QUICK = [
     name for name in FEW
-    if name.split("-")[0] not in {"local_leap", "position_aware", "prophet", "credit"}
+    if name.split("-")[0] not in {"frechet", "local_leap", "position_aware", "prophet", "credit"}
 ]  # fmt: skip
 """Those of the default suite: what it leaves out has no ability that none of the others has."""
 
@@ -193,6 +201,10 @@ def _arena(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "slow_steps": 1 + index % 4,
         "slow_spread": float(rng.uniform(0.0, 3.0)),
         "verify_threshold": (0.0, 0.2, 0.4)[index % 3],
+        "induced_threshold": float(rng.uniform(0.1, 0.3)),
+        "apart_threshold": float(rng.uniform(0.1, 0.3)),
+        "dependence": float(rng.uniform(0.0, 0.2)),
+        "sink": float(rng.uniform(0.0, 0.3)),
     }
 
 

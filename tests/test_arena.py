@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import arena
+from benchmarks import arena, arena_tasks
 from dlm_jax.config import SampleConfig
 
 SIZES = {"markov": 3**5, "markov2": 3**5, "hmm": 3**5, "copy": 4**3, "shuffle": math.factorial(5),
@@ -77,3 +77,40 @@ def test_a_claim_holds_when_forwards_fall_and_validity_stays():
     assert arena.verdict(faster, 0.0, 0.0) == "not fewer forwards"
     assert arena.verdict(better, 2.0, 0.1) == "more valid"
     assert arena.verdict(better, -2.0, 0.0) == "not more valid"
+
+
+def test_templates_agree_by_the_tau_of_kendall():
+    # One of three pairs of decoders is in another order for the second template; the third agrees.
+    shares_TD = np.array([[0.1, 0.2, 0.3], [0.1, 0.3, 0.2], [0.4, 0.5, 0.6]])
+    mean, least = arena_tasks.agreement(shares_TD)
+    assert mean == pytest.approx((1 / 3 + 1 + 1 / 3) / 3) and least == pytest.approx(1 / 3)
+    # Ties count as in tau-b: 2 / sqrt(3 * 2).
+    assert arena_tasks.agreement(np.array([[1, 2, 3], [1, 2, 2]]))[0] == pytest.approx(2 / 6**0.5)
+
+
+def test_a_setting_is_chosen_within_forwards_and_within_their_time():
+    tried = {"slow": (0.9, 4.0), "fast": (0.6, 2.0), "fastest": (0.6, 1.0)}
+    assert arena_tasks.best(tried, 4) == "slow" and arena_tasks.best(tried, 3.9) == "fastest"
+    assert arena_tasks.best(tried, 4, ratio=2.5) == "fastest"
+    assert arena_tasks.best(tried, 0.5) is None
+
+
+def test_prompts_of_the_tasks_are_new_and_equally_many_of_each_kind():
+    seen = {prompt for _, _, prompt, _ in arena_tasks.prompts(0, 1, set())}
+    asked = arena_tasks.prompts(0, 2, {prompt.removesuffix("=") for prompt in seen})
+    kinds = [(template, operation) for template, operation, _, _ in asked]
+    assert len(asked) == 100 and {kinds.count(kind) for kind in kinds} == {2}
+    assert not seen & {prompt for _, _, prompt, _ in asked}
+    right = np.array([operation != "sort" for _, operation, _, _ in asked])
+    lines = list(arena_tasks.lines_of("d", "s", "0", asked, right, np.full(100, 3.0)))
+    found = [(x["template"], x["answers"], x["prompts"], x["right"]) for x in lines]
+    assert found == [x for t in range(5) for x in ((t, "one", 12, 10), (t, "many", 8, 8))]
+    assert arena_tasks.share(lines) == 0.9 and arena_tasks.forwards_of(lines) == 3.0
+
+
+@pytest.mark.parametrize("decoder", arena_tasks.TRAINED)
+def test_decoders_of_trained_networks_have_eight_settings_too(decoder):
+    grid = arena_tasks.TRAINED[decoder]
+    assert len({arena.name_of(one, grid) for one in grid}) == 8
+    for settings in grid:
+        SampleConfig(**settings)

@@ -1,11 +1,14 @@
 """The tasks with a judge: examples from seeds, rewards, and their corpora."""
 
 import itertools
+import math
 
+import numpy as np
 import pytest
 
 from dlm_jax.data import load_corpus
 from dlm_jax.tasks import TASKS
+from dlm_jax.tasks.lists import LETTERS, OPERATIONS, TEMPLATES, Asked, asked, one_draw
 
 PERSON = "Ada Bell, Oslo="
 RECORD = (
@@ -59,10 +62,82 @@ def test_right_answers_get_1_and_no_text_anything_outside_0_to_1(name):
         ("letters", "abacb/d=0", 1.0),
         ("letters", "abacb/a=3", 0.0),
         ("letters", "abacb=0", 0.0),
+        ("lists", "reverse badce=ecdab", 1.0),
+        ("lists", "badce shuffle=abcde", 1.0),
+        ("lists", "[b,a,d,c,e].insert(3,h)=bahdce", 1.0),
+        ("lists", "put h for any one: b a d c e=badch", 1.0),
+        ("lists", "b a d c e, without number 5=badc", 1.0),
+        ("lists", "b a d c e, without number 6=badce", 0.0),
+        ("lists", "insert h 3 badce=bahdce", 0.0),
     ],
 )
 def test_what_texts_are_worth(name, text, reward):
     assert TASKS[name].verify(text) == pytest.approx(reward)
+
+
+_WANTED = {
+    "copy": lambda given, place, item, answer: answer == given,
+    "reverse": lambda given, place, item, answer: list(answer) == list(reversed(given)),
+    "sort": lambda given, place, item, answer: list(answer) == sorted(given),
+    "shuffle": lambda given, place, item, answer: sorted(answer) == sorted(given),
+    "replace": lambda given, place, item, answer: _changes(given, answer) == {place: item},
+    "replace_any": lambda given, place, item, answer: (
+        list(_changes(given, answer).values()) == [item]
+    ),
+    "insert": lambda given, place, item, answer: (
+        answer.replace(item, "") == given and _places(answer, item) == [place]
+    ),
+    "insert_any": lambda given, place, item, answer: (
+        answer.replace(item, "") == given and answer.count(item) == 1
+    ),
+    "remove": lambda given, place, item, answer: answer == given.replace(given[place - 1], ""),
+    "remove_any": lambda given, place, item, answer: (
+        len(answer) == 4 and answer in (given.replace(x, "") for x in given)
+    ),
+}
+"""Whether an answer is right, for a list without repeats and an item outside it."""
+
+
+def _places(answer, item):
+    return [place for place, letter in enumerate(answer, start=1) if letter == item]
+
+
+def _changes(given, answer):
+    if len(given) != len(answer):
+        return {0: "", -1: ""}
+    pairs = enumerate(zip(given, answer, strict=True), start=1)
+    return {place: new for place, (old, new) in pairs if old != new}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_answer_about_a_list_is_right_in_every_wording_or_in_none(operation):
+    rng = np.random.default_rng(0)
+    about, seen = OPERATIONS[operation].about, [0, 0]
+    for _ in range(40):
+        letters = "".join(rng.permutation(list(LETTERS)))
+        given, item = letters[:5], letters[5] if "{item}" in about else ""
+        place = int(rng.integers(1, 6)) if "{place}" in about else 0
+        what = Asked(operation, given, place, item)
+        prompts = {asked(what, template) for template in TEMPLATES}
+        assert len(prompts) == 5
+        right = rng.choice(sorted(OPERATIONS[operation].answers(given, place, item)))
+        swapped = right[1] + right[0] + right[2:]
+        for answer in (right, given, given[::-1], swapped, right[:-1], right + item, right[0] * 5):
+            wanted = bool(_WANTED[operation](given, place, item, answer))
+            found = {TASKS["lists"].verify(f"{prompt}={answer}") for prompt in prompts}
+            assert found == {float(wanted)}, (prompts, answer)
+            seen[wanted] += 1
+    assert min(seen) >= 40
+
+
+def test_one_parallel_draw_is_right_as_often_as_the_closed_forms_say():
+    shares = {operation: one_draw(operation) for operation in OPERATIONS}
+    many = {"shuffle": math.factorial(5) / 5**5, "replace_any": (1 - 1 / 5) ** 4}
+    for operation, found in shares.items():
+        if "any" not in operation and operation != "shuffle":
+            assert found == pytest.approx(1.0), operation
+    assert {name: shares[name] for name in many} == pytest.approx(many)
+    assert shares["insert_any"] < shares["remove_any"] < 1.0
 
 
 def test_every_sudoku_is_the_rest_of_a_solution():

@@ -154,6 +154,7 @@ class Model:
             block_length=self.network.block_length,
             process=self.process,
             canvas_length=self.network.canvas_length,
+            shows_maps=self.network.inside is not None,
         )
 
     @functools.cached_property

@@ -402,7 +402,8 @@ def build(config: ModelConfig) -> Network:
     return Network(
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
         cached=cached,
-        inside=_inside_of(config, vectors_of, module_of), **_head_functions(config, readout),
+        inside=_inside_of(config, vectors_of, module_of, final_norm),
+        **_head_functions(config, readout),
     )  # fmt: skip
 
 
@@ -410,6 +411,7 @@ def _inside_of(
     config: ModelConfig,
     vectors_of: Callable[[Params, jax.Array], jax.Array],
     module_of: Callable[[Params], Any],
+    final_norm: Callable[[Params, jax.Array], jax.Array],
 ) -> Callable[[Params, jax.Array, jax.Array], Inside]:
     """The function of `Network.inside`: the trunk, block by block, by the plain formula."""
 
@@ -428,7 +430,10 @@ def _inside_of(
                     return jnp.einsum("bhlm,bmhk->blhk", maps[-1].astype(v.dtype), v_BLHK)
 
                 hidden.append(block.around(hidden[-1], angles, attended))
-        return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1))
+        final_BLD = final_norm(params, hidden[-1])
+        if config.logit_alignment == "shifted":
+            final_BLD = one_later(final_BLD)
+        return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1), final_BLD)
 
     return inside
 

@@ -82,10 +82,14 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     if program.network.behind is not None:
         return _behind(program, params, state)
     canvas = state.canvas
-    hidden_BLD = hidden(program.network, params, canvas.tokens_BL, canvas.length_B)
+    attention_BLL = None
+    if state.rules.commit.map_blocks:
+        hidden_BLD, attention_BLL = _with_attention(program, params, state)
+    else:
+        hidden_BLD = hidden(program.network, params, canvas.tokens_BL, canvas.length_B)
     ones_B, none_B = jnp.ones_like(canvas.length_B), jnp.zeros_like(canvas.length_B)
     if not program.is_guided:
-        return TrunkOutput(hidden_BLD), None, ones_B, none_B
+        return TrunkOutput(hidden_BLD, attention_BLL=attention_BLL), None, ones_B, none_B
     bare_BL = _bare(program, state)
     bare_BLD = jax.lax.cond(
         jnp.any((state.row.guidance_B != 0) & state.is_running_B),
@@ -93,7 +97,18 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
         lambda: jnp.zeros_like(hidden_BLD),
     )
     forwards_B = ones_B + (state.row.guidance_B != 0)
-    return TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B), None, forwards_B, none_B
+    output = TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B, attention_BLL=attention_BLL)
+    return output, None, forwards_B, none_B
+
+
+def _with_attention(program: Program, params: Params, state: State) -> tuple[jax.Array, jax.Array]:
+    """The hidden vectors, and the attention from live positions that the commit rule reads."""
+    canvas, inside = state.canvas, program.network.inside
+    assert inside is not None, "the request was checked"
+    found = inside(params, canvas.tokens_BL, canvas.length_B)
+    maps_BEHLL = found.attention_BEHLL[:, -state.rules.commit.map_blocks :]
+    is_live_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
+    return found.final_BLD, jnp.where(is_live_BL[:, :, None], maps_BEHLL.mean(axis=(1, 2)), 0.0)
 
 
 def _behind(program: Program, params: Params, state: State) -> Pass:

@@ -106,12 +106,14 @@ class TrunkOutput(NamedTuple):
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;
         undefined outside the window. None if the windows are whole rows.
+      attention_BLL: see `CommitContext`.
     """
 
     hidden_BLD: jax.Array
     bare_BLD: jax.Array | None = None
     scale_B: jax.Array | None = None
     at_BL: jax.Array | None = None
+    attention_BLL: jax.Array | None = None
 
     @property
     def num_vectors(self) -> int:

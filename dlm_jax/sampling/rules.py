@@ -47,6 +47,7 @@ class ModelFacts(NamedTuple):
       has_sampler: whether it has a sampler head.
       has_critic: whether it has a critic head.
       has_cache: whether its network supports cached keys and values.
+      shows_maps: whether its network shows its attention maps.
       is_causal: whether it is autoregressive.
       block_length: positions per block of a block-causal model; 0 for other models.
       process: the forward process of the training; None: unknown.
@@ -65,6 +66,7 @@ class ModelFacts(NamedTuple):
     block_length: int = 0
     process: NoiseProcess | None = None
     canvas_length: int = 0
+    shows_maps: bool = False
 
 
 class Rules(NamedTuple):

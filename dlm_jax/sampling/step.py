@@ -103,6 +103,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     is_read_BL, is_scored_BL, own_BL = scored_positions(program, state, is_open_BL)
     context = visible_context(program, state)
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
+    commit = commit._replace(attention_BLL=output.attention_BLL)
     # The old cache is not used again, so it may be overwritten in place.
     rows = (
         state._replace(cache=None, records=None),
@@ -231,6 +232,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
         is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
         written_BL, preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
         state.memory, standing(program, state, key_B) if rules.commit.renews else None,
+        is_visible_BL,
     )  # fmt: skip
 
 

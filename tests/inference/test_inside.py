@@ -44,6 +44,9 @@ def test_what_is_shown_leads_to_the_output_of_the_trunk(kind):
         np.testing.assert_allclose(
             normed[row, :length], np.asarray(wanted)[row, :length], rtol=2e-3, atol=2e-4
         )
+        np.testing.assert_allclose(
+            found.final_BLD[row, :length], wanted[row, :length], rtol=2e-3, atol=2e-4
+        )
     weights = np.asarray(found.attention_BEHLL)
     depth, heads = toy.config(**KINDS[kind]).depth, toy.config(**KINDS[kind]).heads
     assert weights.shape == (2, depth, heads, 8, 8)

@@ -20,7 +20,7 @@ MORE = [
 # Single published decoders: waves are as with any other order, but for what a rule keeps.
 DECODERS = {
     "frechet", "local_leap", "hierarchical", "dilated", "position_aware", "prophet", "credit",
-    "slow_fast",
+    "slow_fast", "dawn",
 }  # fmt: skip
 CASES = [{"order": order, "fill": "parallel"} for order in ORDERS]
 CASES += [{"order": order, "fill": "wavefront"} for order in ORDERS if order not in DECODERS]

@@ -38,6 +38,23 @@ def test_each_run_has_its_surest():
     assert decoders.hierarchical(confidence, [0, 1, 3, 4, 5], 0.5, 0.0) == {0, 1, 5}
 
 
+def test_holes_that_depend_on_each_other_do_not_commit_together():
+    # Position 1 attends to 0, 2 to 1, and all to 4.
+    attention = [
+        [0.6, 0.0, 0.0, 0.0, 0.4],
+        [0.5, 0.1, 0.0, 0.0, 0.4],
+        [0.0, 0.5, 0.1, 0.0, 0.4],
+        [0.0, 0.0, 0.0, 0.6, 0.4],
+        [0.0, 0.0, 0.0, 0.0, 1.0],
+    ]
+    confidence, common = [0.8, 0.85, 0.75, 0.72, 1.0], {"high": 0.9, "edge": 0.3, "sink": 0.5}
+    arguments = confidence, attention, [0, 1, 2, 3], [4]
+    assert decoders.dawn(*arguments, induced=0.9, low=0.7, **common) == {1, 3}
+    assert decoders.dawn(*arguments, induced=0.9, low=0.74, **common) == {1}
+    assert decoders.dawn(*arguments, induced=0.7, low=0.9, **common | {"sink": 0.6}) == {0, 1, 2, 3}
+    assert decoders.dawn(*arguments, induced=0.9, low=0.9, **common) == {1}, "one at least"
+
+
 def test_rounds_of_eight_holes():
     chosen, left = [], list(range(8))
     for step in range(3):

@@ -160,7 +160,7 @@ def _emptied(row):
 
 
 def _jittered(network):
-    """The network with hidden vectors that differ by rounding from place to place."""
+    """The network with hidden vectors and maps that differ by rounding from place to place."""
 
     def of_model(function):
         return lambda params, *rest: function(params["model"], *rest)
@@ -169,11 +169,18 @@ def _jittered(network):
         hidden_BLD, cache = network.trunk(params["model"], *rest)
         return hidden_BLD * (1.0 + 1e-7 * params["noise"][None]), cache
 
+    def inside(params, *rest):
+        found, factor_LD = network.inside(params["model"], *rest), 1.0 + 1e-7 * params["noise"]
+        return found._replace(
+            final_BLD=found.final_BLD * factor_LD[None],
+            attention_BEHLL=found.attention_BEHLL * factor_LD[None, None, None, None, :, 0],
+        )
+
     names = ("embed", "readout", "logits_of", "sampler_readout", "critic")
     known = {name: getattr(network, name) for name in names}
     wrapped = {name: fn and of_model(fn) for name, fn in known.items()}
     plain = {"sampler_sides": None, "sampler_from_sides": None, "cached": None}
-    return dataclasses.replace(network, trunk=trunk, **wrapped, **plain)
+    return dataclasses.replace(network, trunk=trunk, inside=inside, **wrapped, **plain)
 
 
 JITTERED = ["low_confidence-scheduled", "low_confidence-scheduled-wavefront-critic"]

@@ -13,6 +13,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     uniform,
 )
 from dlm_jax.sampling.commit.credit import Credit
+from dlm_jax.sampling.commit.dawn import Dawn
 from dlm_jax.sampling.commit.dilated import Dilated
 from dlm_jax.sampling.commit.entropy_renoise import EntropyRenoise
 from dlm_jax.sampling.commit.frechet import Frechet
@@ -39,7 +40,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
         EntropyBound, Ancestral, RandomFilled, JointThreshold,
         Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
-        Posterior, EntropyRenoise,
+        Posterior, EntropyRenoise, Dawn,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
@@ -50,6 +51,7 @@ __all__ = [
     "CommitContext",
     "CommitRule",
     "Credit",
+    "Dawn",
     "Dilated",
     "EntropyBound",
     "EntropyRenoise",

@@ -65,6 +65,9 @@ class CommitContext(NamedTuple):
       preference_BL: uint32, order of tied positions, see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
       standing: current content of the positions; None unless the rule `renews`.
+      is_token_BL: True at live tokens of the whole canvas that are not MASK.
+      attention_BLL: float32 attention from each live position (axis 1) to the others (axis 2) in
+        the forward of the step; None unless the rule declares `map_blocks`.
     """
 
     is_hole_BL: jax.Array
@@ -76,6 +79,8 @@ class CommitContext(NamedTuple):
     preference_BL: jax.Array | None = None
     memory: RuleMemory = RuleMemory()
     standing: Standing | None = None
+    is_token_BL: jax.Array | None = None
+    attention_BLL: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -108,12 +113,33 @@ class CommitRule(Rule):
       renews: whether the rule also writes tokens other than candidates at the open positions that
           it does not select: see `renewed` and `begin`.
       scale: smallest magnitude of the terms in `measure`, for `TOLERANCE`.
+      map_blocks: number of last blocks whose attention, averaged over them and their heads, the
+        rule reads; 0: none.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
     rewrites: ClassVar[bool] = False
     renews: ClassVar[bool] = False
     scale: ClassVar[float] = 0.0
+    map_blocks: ClassVar[int] = 0
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Raises if the rule reads attention maps and the row has a cache."""
+        if cls.map_blocks and row.cache != "none":
+            raise SettingError(
+                "cache", row.cache, f"computes no attention maps, which order={cls.name!r} reads",
+                "use cache='none'",
+            )  # fmt: skip
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Raises if the rule reads attention maps and the network shows none."""
+        if cls.map_blocks and not facts.shows_maps:
+            raise SettingError(
+                "order", cls.name, "reads attention maps, which this network does not show",
+                "give dlm_jax.Network an `inside`, or use order='threshold'",
+            )  # fmt: skip
 
     def patience(self) -> jax.Array:
         """Maximum steps ``[B]`` of a block without holes, if the rule `rewrites`."""

@@ -91,7 +91,8 @@ class Renewing(CommitRule):
     def check_model(cls, row: Any, facts: Any) -> None:
         if row.cache != "none" and not facts.canvas_length:
             raise SettingError(
-                "cache", row.cache, f"is not supported with order={cls.name!r}, where any token may change",
+                "cache", row.cache,
+                f"is not supported with order={cls.name!r}, where any token may change",
                 "use cache='none'",
             )  # fmt: skip
 

@@ -193,6 +193,38 @@ def test_credit_raises_what_a_position_keeps_predicting():
                 assert sure[row, place] == pytest.approx(want, rel=2e-5)
 
 
+def test_dependences_decide_what_commits_together():
+    rng = np.random.default_rng(8)
+    scores = rng.exponential(size=(ROWS, LENGTH, LENGTH)) ** 3
+    scores[:, :, 2] *= 1 + 3 * (np.arange(ROWS)[:, None] % 2)
+    maps = (scores / scores.sum(2, keepdims=True)).astype(np.float32)
+    values = {
+        "threshold": 0.8 + SHARE / 10, "induced_threshold": 0.8 * SHARE, "apart_threshold": LESS,
+        "dependence": SHARE / 3, "sink": 0.1 + SHARE / 5,
+    }  # fmt: skip
+    sure, kept = (rng.random((ROWS, LENGTH)).astype(np.float32) for _ in range(2))
+    context = _context(IS_HOLE, 1, RuleMemory(jnp.asarray(kept)))._replace(
+        is_token_BL=jnp.asarray(~IS_HOLE), attention_BLL=jnp.asarray(maps)
+    )
+    chosen = np.asarray(_select(_rule("dawn", **values), context, TOKENS, sure))
+    names = {"threshold": "high", "induced_threshold": "induced", "apart_threshold": "low",
+             "dependence": "edge", "sink": "sink"}  # fmt: skip
+    is_anchor = ~IS_HOLE & (kept >= values["threshold"][:, None])
+    _same(chosen, lambda row, holes: oracle.dawn(
+        sure[row].tolist(), maps[row].tolist(), holes, np.flatnonzero(is_anchor[row]).tolist(),
+        **{new: float(values[old][row]) for old, new in names.items()},
+    ), least=5)  # fmt: skip
+
+
+def test_what_reads_attention_maps_needs_a_network_that_shows_them():
+    rule, row = COMMIT_RULES["dawn"], SampleConfig(order="dawn")
+    with pytest.raises(ValueError, match="order='dawn' reads attention maps, which this network"):
+        rule.check_model(row, FACTS)
+    rule.check_model(row, FACTS._replace(shows_maps=True))
+    with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
+        SampleConfig(order="dawn", cache="prefix")
+
+
 def test_cycles_of_slow_and_fast_steps():
     rng = np.random.default_rng(4)
     steps, spread = 1 + FEW, rng.uniform(0, 3, ROWS).astype(np.float32)

@@ -1,0 +1,119 @@
+"""DAWN: commits holes together that do not depend on each other by the attention maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    Proposal,
+    RuleMemory,
+    certain,
+    exceeds,
+    most,
+    reaches,
+)
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.settings import Setting, per_row, rule, static
+
+INDUCED_THRESHOLD = Setting(
+    "induced_threshold", 0.7,
+    "order=dawn: confidence that commits a hole that depends on an anchor, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+APART_THRESHOLD = Setting(
+    "apart_threshold", 0.7,
+    "order=dawn: confidence that commits a hole apart from those that it depends on, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+DEPENDENCE = Setting(
+    "dependence", 0.07, "order=dawn: attention to a position that makes one depend on it",
+    low=0.0, high=1.0,
+)  # fmt: skip
+SINK = Setting(
+    "sink", 0.02, "order=dawn: mean attention of all positions above which one is a sink",
+    low=0.0, high=1.0,
+)  # fmt: skip
+
+
+@rule
+class Dawn(Confident):
+    """Commits confident holes, holes that depend on an anchor, and holes that do not conflict.
+
+    The confidences are ``tau_high``, ``tau_induced`` and ``tau_low`` in this order. A position
+    depends on those that it attends to with at least ``tau_edge``, except for sinks. Anchors are
+    given tokens and tokens of confidence >= ``tau_high``. Two positions conflict if one depends on
+    the other; of holes in conflict, the most confident commits (Luo et al. 2026, DAWN, section 4
+    and algorithm 1). If there is none, it commits the most confident hole. The attention is a mean
+    over the heads of the last 4 blocks.
+    """
+
+    about = "confident holes, and others by what the attention maps connect"
+    map_blocks = 4
+    log_chance = certain
+
+    high_B: jax.Array = per_row(THRESHOLD)
+    induced_B: jax.Array = per_row(INDUCED_THRESHOLD)
+    low_B: jax.Array = per_row(APART_THRESHOLD)
+    edge_B: jax.Array = per_row(DEPENDENCE)
+    sink_B: jax.Array = per_row(SINK)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    confidence: Measure = static(CONFIDENCE)
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        return RuleMemory(jnp.ones((num_rows, num_positions), jnp.float32))
+
+    def observe(
+        self,
+        kept: Any,
+        row_N: jax.Array,
+        logits_NV: jax.Array,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        sure_N = self.measure(logits_NV, logprob_N)
+        return sure_N, sure_N
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
+        assert context.attention_BLL is not None and context.is_token_BL is not None
+        needs_BLL = self._dependences(context.attention_BLL)
+        is_anchor_BL = context.is_token_BL & reaches(context.memory.places, self.high_B[:, None])
+        is_taken_BL = reaches(sure_BL, self.induced_B[:, None]) & _any_of(needs_BLL, is_anchor_BL)
+        is_taken_BL = is_hole_BL & (is_taken_BL | reaches(sure_BL, self.high_B[:, None]))
+        conflicts_BLL = needs_BLL | jnp.swapaxes(needs_BLL, 1, 2)
+        is_left_BL = is_hole_BL & ~is_taken_BL & reaches(sure_BL, self.low_B[:, None])
+        is_left_BL &= ~_any_of(conflicts_BLL, is_taken_BL)
+
+        def with_next(sets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            is_taken_BL, is_left_BL = sets
+            is_next_BL = most(
+                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL
+            )
+            is_left_BL &= ~is_next_BL & ~_any_of(conflicts_BLL, is_next_BL)
+            return is_taken_BL | is_next_BL, is_left_BL
+
+        is_taken_BL, _ = jax.lax.while_loop(
+            lambda sets: jnp.any(sets[1]), with_next, (is_taken_BL, is_left_BL)
+        )
+        return is_taken_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
+
+    def _dependences(self, attention_BLL: jax.Array) -> jax.Array:
+        """True where a position (axis 1) depends on another (axis 2)."""
+        num_live_B1 = jnp.sum(jnp.any(attention_BLL > 0, axis=2), axis=1)[:, None]
+        incoming_BL = jnp.sum(attention_BLL, axis=1) / jnp.maximum(num_live_B1, 1)
+        is_sink_BL = exceeds(incoming_BL, self.sink_B[:, None])
+        return (
+            reaches(attention_BLL, self.edge_B[:, None, None])
+            & ~is_sink_BL[:, None]
+            & ~jnp.eye(attention_BLL.shape[1], dtype=bool)[None]
+        )
+
+
+def _any_of(pairs_BLL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
+    """True at positions (axis 1) with a pair in the set."""
+    return jnp.any(pairs_BLL & is_in_BL[:, None], axis=2)
