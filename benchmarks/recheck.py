@@ -276,6 +276,7 @@ UNCHECKED = {
     ("serving.md", "Routes"): "no figures; a test calls each route",
     ("engine.md", "Cost"): "a clock: python benchmarks/engine.py",
     ("caches.md", "Savings"): "a clock and PyTorch: python -m benchmarks.caches",
+    ("caches.md", "Reuse of prompts"): "a clock: python -m benchmarks.caches --reuse 5",
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",

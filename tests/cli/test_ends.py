@@ -168,7 +168,7 @@ def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsy
             ["--checkpoint", str(poisoned["nan"]), "--out", str(tmp_path / "x.safetensors")]
         )
     assert ended.value.code == 2
-    assert "does not fit float32" in capsys.readouterr().err
+    assert "does not fit in float32" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="does not fit"):
         save_weights(tmp_path / "x.safetensors", {"a": np.array([np.nan])}, {})

@@ -419,10 +419,10 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
             "use --fill='parallel'",
         ),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
-        (["--num-processes", "2"], "split --prompts"),
+        (["--num-processes", "2"], "--num-processes and --process-id require --prompts"),
         (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
         (["--trace", "nowhere/page.html"], "the directory does not exist"),
-        (["--stop-at-eos", "--ignore-eos"], "stop_at_eos means nothing"),
+        (["--stop-at-eos", "--ignore-eos"], "stop_at_eos has no effect with ignore_eos"),
         (["--watch", "--read-back", "2"], "exclude each other"),
         (
             ["--prompts", "i", "--output", "o", "--order", "randon"],

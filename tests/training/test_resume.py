@@ -159,7 +159,7 @@ def test_a_run_may_go_on_for_more_steps_and_says_what_that_means(tmp_path, whole
     lines: list[str] = []
     outcome = tiny_run.run(tmp_path, **changes, train__steps=36, report=lines.append)
     assert (outcome.reason, outcome.step) == ("finished", 36)
-    (line,) = [line for line in lines if "grows" in line]
+    (line,) = [line for line in lines if "increases" in line]
     # Warm-up of 2 steps, then a cosine: at step 24 it is 0 of 24 steps, and (1 + cos(pi 22/34)) / 2
     # of 36.
     new = 0.01 * (1 + math.cos(math.pi * 22 / 34)) / 2
