@@ -257,12 +257,12 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
     data, is_own = model.config.data, args.held_out is None
     if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
         raise ValueError(
-            f"{args.checkpoint} is a file and cannot select the text to read; name the text:  "
+            f"{args.checkpoint} is a file and cannot select the text to read; name the text: "
             "--held-out SOURCE, or --text or --pairs"
         )
     if is_own and not model.corpus_sha256:
         raise ValueError(
-            f"{args.checkpoint} does not name its training text; pass one:  "
+            f"{args.checkpoint} does not name its training text; pass one: "
             "--held-out SOURCE, or --text or --pairs"
         )
     where = ""

@@ -86,7 +86,7 @@ class Judge:
                 raise self._refused(what)
             if len(bad) == len(answers):
                 raise RewardError(f"rl.reward={self._name} {what}, and no samples remain")
-            self._report(f"{len(bad)} samples are excluded:  rl.reward={self._name} {what}")
+            self._report(f"{len(bad)} samples are excluded: rl.reward={self._name} {what}")
             found[list(bad)] = np.nan
         return found
 
