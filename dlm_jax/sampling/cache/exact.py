@@ -1,4 +1,4 @@
-"""The exact cache of causal and block-causal models. Finished blocks are computed once."""
+"""The exact cache for causal and block-causal models. Finished blocks are computed once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dlm_jax.settings import SettingError, fact, reads, rule
 class Exact(CacheRule):
     """Caches keys and values of all positions before the block, and computes only the block.
 
-    In a block-causal model no earlier position attends to the block, so the cached values equal
-    those of a full forward. Results equal those without a cache, to float tolerance in the logits.
-    A finished block is computed once more with its last tokens (SDAR, Cheng et al. 2025, section
+    In a block-causal model, no earlier position attends to the block, so the cached values equal
+    those of a full forward pass. Results equal those without a cache, up to rounding in the logits.
+    A finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025, section
     3). The whole row is computed once, at the first step, unless the given tokens fit in one block.
 
-    A causal model has blocks of one position. The model reads the token before each position, so
-    the forward that predicts a token also computes the cached values of its input. Nothing is
-    computed twice.
+    A causal model has blocks of one position. The model predicts each token from the token before
+    it, so the forward pass that predicts a token also computes the cached values of its input, and
+    nothing is computed twice.
     """
 
     about = "finished blocks; exact, causal and block-causal models"
@@ -85,14 +85,14 @@ class Exact(CacheRule):
         return (min((self.block_length or 1) * self.open_blocks, num_positions),)
 
     def prefix(self, first: int) -> int:
-        """Whole blocks of the model; all positions of a causal one."""
+        """The positions in whole blocks of the model; all of them for a causal model."""
         return first // max(1, self.block_length) * max(1, self.block_length)
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """The block of the row, or its next token."""
+        """A window of the row's block or, for a causal model, of its next token."""
         (size,) = self.sizes(context.num_positions)
         begin_B = context.first_B
-        if self.block_length:  # the block of a row may be part of a block of the model
+        if self.block_length:  # the row's block may be part of a block of the model
             begin_B = context.block.begin_B // self.block_length * self.block_length
         settles_B = jnp.zeros_like(begin_B, bool)
         if self.block_length:
