@@ -85,7 +85,7 @@ class Exact(CacheRule):
         return (min((self.block_length or 1) * self.open_blocks, num_positions),)
 
     def prefix(self, first: int) -> int:
-        """The positions in whole blocks of the model; all of them for a causal model."""
+        """Number of positions in whole blocks of the model; `first` for a causal model."""
         return first // max(1, self.block_length) * max(1, self.block_length)
 
     def plan(self, context: CacheContext) -> CachePlan:

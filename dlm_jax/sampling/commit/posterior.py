@@ -95,10 +95,10 @@ class Renewing(CommitRule):
 class Posterior(Renewing):
     """Samples every open position from the reverse step of the process, with three outcomes.
 
-    Let ``r = alpha_t / alpha_s``, and let ``c`` be the noise term of `dlm_jax.diffusion.processes`.
-    The current token z stays with weight ``r (alpha_s p(z) + c_s(z))`` and is replaced with weight
-    ``c_t(z) - r c_s(z)``. The replacement is drawn from the model with probability ``alpha_s``, and
-    otherwise from the noise.
+    Let ``r = alpha_t / alpha_s``, and let ``c(k)`` be the probability of noise ``k`` as defined in
+    `dlm_jax.diffusion.processes`. The current token z stays with weight ``r (alpha_s p(z) +
+    c_s(z))`` and is replaced with weight ``c_t(z) - r c_s(z)``. The replacement is drawn from the
+    model with probability ``alpha_s``, and otherwise from the noise.
     """
 
     about = "reverse steps of the noise process; any token may change until the end"

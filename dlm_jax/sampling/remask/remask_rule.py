@@ -24,8 +24,8 @@ class RemaskContext(NamedTuple):
       is_fresh_BL: True at the tokens that this step committed.
       num_free_B: int32, number of live unfrozen positions of the block, including holes.
       probability_BL: float32 probability of each token under the clean logits that it was drawn
-          from. Probabilities of draft tokens come from the last forward pass, and so do, if the
-          rule `rereads`, those of all tokens not committed in this step.
+          from. For draft tokens, the logits of the last forward pass are used; if the rule
+          `rereads`, they are used for all tokens that this step did not commit.
       wrong_BL: float32 probability that each token is wrong, according to the critic, which reads
         the canvas with candidates in its holes; None if the rule does not read it.
       key_B: random key of each row for this step, used only by the rule.
