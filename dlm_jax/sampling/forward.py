@@ -197,7 +197,7 @@ def _windows(
         return _all_rows(program, params, rule, kept, hidden_BWD, inputs)
     for number, size in enumerate(sizes):
         # A window that does not fit the previous size starts more than that size before the end of
-        # the canvas, so it reads no cached positions beyond that point.
+        # the canvas, and only cached positions before the window are read.
         is_any = rule.sees_behind or number == 0
         num_seen = None if is_any else num_positions - sizes[number - 1]
 
@@ -354,10 +354,10 @@ def in_groups(
 def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
     """The indices, with a data dependency on the hidden vectors.
 
-    Writes at these indices then follow all reads that computed the vectors, so the compiler updates
-    the cache in place instead of copying it. An optimization barrier does not help, because it is
-    removed before the compiler decides whether to copy. Vectors larger than `_HUGE` occur only in
-    rows that end as non-finite.
+    Writes at these indices then follow all reads that the vectors depend on, so the compiler
+    updates the cache in place instead of copying it. An optimization barrier does not help, because
+    it is removed before the compiler decides whether to copy. Vectors larger than `_HUGE` occur
+    only in rows that end as non-finite.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)

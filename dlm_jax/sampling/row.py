@@ -102,7 +102,7 @@ class RowParams(Rule):
 
 
 ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))
-"""The settings of `RowParams`, by name."""
+"""The settings of `RowParams`, except the seed and the capacity."""
 
 
 class Counters(NamedTuple):

@@ -304,7 +304,9 @@ def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax
 
 
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
-    """True at positions that receive a candidate; all holes at the last step of a block."""
+    """True at positions that receive a candidate. At the last step of a block, these include all
+    holes.
+    """
     is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
     rule, shape = state.rules.commit, is_last_BL.shape
     may_BL = returned(rule.eligible(commit), rule, "eligible", "B, L", shape, bool)
@@ -446,7 +448,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             state.canvas.frozen_BL,
             program.num_traced > 0,
         )  # fmt: skip
-        # The number of open positions is at most the number of vectors of the trunk.
+        # The number of open positions is at most the number of hidden vectors.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
         filled = state.rules.fill.propose(reader, writer, wanted)

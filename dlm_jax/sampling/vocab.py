@@ -6,7 +6,7 @@ pass over 256 x 50257 logits takes 20 ms, while accumulating the same function e
 has its own columns, so the result at a position does not depend on the number of positions.
 
 Accelerators sort and reduce whole rows faster than they run these workarounds. `sorts_whole_rows`
-decides which method is used. Both methods give bitwise the same result.
+decides which method is used. Both methods give bitwise identical results.
 """
 
 from __future__ import annotations

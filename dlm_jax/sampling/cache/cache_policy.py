@@ -62,8 +62,8 @@ class CachePlan(NamedTuple):
 
     Attributes:
       begin_B: int32, first position of the window.
-      end_B: int32, end of the window, exclusive; at most the largest of `CacheRule.sizes` from
-        `begin_B`, or the end of the canvas.
+      end_B: int32, end of the window, exclusive; at most `begin_B` plus the largest of
+        `CacheRule.sizes`, or the end of the canvas.
       is_due_B: True where the whole row, instead of a window, is computed and cached.
       settles_B: True where the last ``sizes()[0]`` positions before `begin_B`, whose tokens are
         final, are computed first and cached.
@@ -84,7 +84,7 @@ class CacheRule(Rule):
 
     @property
     def keeps(self) -> bool:
-        """Whether the keys and values of the window of a step are cached; static."""
+        """Whether the keys and values of a step's window are cached; static."""
         return False
 
     @property

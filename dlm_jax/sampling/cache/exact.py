@@ -1,4 +1,7 @@
-"""The exact cache for causal and block-causal models. Finished blocks are computed once."""
+"""The exact cache for causal and block-causal models.
+
+After a block is finished, it is computed only once.
+"""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ class Standing(NamedTuple):
     Attributes:
       tokens_BL: int32 canvas.
       is_mask_BL: True at MASK.
-      is_noise_BL: True at tokens that the row's noise can contain, which are all ids that the row
-          may write.
-      random_BL: int32, one of these ids per position, drawn uniformly for this step.
-      num_ids_B: int32, number of these ids.
+      is_noise_BL: True at tokens that may occur as noise in the row. The noise ids of a row are all
+          ids that the row may write.
+      random_BL: int32, one of the row's noise ids per position, drawn uniformly for this step.
+      num_ids_B: int32, number of noise ids of the row.
       mask_id: the id of MASK.
     """
 
@@ -103,11 +103,11 @@ class CommitRule(Rule):
     At the last step of a block, the loop also commits every remaining hole.
 
     Attributes:
-      rewrites: whether `select` may also select written tokens of the block, which then get
-        candidates. A block then ends after a step that starts without holes and rewrites nothing,
-        or after `patience` steps that start without holes.
+      rewrites: whether `select` may also select written tokens of the block, for which candidates
+        are then drawn as well. A block of such a rule ends after a step that starts without holes
+        and rewrites nothing, or after `patience` steps that start without holes.
       renews: whether the rule also writes tokens other than candidates at the open positions that
-          it does not select: see `renewed` and `begin`.
+          it does not select; see `renewed` and `begin`.
       scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied.
     """
 
@@ -121,7 +121,7 @@ class CommitRule(Rule):
         raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """True at the holes that may commit now, ``[B, L]``. Logits are computed only for these."""
+        """True at the holes that this step may commit, ``[B, L]``. No other logits are computed."""
         return context.is_hole_BL
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -235,14 +235,14 @@ _TIES_SALT = 0x74696573
 def reaches(
     score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
 ) -> jax.Array:
-    """True where a score is at least a bound, see `TOLERANCE`."""
+    """True where a score is at least a bound; see `TOLERANCE`."""
     return score >= bound - _slack(bound, scale)
 
 
 def exceeds(
     score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
 ) -> jax.Array:
-    """True where a score is strictly above a bound, see `TOLERANCE`."""
+    """True where a score is strictly above a bound; see `TOLERANCE`."""
     return score > bound + _slack(bound, scale)
 
 

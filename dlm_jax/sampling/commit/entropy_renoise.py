@@ -1,4 +1,4 @@
-"""DiffusionGemma's loop: positions with low entropy are kept, and new noise replaces the others."""
+"""DiffusionGemma's loop: tokens with low entropy are kept, and new noise replaces the others."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class EntropyRenoise(Renewing, EntropyBound):
 
     A block ends when its most likely tokens are those of the previous step and have low entropy, or
     when its steps are used up. Each position then gets its most likely token, whose log-probability
-    is not recorded (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Entropies and
-    probabilities are those after temperature, from which tokens are drawn.
+    is not recorded (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Entropies are those of
+    the distribution that tokens are drawn from, after temperature.
     """
 
     about = "holes with a small total entropy; new noise replaces the rest at every step"

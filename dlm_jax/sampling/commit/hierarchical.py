@@ -47,7 +47,7 @@ class Hierarchical(Confident):
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """The largest value (at least 0) within the run of True around each position."""
+    """The largest value (at least 0) within the run of True positions around each position."""
 
     def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
         return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]

@@ -41,8 +41,8 @@ class Seen(NamedTuple):
     """The last prediction of each position.
 
     Attributes:
-      ids: int32 ``[..., K]``, its most likely ids; -1 in empty entries.
-      logprobs: float32 ``[..., K]``, their log-probabilities.
+      ids: int32 ``[..., K]``, the most likely ids; -1 in empty entries.
+      logprobs: float32 ``[..., K]``, log-probabilities of these ids.
       steps: int32 ``[...]``, number of consecutive predictions that changed by less than the bound.
     """
 

@@ -192,5 +192,5 @@ class EditRule(Rule):
         raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:
-        """The edits of each row, in terms of the old positions. Only open positions may be edited."""
+        """The edits of each row, in terms of old positions. Only open positions may be edited."""
         raise NotImplementedError

@@ -163,7 +163,9 @@ class Uncertainty(EditRule):
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The maximum number of insertions and deletions per row, and the rows that must grow."""
+        """The maximum numbers of insertions and of deletions in each row, and True for rows that
+        must grow.
+        """
         ratios = (
             ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
             for start_B, end_B in (

@@ -57,7 +57,7 @@ class Reader(NamedTuple):
 
     Attributes:
       network: the model as pure functions.
-      params: its parameters.
+      params: the network's parameters.
       output: the output of the trunk in this step.
       chunk: number of positions per readout; static.
     """
@@ -232,10 +232,11 @@ class CandidateWriter:
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> Filled:
-        """`found` with candidates at the real places ``row * L + index``.
+        """`found`, with candidates added at the real places ``row * L + index``.
 
-        Candidates are drawn from `drawable_NV` through the chain and scored under the clean logits.
-        None means that both are the logits of the LM head.
+        Candidates are drawn from `drawable_NV` after the chain and are scored under `clean_NV`. If
+        `drawable_NV` is None, the clean logits come from the LM head, and candidates are drawn from
+        them.
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)

@@ -105,7 +105,7 @@ def _surest_of_each(
 
 
 def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the included positions whose group contains a True."""
+    """True at the included positions whose group contains a True position."""
     return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
 
 
@@ -292,7 +292,7 @@ def _grow(
     tokens_BL: jax.Array,
     temperature_B: jax.Array,
 ) -> Filled:
-    """`found` with candidates from the sampler head, added level by level."""
+    """`found`, with candidates from the sampler head added level by level."""
     grown = _grown(reader, level_BL, tokens_BL, temperature_B)
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:

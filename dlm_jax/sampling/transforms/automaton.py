@@ -43,7 +43,7 @@ def packed(is_in_BS: Array) -> Array:
 
 
 def any_of(is_in_BS: Array, words_BSW: Array) -> Array:
-    """The union of the included sets, ``[B, W]``."""
+    """The union of the sets where `is_in_BS` is True, ``[B, W]``."""
     kept_BSW = jnp.where(is_in_BS[:, :, None], words_BSW, jnp.uint32(0))
     return jax.lax.reduce(kept_BSW, jnp.uint32(0), jax.lax.bitwise_or, (1,))
 
@@ -68,9 +68,9 @@ class Arcs(NamedTuple):
     Attributes:
       next_DS: int32 ``[D, S]``, target of each arc that leaves a state; padded with 0.
       label_DS: int32, label of each arc; padded with 0, the label without classes.
-      is_member_CK: bool ``[C, K]``, the classes of each label.
-      ids_JM: int32 ``[J, M]``, ids of all classes except class 0, ascending, in blocks of one
-        class; padded with -1.
+      is_member_CK: bool ``[C, K]``, True where a class belongs to a label.
+      ids_JM: int32 ``[J, M]``, ids of all classes except class 0, in ascending order within each
+        class. They are divided into M blocks of up to J ids of the same class, padded with -1.
       class_M: int32, the class of each block.
     """
 

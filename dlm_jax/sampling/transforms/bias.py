@@ -65,7 +65,9 @@ LOGIT_BIAS = Setting(
 
 @rule
 class LogitBias(LogitTransform):
-    """Adds a bias to chosen ids: `x[id] += bias`; duplicates add, and -inf bans.
+    """Adds a bias to chosen ids: `x[id] += bias`.
+
+    The biases of duplicate ids add up, and -inf bans an id.
 
     Attributes:
       ids_BK: int32 ids of each row, padded with ids >= V, which are dropped.
@@ -81,7 +83,7 @@ class LogitBias(LogitTransform):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> LogitBias:
-        """The finite biases of each row."""
+        """The transform with the finite biases of each row."""
         finite = [[pair for pair in row.logit_bias if pair[1] != -math.inf] for row in rows]
         return cls.of_pairs(finite, facts.vocab_size)
 

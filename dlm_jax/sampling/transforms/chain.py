@@ -266,7 +266,7 @@ class Chain:
     def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
         """True `[N]` for real positions that continue with few candidates.
 
-        Greedy rows and rows with a later controller are excluded.
+        Greedy rows and rows with a feedback controller later in the chain are excluded.
         """
         top_k_N = self.transforms[cut].count()[at.row_N]
         is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))

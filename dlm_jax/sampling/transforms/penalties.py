@@ -88,7 +88,7 @@ class Penalties(LogitTransform):
         return is_set_B & (self.last_n_B != 0)
 
     def prepare(self, state: Any, context: Context) -> Array:
-        """Count of each token among the newest `last_n`, float32 `[B, V]`."""
+        """Number of occurrences of each id among the newest `last_n_B` tokens, float32 `[B, V]`."""
         B = context.tokens_BL.shape[0]
 
         def nothing():

@@ -107,8 +107,7 @@ class DynamicTemperature(_Moving):
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
     is the entropy in nats of the n candidates. A position with one candidate is unchanged. If
     T' = 0, only the best candidate is kept. T = 0 makes the row greedy; delta = 0 is plain
-    temperature.
-    Source: llama.cpp, ``temp_ext``.
+    temperature. Source: llama.cpp, ``temp_ext``.
     """
 
     name = "dynatemp"

@@ -16,8 +16,8 @@ class At(NamedTuple):
     """The N positions of a chunk of logits.
 
     Attributes:
-      row_N: int32 row of each position, in [0, B).
-      index_N: int32 position in the canvas, in [0, L).
+      row_N: int32, row of each position, in [0, B).
+      index_N: int32, index of each position on the canvas, in [0, L).
       key_N: typed random key of each position.
       is_real_N: False for the padding of a chunk, which does not activate transforms.
       is_grown_N: True where the sampler head computed the logits; None if the LM head computed all
@@ -118,11 +118,11 @@ class LogitTransform(Rule):
         return None
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
-        """True `[N]` where the row never writes the id; None if it forbids no ids."""
+        """True `[N]` where the row never writes the id; None if no ids are forbidden."""
         return None
 
     def banned(self, vocab_size: int) -> Array | None:
-        """True `[B, V]` where `forbids` is True; None if it forbids no ids."""
+        """True `[B, V]` where `forbids` is True; None if no ids are forbidden."""
         return None
 
     def divisor(self) -> Array | None:

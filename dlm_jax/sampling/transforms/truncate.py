@@ -12,7 +12,7 @@ unreliable, by bisection of float32 bit patterns. On CPU, testing several bounds
 faster, because XLA loops over each accumulator separately.
 
 Where whole-row sorts are fast, the sorted largest values give two candidate bounds. One pass
-verifies the bounds, and the search runs only if they are wrong. Both methods give bitwise the same
+verifies the bounds, and the search runs only if they are wrong. Both methods give exactly the same
 cut.
 """
 
@@ -350,7 +350,7 @@ class Truncation(LogitTransform):
 
 @rule
 class TopK(Truncation):
-    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all logits."""
+    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, and k >= V keeps all logits."""
 
     k_B: Array = per_row(TOP_K)
     min_keep_B: Array = per_row(MIN_KEEP)
