@@ -104,7 +104,7 @@ class TrunkOutput(NamedTuple):
     """The output of the trunk in a step.
 
     Attributes:
-      hidden_BLD: hidden vectors of the canvas or, as ``[B, W, D]``, of a window of each row.
+      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for a window per row.
       bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;

@@ -27,8 +27,8 @@ from dlm_jax.types import Params, Status
 
 @pytree
 class Trace:
-    """All tokens drawn in sampled rows, and everything except the model parameters that their
-    probabilities depend on.
+    """All tokens drawn in sampled rows, and all inputs (except model parameters) needed to compute
+    their probabilities.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
     the length of the longest row. A trace is a pytree. Its leaves can be indexed by rows (`rows`),
@@ -43,9 +43,9 @@ class Trace:
         The policy is the distribution that the token was drawn from: that of the LM head or sampler
         head, after bans, guidance, temperature and all transforms. The value is 0 in greedy rows
         and where no token was drawn.
-      choice_logprobs: float32 ``[B, S]`` log-probability in nats of choosing these positions for
-        writing and remasking: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
-        select by the tokens only.
+      choice_logprobs: float32 ``[B, S]`` log-probability in nats of choosing the positions that
+        were written and remasked: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules
+        that select by the tokens only.
       entropy: float32 ``[B, S, L]``, entropy in nats of the head's logits before the chain, at
         drawn tokens.
       confidence: float32 ``[B, S, L]``, the commit rule's confidence, at drawn tokens.

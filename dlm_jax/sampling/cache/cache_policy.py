@@ -149,10 +149,10 @@ class CacheRule(Rule):
         raise NotImplementedError
 
     def prefix(self, first: int) -> int:
-        """Number of positions before the first open one whose cached values do not depend on later
-        tokens; 0 if there are none.
+        """Length of the prefix, before the first open position `first`, whose cached values depend
+        only on the tokens in the prefix; 0 if there is no such prefix.
 
-        A row whose prefix is already cached may start with this number as `CacheState.valid_B`.
+        A row whose prefix is already cached may start with this length as `CacheState.valid_B`.
         """
         return 0
 

@@ -190,10 +190,11 @@ class CommitRule(Rule):
             )  # fmt: skip
 
     def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
-        """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` but the key.
+        """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
+        ``context.key_B``.
 
-        A rule that does not use ``context.key_B`` returns 0 (see `certain`). The random breaking of
-        ties is not counted. Traces require this method.
+        A rule that does not use this key returns 0 (see `certain`). The random breaking of ties is
+        not counted. Traces require this method.
         """
         raise NotImplementedError
 

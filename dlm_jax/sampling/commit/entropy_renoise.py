@@ -34,10 +34,10 @@ class EntropyRenoise(Renewing, EntropyBound):
     """Accepts candidates as `EntropyBound` does, but among all open positions, and renoises the
     rest.
 
-    A block ends when its most likely tokens are those of the previous step and have low entropy, or
-    when its steps are used up. Each position then gets its most likely token, whose log-probability
-    is not recorded (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Entropies are those of
-    the distribution that tokens are drawn from, after temperature.
+    A block ends when the most likely tokens are the same as in the previous step and the entropy is
+    low, or when its steps are used up. Each position then gets its most likely token, whose
+    log-probability is not recorded (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Entropies
+    are those of the distribution that tokens are drawn from, after temperature.
     """
 
     about = "holes with a small total entropy; new noise replaces the rest at every step"

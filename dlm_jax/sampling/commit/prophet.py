@@ -32,12 +32,12 @@ _MOST = 30.0
 
 @rule
 class Prophet(Confident):
-    """Commits a quota of the most confident holes, or all if their mean gap reaches
+    """Commits a quota of the most confident holes, or all holes if the mean gap reaches
     ``tau(progress)``.
 
-    The gap of a hole is the difference between its two largest logits. Its mean is taken over the
-    holes of the block. The bound tau decreases in three stages (Li et al. 2025, Prophet, equations
-    4 and 5: 7.5, 5.0 and 2.5).
+    The gap of a hole is the difference between its two largest logits, and the mean is taken over
+    the holes of the block. The bound tau decreases in three stages (Li et al. 2025, Prophet,
+    equations 4 and 5: 7.5, 5.0 and 2.5).
     """
 
     about = "a quota of the most confident holes, or all when predictions are clear"

@@ -102,7 +102,7 @@ def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 
 def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Probability of the most likely token minus that of the second (Kim et al. 2025,
+    """Probability of the most likely token minus that of the second most likely (Kim et al. 2025,
     ``topk_margin``).
     """
     best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
@@ -274,7 +274,7 @@ class RandomOrder(QuotaRule):
     quota: Quota = static(SCHEDULE)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """A random quota of the holes. Only their logits are needed."""
+        """A random quota of the holes. No other logits are needed."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
@@ -310,7 +310,7 @@ class RandomFilled(QuotaRule):
 
 @rule
 class LeftToRight(QuotaRule):
-    """Commits a quota of the leftmost holes. Only their logits are needed."""
+    """Commits a quota of the leftmost holes. No other logits are needed."""
 
     about = "a quota of the leftmost holes"
     log_chance = certain

@@ -75,9 +75,9 @@ class Snapshot(NamedTuple):
       own_BL: float32 log-probability in nats of the token at each position.
       right_BL: float32 log-probability that the model assigns, at each position, to the token of
           the position to the right.
-      best_BL: float32 log-probability of the most likely token other than the current one. At
-          positions drawn in this step, it is the most likely of all tokens. If that token is
-          banned, this is the log-probability of the current token. None if no rule reads it.
+      best_BL: float32 log-probability of the most likely token other than the current one. (At
+          positions drawn in this step, the current token is not excluded.) If that token is banned,
+          this is the log-probability of the current token. None if no rule reads it.
       is_due_BL: True where that most likely token equals the token to the right; None if no rule
           reads it.
       best_id_BL: int32, id of that most likely token, -1 if it is banned; None if no rule reads it.

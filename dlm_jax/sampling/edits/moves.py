@@ -107,13 +107,13 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map for the edits of a step. The result equals that of sequential edits: insertions, then
-    deletions.
+    """The map for the edits of a step. The result is the same as if all insertions, and then all
+    deletions, were applied one by one.
 
     An insertion and a deletion at the same position replace its token. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
-    never dropped. A deletion marks the token that afterwards occupies its position (the inserted
-    token, if there is one). Dropped tokens are not marked.
+    never dropped. A deletion marks the token that afterwards occupies the deleted position (the
+    inserted token, if there is one). Dropped tokens are not marked.
 
     `capacity_B` is at least the row's length and at most ``L``.
     """

@@ -17,8 +17,8 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.types import Params, live_positions
 
 LEAST = -100.0
-"""Log-probability, in nats, that replaces that of an impossible token. It is finite, so that texts
-that share such a token can be compared."""
+"""Log-probability in nats that is assigned to impossible tokens. It is finite, so that texts that
+share such a token can be compared."""
 _FAR = 2**30
 _CHUNK = 2048
 

@@ -194,10 +194,10 @@ class Uncertainty(EditRule):
         Only edits with scores above 0 are selected. A gap must have a live position on its right. A
         deleted token must be live and unfrozen, and it must be neither a hole nor the last token in
         its row. A space is deleted only at a position that an edit inserted. Positions within the
-        cooldown distance of a mark are skipped, where the position of a gap is that of its new
-        token. Insertions and deletions are selected independently. In rows that do not trim,
-        insertions are limited to the free capacity after the deletions. The same limit holds in
-        rows that grow towards a target, so that no token is dropped.
+        cooldown distance of a mark are skipped; for a gap, the position of its new token counts.
+        Insertions and deletions are selected independently. In rows that do not trim, insertions
+        are limited to the free capacity after the deletions. The same limit applies in rows that
+        grow towards a target, so that no token is dropped.
 
         In rows with an exact target, edits with scores of 0 or below are also selected, as many as
         the target requires in this step, and there is no cooldown. Tokens whose successor fits

@@ -39,7 +39,7 @@ RENOISE_SCHEDULE = Setting(
 
 @rule
 class Renoise(Rule):
-    """Overwrites a random fraction of the unfrozen tokens of the block."""
+    """Overwrites a randomly chosen part of the block's unfrozen tokens."""
 
     start_B: jax.Array = per_row(RENOISE_START)
     end_B: jax.Array = per_row(RENOISE_END)
