@@ -10,9 +10,9 @@ from dlm_jax.heads.sampler import SAMPLER, sampler_head
 from dlm_jax.heads.scorer import SCORER, scorer_head
 
 HEADS: tuple[Callable[[Setup], Head | None], ...] = (sampler_head, critic_head, scorer_head)
-"""Functions that create the record of each head, or return None if the model lacks it.
+"""Functions that create the record of each head, or return None if the model lacks the head.
 
-A stage sums their losses in this order.
+A stage sums the heads' losses in this order.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The critic head, which predicts the wrong tokens of a filled canvas."""
+"""The critic head, which predicts which tokens of a filled canvas are wrong."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
 RECOMMENDED = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
-"""Request settings for filling the canvases of the critic."""
+"""Request settings that are also used when canvases are filled to train the critic."""
 
 
 def critic_head(setup: Setup) -> Head | None:
     """The record of the critic, or None for a model without one.
 
-    Its canvas is the shown canvas with the supervised holes filled by the model. The fill uses
-    ``[sample]``, in waves once the sampler head trains. The gradient flows into the trunk.
+    The critic reads the shown canvas, with the supervised holes filled by the model. The fill uses
+    the settings in ``[sample]``. The parallel fill is used until training of the sampler head
+    starts, and waves are used from then on. The gradient flows into the trunk.
     """
     if not setup.config.model.add_critic_head:
         return None
@@ -45,9 +46,7 @@ def critic_head(setup: Setup) -> Head | None:
         )  # fmt: skip
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """uint32 seeds ``[B]`` for the draws that fill the canvas, and the number of positions in
-        the loss.
-        """
+        """uint32 seeds ``[B]`` for filling the canvas, and the number of positions in the loss."""
         _, is_judged_BL = positions(example)
         seed_B = jax.random.bits(key, (example.shown_BL.shape[0],), jnp.uint32)
         return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
@@ -78,7 +77,7 @@ def critic_head(setup: Setup) -> Head | None:
 
 
 class CriticTargets(NamedTuple):
-    """Targets of the critic.
+    """The critic's input canvas and targets.
 
     Attributes:
       filled_BL: int32 canvas with its holes filled.
@@ -117,7 +116,7 @@ def critic_targets(
     is_hole_BL: jax.Array,
     is_judged_BL: jax.Array,
 ) -> CriticTargets:
-    """The canvas with candidates in its holes, and the wrong positions."""
+    """The canvas with candidates in its holes, and the positions with wrong tokens."""
     filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
     is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
     return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
@@ -126,17 +125,17 @@ def critic_targets(
 def critic_loss(
     network: Network, params: Params, targets: CriticTargets, length_B: jax.Array, total: jax.Array
 ) -> Loss:
-    """Binary cross-entropy (nats) over the positions in the loss, after an additional forward of
-    the trunk.
+    """Binary cross-entropy (nats) over the positions in the loss, after an additional forward pass
+    of the trunk.
 
-    Gradients flow into the trunk. `total` is the number of positions in the loss of the whole
-    batch.
+    Gradients flow into the trunk. `total` is the number of positions in the loss, summed over the
+    whole batch.
     """
     assert network.critic is not None
     hidden_BLD, _ = network.trunk(params, targets.filled_BL, length_B, None)
     logit_P = network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
     logit_BL = logit_P.reshape(targets.filled_BL.shape)
-    # -log sigmoid(x) for wrong tokens, -log sigmoid(-x) for correct ones.
+    # -log sigmoid(x) for wrong tokens, and -log sigmoid(-x) for correct ones.
     loss_BL = jax.nn.softplus(jnp.where(targets.is_wrong_BL, -logit_BL, logit_BL))
     return Loss(jnp.sum(jnp.where(targets.is_judged_BL, loss_BL, 0.0)), total)
 
@@ -146,8 +145,9 @@ def filled(
 ) -> jax.Array:
     """Tokens ``[B, L]`` for the holes of a batch, filled as in sampling.
 
-    The fill uses waves with a sampler head and is parallel otherwise. Each device fills its own
-    rows. `rows` are hidden vectors, shown tokens, lengths, holes, and one seed per row.
+    If `in_waves`, the sampler head fills the holes in waves; otherwise the parallel fill is used.
+    Each device fills its own rows. `rows` are the hidden vectors, shown tokens, lengths, holes, and
+    one seed per row.
     """
     fill = functools.partial(_fill_rows, setup, network, in_waves)
     mesh: Mesh = setup.mesh

@@ -1,4 +1,4 @@
-"""The record of a head, and the resolved inputs that create it."""
+"""The record of a head, and the resolved inputs that heads are created from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Setup:
     Attributes:
       config: resolved config with ``model.vocab_size`` set.
       tokenizer: tokenizer of the corpus.
-      mesh: devices that shard the rows of a batch.
+      mesh: devices over which the rows of a batch are sharded.
     """
 
     config: Config
@@ -44,26 +44,26 @@ class Setup:
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        """Ids of text tokens, which a corruption may show instead of the true token."""
+        """Ids of text tokens, which may replace the true token in a corruption."""
         return text_ids(self.tokenizer)
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
-        """Ids that the noise of a process other than masked may show."""
+        """Ids that may occur as noise in a forward process with noise other than MASK."""
         return noise_ids(self.tokenizer)
 
 
 MAIN = "main"
-"""The group of the parameters outside heads."""
+"""The group of all parameters that do not belong to a head."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The trained groups of parameters: ``main`` and names of heads, in this order.
+    """The groups of parameters that are trained: ``main`` and names of heads, in this order.
 
     Attributes:
-      groups: the groups.
-      adapts: whether ``main`` consists only of the adapters of the model.
+      groups: names of the groups.
+      adapts: whether ``main`` consists only of the model's adapters.
     """
 
     groups: tuple[str, ...]
@@ -77,16 +77,16 @@ class Stage:
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of the loss of a head.
+    """The inputs of a head's loss.
 
     Attributes:
       network: the model.
       params: all parameters. Unless the head `trains_trunk`, only its own parameters have a
         gradient.
-      example: the batch with the examples of the objectives.
-      noise: draws of the head.
+      example: the batch, with the examples of the objectives.
+      noise: the result of `Head.draw`.
       hidden_BLD: output of the trunk for ``example.shown_BL``; None if no head of the stage reads
-        it. It has no gradient unless the head `trains_trunk`.
+        it. No gradient flows through it unless the head `trains_trunk`.
       stage: the groups that train in this stage.
     """
 
@@ -104,27 +104,29 @@ def _no_noise(example: MixedExample, key: jax.Array) -> Any:
 
 @dataclass(frozen=True)
 class Head:
-    """A head on the trunk. Optimiser groups, stages, metrics and checkpoints follow from it.
+    """A head on the trunk. Optimiser groups, stages, metrics and checkpoints are derived from this
+    record.
 
     Attributes:
-      name: top-level name of its parameters; must end in ``_head``.
+      name: top-level name of the head's parameters; must end in ``_head``.
       loss: ``(inputs) -> Loss``, in nats or another unit.
-      draw: ``(example, key) -> noise``, a pytree of random values and totals for the whole batch
-        before it is split into microbatches. A leaf is ``[B, ...]`` or a scalar.
-      init: ``(key) -> params``; None if `Network.init` creates them.
-      metric: metric name of its loss; empty uses the name without ``_head``.
-      reads_hidden: whether its loss reads `HeadInputs.hidden_BLD`.
-      trains_trunk: whether its gradient flows into other parameters. Otherwise the model trains as
-          without the head, bit for bit.
-      joins_main: whether its parameters belong to the main optimiser group and train with it;
+      draw: ``(example, key) -> noise``, a pytree of random values and totals for the whole batch,
+        before the batch is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
+      init: ``(key) -> params``; None if `Network.init` creates the parameters.
+      metric: metric name of the loss; if empty, the head's name without ``_head``.
+      reads_hidden: whether the loss reads `HeadInputs.hidden_BLD`.
+      trains_trunk: whether the gradient flows into other parameters. If not, training of all other
+          parameters is bitwise the same as without the head.
+      joins_main: whether the parameters belong to the main optimiser group and train with it;
         `start`, `end` and `optimizer` are then ignored.
-      start: first step of its training.
-      end: step at which the loss has its full weight, growing linearly from 0 at `start`; at or
-        before `start`: full weight from the start.
-      weight: full weight of its loss; None: 1 at every step, and no ``_alpha`` in the metrics.
-      optimizer: maps the number of training steps to a gradient transformation; None is AdamW with
-        the settings of ``[heads]``.
-      stream: index of its noise stream; -1 derives it from the name.
+      start: first step at which the head is trained.
+      end: step at which the loss reaches its full weight, after growing linearly from 0 at `start`.
+        If `end` is not after `start`, the loss has its full weight from the start.
+      weight: full weight of the loss; if None, the weight is 1 at every step, and the metrics have
+        no ``_alpha``.
+      optimizer: maps the number of training steps to a gradient transformation; None means AdamW
+        with the settings in ``[heads]``.
+      stream: index of the head's noise stream; -1 derives the index from the name.
     """
 
     name: str
@@ -154,9 +156,9 @@ class Head:
         return MAIN if self.joins_main else self.name
 
     def trains_at(self, step: int) -> bool:
-        """Whether its loss has weight at a step, counted from 0."""
-        # The weight at the first step of a ramp is 0. Computing the loss there would change the
-        # rounding of the rest.
+        """Whether the head's loss has weight at a step; steps are counted from 0."""
+        # The weight at the first step of a ramp is 0. Computing the loss at that step would change
+        # the rounding of the other losses.
         return step >= self.start + (self.end > self.start) and self.weight != 0
 
     def weight_at(self, step: jax.Array) -> jax.Array:
@@ -167,8 +169,8 @@ class Head:
 
 
 def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
-    """The network with an `init` that also creates the parameters of heads with their own
-    `init`.
+    """The network with an `init` that also creates the parameters of all heads that have an `init`
+    of their own.
     """
     inits = {head.name: (head.stream, head.init) for head in heads if head.init is not None}
     if not inits:

@@ -1,4 +1,4 @@
-"""The sampler head, which predicts the token of a hole from its hidden vector and neighbours."""
+"""The sampler head, which predicts the token in a hole from its hidden vector and neighbours."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SAMPLER = "sampler_head"
 def sampler_head(setup: Setup) -> Head | None:
     """The record of the sampler head, or None for a model without one.
 
-    Its loss is the plain mean cross-entropy over all supervised positions.
-    ``heads.sampler_trunk_share`` of it is replaced by the divergence from the trunk (`trunk_loss`).
+    The loss is the plain mean cross-entropy over all supervised positions, of which a fraction
+    ``heads.sampler_trunk_share`` is replaced by the divergence from the trunk (`trunk_loss`).
     """
     if not setup.config.model.add_sampler_head:
         return None
@@ -27,13 +27,13 @@ def sampler_head(setup: Setup) -> Head | None:
     share = settings.sampler_trunk_share
 
     def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
-        """True where the trunk has a prediction given the revealed holes."""
+        """True at holes where the trunk's prediction given the revealed holes is used."""
         is_hole_BL = (example.shown_BL == mask_id) & ~is_revealed_BL
         return is_hole_BL & example.is_supervised_BL()
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, ...]:
-        """The holes revealed to their neighbours, and the numbers of supervised holes and of holes
-        in the divergence.
+        """The holes revealed to their neighbours, the number of supervised positions, and (if used)
+        the number of holes in the divergence.
         """
         is_revealed_BL = jax.random.uniform(key, example.shown_BL.shape) < settings.sampler_reveal
         num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
@@ -59,7 +59,8 @@ def sampler_head(setup: Setup) -> Head | None:
             network, params, read, example.shown_BL, tokens_BL, example.batch.length_B,
             is_revealed_BL, is_asked_BL(example, is_revealed_BL), num_asked[0], mask_id=mask_id,
         )  # fmt: skip
-        # Both are means, so their sum with the weight of the first is a mean too.
+        # Both losses are means. The second sum is rescaled to the weight of the first, so that
+        # their combination is a mean too.
         scale = num_supervised / jnp.maximum(taught.weight, 1.0)
         return Loss((1.0 - share) * plain.sum + share * scale * taught.sum, num_supervised)
 
@@ -75,7 +76,7 @@ class SamplerInputs(NamedTuple):
       left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors for
           missing neighbours.
       hidden_BLD: the trunk's hidden vectors.
-      right_BLCD: like `left_BLCD`, to the right.
+      right_BLCD: like `left_BLCD`, but for the positions to the right.
     """
 
     left_BLCD: jax.Array
@@ -96,16 +97,16 @@ def prepare_sampler_inputs(
 ) -> SamplerInputs:
     """Inputs of the sampler head at every position of a batch.
 
-    Neighbours are tokens of the shown canvas. MASK, PAD and positions outside the row are not
-    neighbours. A revealed position shows its true token, as if a wave had filled it.
+    Neighbours are tokens on the shown canvas. MASK, PAD and positions outside the row do not count
+    as neighbours. A revealed position shows its true token, as if a wave had filled it.
 
     Args:
       network: network with a sampler head.
-      params: its parameters.
+      params: the network's parameters.
       shown_BL: int32 canvas that the trunk read.
       tokens_BL: int32 true tokens.
       hidden_BLD: the output of the trunk.
-      length_B: int32 live tokens.
+      length_B: int32, number of live tokens in each row.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
       mask_id: the id of MASK.
     """
@@ -143,8 +144,8 @@ def sampler_loss(
 ) -> Loss:
     """Mean cross-entropy (nats) of the sampler head over the supervised positions, unweighted.
 
-    Only the parameters of this head get a gradient. The gradient of the LM head that reads its
-    features is stopped. `total` is the number of supervised positions of the whole batch.
+    Only the parameters of this head get a gradient. The LM head, which reads the features of this
+    head, does not. `total` is the number of supervised positions in the whole batch.
     """
     assert network.sampler_readout is not None
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
@@ -175,10 +176,10 @@ def trunk_loss(
 ) -> Loss:
     """Mean divergence (nats) of the sampler head from the trunk's one-at-a-time distribution.
 
-    ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R beside i}) )`` for the canvas z and the
-    revealed tokens x_R: the trunk runs once more with the revealed tokens shown. As in ADJUST
-    (Bansal & Sanghavi 2025), a head is trained for the distribution of sampling one position at a
-    time.
+    The divergence is ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R beside i}) )`` for
+    the canvas z and the revealed tokens x_R. The trunk runs once more, with the revealed tokens
+    shown. As in ADJUST (Bansal & Sanghavi 2025), the head is trained to match the distribution that
+    results from sampling one position at a time.
 
     Args:
       network: network with a sampler head.
@@ -186,10 +187,10 @@ def trunk_loss(
       inputs: inputs of the head, from `prepare_sampler_inputs`.
       shown_BL: int32 canvas z.
       tokens_BL: int32 true tokens.
-      length_B: int32 live tokens.
+      length_B: int32, number of live tokens in each row.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
       is_asked_BL: True at the holes in the loss; none of them is revealed.
-      total: number of these holes in the whole batch.
+      total: number of holes in the loss, in the whole batch.
       mask_id: the id of MASK.
     """
     assert network.sampler_readout is not None

@@ -1,6 +1,7 @@
-"""The scorer head, which predicts the corrupted share of a text.
+"""The scorer head, which predicts what fraction of a text is corrupted.
 
-Scored texts have no holes, so corrupted tokens are wrong tokens, never MASK.
+Scored texts have no holes, so corrupted tokens are wrong tokens, never MASK. The fraction is called
+the share.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ SCORER = "scorer_head"
 def scorer_head(setup: Setup) -> Head | None:
     """The record of the scorer head, or None for a language model.
 
-    It trains with the trunk from the first step.
+    The scorer head is trained together with the trunk from the first step.
     """
     if setup.config.model.mode != "sequence_scorer":
         return None
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[CorruptedRows, jax.Array]:
-        """Corrupted rows with their shares, and the number of rows in the loss."""
+        """The corrupted rows with their shares, and the number of rows in the loss."""
         rows = corrupt(example.batch, key, setup.config.objective, setup.text_ids)
         return rows, jnp.sum(rows.weight_B)
 
@@ -51,9 +52,9 @@ class CorruptedRows(NamedTuple):
 
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
-      length_B: int32 live tokens.
-      share_B: float32 in [0, 1], share of free positions with a wrong token.
-      weight_B: float32, 1 for rows with a free position; 0 for others.
+      length_B: int32, number of live tokens in each row.
+      share_B: float32 in [0, 1], fraction of the free positions with a wrong token.
+      weight_B: float32, 1 for rows with a free position, 0 for other rows.
     """
 
     shown_BL: jax.Array
@@ -65,14 +66,14 @@ class CorruptedRows(NamedTuple):
 def corrupt(
     batch: Batch, key: jax.Array, how: ObjectiveConfig, random_ids: tuple[int, ...]
 ) -> CorruptedRows:
-    """The batch with wrong tokens at some free positions, and the share of these positions.
+    """The batch with wrong tokens at some free positions, and the fraction of these positions.
 
-    Each row uses one corruption pattern, with a share that is uniform up to ``max_ratio`` for
-    ``random`` and ``sticky``. In half of the rows the new tokens are drawn uniformly from
-    `random_ids`. In the others they are copied from random positions of other rows. They then have
-    the token frequencies of real text and are detectable only from context. A copied token that is
-    not in `random_ids` (such as EOS) is replaced by a random id. A token equal to the true one is
-    not wrong.
+    Each row uses one corruption pattern. For ``random`` and ``sticky``, the fraction is uniform up
+    to ``max_ratio``. In half of the rows, the new tokens are drawn uniformly from `random_ids`. In
+    the other half, they are copied from random positions in other rows. Copied tokens have the
+    token frequencies of real text and can be detected only from context. A copied token that is not
+    in `random_ids` (such as EOS) is replaced by a random id. A new token that equals the true one
+    does not count as wrong.
     """
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
     num_rows, num_positions = batch.tokens_BL.shape
@@ -103,18 +104,18 @@ def corrupt(
 
 
 def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.Array) -> jax.Array:
-    """Logit ``[B]``, float32, of the predicted corrupted share of each row."""
+    """Logit ``[B]``, float32, of the predicted share of each row."""
     assert network.scorer is not None
     hidden_BLD, _ = network.trunk(params, shown_BL, length_B, None)
     return network.scorer(params, hidden_BLD, length_B)
 
 
 def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: jax.Array) -> Loss:
-    """Binary cross-entropy (nats) per row with the corrupted share as the target.
+    """Binary cross-entropy (nats) per row, with the true share as the target.
 
-    As for the squared error, the minimum is where the sigmoid of the logit equals the mean share.
-    Unlike the squared error, its gradient does not vanish for confident wrong scores. `total` is
-    the number of rows in the loss of the whole batch.
+    As with the squared error, the loss is minimal if the sigmoid of the logit equals the mean
+    share. Unlike that of the squared error, its gradient does not vanish for confident wrong
+    scores. `total` is the number of rows in the loss, in the whole batch.
     """
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
     return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
@@ -128,10 +129,10 @@ def binary_cross_entropy(logit_B: jax.Array, share_B: jax.Array) -> jax.Array:
 
 
 class Errors(NamedTuple):
-    """Errors of a scorer, by row: float ``[B]``.
+    """Errors of a scorer for each row, float ``[B]``.
 
     Attributes:
-      squared_B: square of the difference between the predicted share and the true one.
+      squared_B: squared difference between the predicted and the true share.
       cross_entropy_B: training loss, in nats.
       share_B: true share.
     """
@@ -153,8 +154,8 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens are drawn from other rows, so the rows of a batch share their noise. This noise
-    depends on the key and the index of the first row.
+    Wrong tokens may be copied from other rows, so the whole batch uses the same random key. It is
+    derived from `key` and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
@@ -166,12 +167,13 @@ def errors(
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
     """Means over the rows with a free position, by metric name.
 
-    ``squared_error`` with its ``standard_error`` (absent for a single row),
-    ``constant_squared_error`` of the best constant prediction, and ``cross_entropy``.
+    The metrics are ``squared_error`` with its ``standard_error`` (absent for a single row),
+    ``constant_squared_error`` (that of the best constant prediction), ``cross_entropy``, and
+    ``windows``, the number of these rows.
 
     Args:
       found: arrays of N rows.
-      free_N: number of free positions of each row; not all 0.
+      free_N: number of free positions in each row; not all 0.
     """
     squared_N, entropy_N, share_N = (np.asarray(x, np.float64)[free_N > 0] for x in found)
     mean, error = ratio_and_error(squared_N, np.ones(len(squared_N)))

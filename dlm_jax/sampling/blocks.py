@@ -1,9 +1,9 @@
 """Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
-Blocks start at the first unfrozen position; a row's steps are split over the blocks that
-have work, with the remainder on the first blocks, and unused steps of a block are dropped. Several
-blocks may be open at once. They are stored as one block: the next block is appended, and finished
-blocks are removed.
+The first block starts at the first unfrozen position. A row's steps are divided among the blocks
+that have work, with the remainder in the first blocks. Steps that a block does not use are dropped.
+If several blocks are open at once, they are stored as a single block. The next block is appended to
+it when it opens, and finished blocks at its start are removed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Block(NamedTuple):
     Attributes:
       begin_B: first position.
       end_B: end, exclusive; it may exceed the length of the row.
-      step_B: steps taken in the block.
+      step_B: number of steps taken in the block.
       steps_B: step budget of the block, at least 1.
       first_holes_B: number of holes at the start of the block.
       index_B: number of earlier blocks with work.
-      count_B: number of blocks of the row that had work at the start.
+      count_B: number of blocks in the row that had work at the start.
       settled_B: number of consecutive steps that started without a hole in the block.
     """
 
@@ -61,8 +61,8 @@ def first_block(
 ) -> tuple[Block, jax.Array]:
     """The first block that has work, and True ``[B]`` where one exists.
 
-    Blocks have `length_B` positions and start at `first_B`, the first unfrozen position. A length
-    of 0 gives a single block.
+    Blocks have `length_B` positions each. The first one starts at `first_B`, the first unfrozen
+    position. A length of 0 gives a single block.
     """
     zeros_B = jnp.zeros_like(steps_B)
     count_B = _num_busy(is_work_BL, first_B, _size(length_B, is_work_BL))
@@ -86,7 +86,7 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The next block with work, and whether it exists. If there is none, the block is unchanged."""
+    """The next block with work, and True ``[B]`` where one exists; the given block elsewhere."""
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
@@ -108,12 +108,12 @@ def next_block(
 
 
 def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
-    """The open blocks without finished leading blocks, plus the next block if it may start.
+    """The open blocks without finished leading blocks, plus the next block if it may open.
 
-    The next block starts when the last open block is completed to ``open_share_B``, fewer than
-    ``open_blocks_B`` are open, and the next block has holes (multi-block decoding of d3LLM, Qian et
-    al. 2026). Its steps and holes are added to the totals. Rows with one block at a time and rows
-    without holes in their open blocks do not change.
+    The next block opens when a fraction ``open_share_B`` of the last open block is written, fewer
+    than ``open_blocks_B`` blocks are open, and the next block has holes (multi-block decoding as in
+    d3LLM, Qian et al. 2026). The steps and holes of the new block are added to the totals. Rows
+    with one block at a time do not change, nor do rows without holes in their open blocks.
     """
     num_positions = is_hole_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
@@ -150,8 +150,9 @@ def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Ar
 
 
 def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
-    """The smallest number of steps that gives every block one step per hole. Holes are given by
-    position.
+    """The smallest number of steps that gives every block at least one step per hole.
+
+    `holes` contains the positions of the holes.
     """
     if not block_length:
         return holes.size
@@ -170,7 +171,7 @@ def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:
 
 
 def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> jax.Array:
-    """The number of blocks with work; each is counted at its first position with work."""
+    """The number of blocks with work. Each block is counted at its first position with work."""
     place_1L = jnp.arange(is_work_BL.shape[1])[None]
     number_BL = (place_1L - first_B[:, None]) // size_B[:, None]
     at_work_BL = jnp.where(is_work_BL, number_BL, -1)

@@ -1,7 +1,7 @@
 """One token id per position: an exact sample from the softmax, or the argmax.
 
-Each position has its own key. Its token depends only on this key and its logits, not on the other
-positions of the batch. The softmax is computed in float32. Greedy rows take the argmax.
+Each position has its own key. The token at a position depends only on its key and its logits, not
+on other positions in the batch. The softmax is computed in float32. Greedy rows take the argmax.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ METHODS = ("inverse_cdf", "gumbel")
 
 
 def argmax(logits_NV: Array) -> Array:
-    """Ids `[N]` (int32) of the largest logits: the lowest on ties, 0 where all are -inf.
+    """Ids `[N]` (int32) of the largest logits: the lowest id on ties, 0 where all logits are -inf.
 
-    Logits that differ only by rounding are ties (`TOLERANCE`).
+    Logits that differ only by rounding are treated as ties (see `TOLERANCE`).
     """
     return vocab.argmax(logits_NV.astype(jnp.float32), TOLERANCE)
 
 
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
-    """Ids `[N]` (int32) drawn from `softmax(logits)`, one typed key per position.
+    """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
-    `-inf` is allowed and never drawn, like any token whose float32 probability is 0. A position
-    whose logits are all `-inf` returns id 0.
+    Logits may be `-inf`. Such tokens are never drawn, like any token whose float32 probability is
+    0. If all logits at a position are `-inf`, its id is 0.
 
-    `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform per level,
-    because a single float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of the
-    logits plus Gumbel noise. It matches other programs, but is an order of magnitude slower on CPU.
+    `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
+    level, because a single float32 number cannot reach the far tail. `"gumbel"` takes the argmax of
+    the logits plus Gumbel noise. This method matches other programs, but is an order of magnitude
+    slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)
 
 
 def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
-    """The noise for `draw_with`: three uniforms per key, or the keys for `"gumbel"`."""
+    """The noise for `draw_with`: three uniform numbers per key, or the keys for `"gumbel"`."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not a draw method; use one of {METHODS}")
     return _uniforms(keys_N) if method == "inverse_cdf" else keys_N
@@ -52,10 +53,10 @@ def draw_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids as from `draw` for logits divided by `divisor` (1 if None), given `noise` of the
-    keys.
+    """The ids that `draw` would return for logits divided by `divisor_N` (1 if None), given the
+    `noise` of the keys.
     """
-    # never draw from bfloat16, because its tail collapses
+    # Never draw from bfloat16 logits, because their tail collapses.
     logits_NV = logits_NV.astype(jnp.float32)
     if method == "gumbel":
         if divisor_N is not None:
@@ -79,7 +80,8 @@ def choose_with(
     """
     logits_NV = logits_NV.astype(jnp.float32)
     none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
-    # A new function per call: JAX caches the trace of a branch for the lifetime of its function.
+    # These are new functions in each call, because JAX caches the trace of a branch for the
+    # lifetime of its function.
     best_N = jax.lax.cond(is_greedy_N.any(), lambda x: argmax(x), lambda x: none_N, logits_NV)
     drawn_N = jax.lax.cond(
         is_greedy_N.all(),
@@ -101,7 +103,7 @@ def log_prob(logits_NV: Array, ids_N: Array) -> Array:
 
 def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
     V = logits_NV.shape[1]
-    # the default float32 Gumbel noise undershoots the tail; mode "high" does not
+    # The default float32 Gumbel noise undershoots the tail; mode "high" does not.
     noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(keys_N)
     return vocab.argmax(logits_NV + noise_NV)
 
@@ -109,7 +111,9 @@ def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
 def _inverse_cdf(
     logits_NV: Array, weight_NC: Array, uniform_3N: Array, divisor_N: Array | None
 ) -> Array:
-    """Draws the group of columns, the column and the member, with one uniform number each."""
+    """Ids drawn in three levels (group of columns, column, member), with one uniform number per
+    level.
+    """
     N, C = weight_NC.shape
     size = max(1, round(C**0.5))
     num_groups = -(-C // size)
@@ -121,24 +125,24 @@ def _inverse_cdf(
     member_NM, _ = vocab.members(logits_NV, column_N)
     if divisor_N is not None:
         member_NM = vocab.divide(member_NM, divisor_N)
-    # relative to the maximum of the column, so that not all of its weights underflow
+    # Weights are relative to the maximum of the column, so that not all of them underflow.
     peak_N1 = member_NM.max(-1, keepdims=True)
     weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
     return column_N + C * _pick(weight_NM, uniform_3N[2])
 
 
 def _uniforms(keys_N: Array) -> Array:
-    """Three uniforms per key, `[3, N]` in [0, 1], with full float32 precision near 0."""
+    """Three uniform numbers per key, `[3, N]` in [0, 1], with full float32 precision near 0."""
     bits_N6 = jax.vmap(lambda key: jax.random.bits(key, (6,)))(keys_N).astype(jnp.float32)
     return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
 
 
 def _pick(weight_NK: Array, uniform_N: Array) -> Array:
-    """Index `[N]` (int32) drawn in proportion to the weights; never an index of weight 0 unless all
-    weights are 0.
+    """Index `[N]` (int32) drawn in proportion to the weights; never an index with weight 0 unless
+    all weights are 0.
 
-    The largest entry is placed at the end of the unit interval. The others are then resolved
-    relative to their own sum, and a tail of mass 1e-9 keeps its proportions.
+    The largest entry is placed at the end of the unit interval. The other entries are then resolved
+    relative to their own sum, so that even a tail of mass 1e-9 is drawn in the right proportions.
     """
     heaviest_N = place_of_largest(weight_NK)
     indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]

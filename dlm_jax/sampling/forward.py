@@ -1,9 +1,9 @@
-"""The forward of a step, over whole rows or over a window of each row with cached keys and values.
+"""The forward pass of a step, over whole rows or over windows of rows with cached keys and values.
 
-With a cache, forwards run over groups of rows of a fixed size. The result of a row therefore does
-not depend on the other rows or on the number of due rows. If rows are split over devices, a group
-has the same number of rows from each device, and all devices run it together. Layers with sharded
-parameters are gathered one by one, as in any other forward.
+With a cache, forward passes process groups of a fixed number of rows. The result for a row
+therefore does not depend on the other rows or on the number of due rows. If rows are split over
+devices, a group contains the same number of rows from each device, and all devices process it
+together. Layers with sharded parameters are gathered one by one, as in any other forward pass.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ _HUGE = 3e38
 
 
 Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
-"""(trunk output, cache, forwards ``[B]``, live positions computed with a cache ``[B]``)."""
+"""(trunk output, cache, number of forward passes ``[B]``, number of live positions computed with a
+cache ``[B]``)."""
 
 
 class _Inputs(NamedTuple):
-    """The per-row inputs of the forwards of a step. Rows are the first axis of every leaf."""
+    """The per-row inputs of the forward passes of a step. The first axis of every leaf is the row
+    axis.
+    """
 
     tokens_BL: jax.Array
     length_B: jax.Array
@@ -46,8 +49,8 @@ class _Inputs(NamedTuple):
 def with_cache(program: Program, params: Params, state: State) -> State:
     """The state with an allocated cache and self-conditioning signal, where they are used.
 
-    What exists is unchanged. The Transformer of this package stores ``2 depth L G K`` numbers per
-    row, and twice as many in a program with guidance.
+    Existing arrays are unchanged. The Transformer in this package stores ``2 depth L G K`` numbers
+    per row, and twice as many if the program has guidance.
     """
     state = _with_signal(program, params, state)
     if state.cache is None or jax.tree.leaves(state.cache.kept):
@@ -69,14 +72,14 @@ def _with_signal(program: Program, params: Params, state: State) -> State:
 
 
 def ready(program: Program, params: Params, state: State) -> Params:
-    """The parameters in the layout that the steps read. Call it once before the first step."""
+    """The parameters in the layout that the steps read. Call this once before the first step."""
     if state.cache is None or (lay_out := _pieces(program).ready) is None:
         return params
     return lay_out(params)
 
 
 def forward(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward, plus the unconditional forward if a running row is guided."""
+    """The forward pass, plus the unconditional forward pass if a running row is guided."""
     if state.rules.cache is not None:
         return _beside_kept(program, params, state, is_open_BL)
     if program.network.behind is not None:
@@ -146,8 +149,8 @@ def _pieces(program: Program) -> CachedTrunk:
 
 
 def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward over the window of each row with the cache, or over the whole row if a refresh is
-    due.
+    """The forward pass over the window of each row with the cache, or over the whole row if a
+    refresh is due.
     """
     rule, cache = state.rules.cache, state.cache
     assert rule is not None and cache is not None
@@ -239,7 +242,7 @@ def _windows(
     kept: Any,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The cache after the forwards of a step over one canvas, and the hidden vectors ``[B, W,
+    """The cache after the forward passes of a step over one canvas, and the hidden vectors ``[B, W,
     D]``.
     """
     tokens_BL, length_B, width = inputs.tokens_BL, inputs.length_B, sizes[0]
@@ -250,8 +253,8 @@ def _windows(
     if len(sizes) == 1:
         return _all_rows(program, params, rule, kept, hidden_BWD, inputs)
     for number, size in enumerate(sizes):
-        # A window that does not fit the previous size starts further from the end of the canvas,
-        # and no cached position lies beyond that.
+        # A window that does not fit the previous size starts more than that size before the end of
+        # the canvas, and only cached positions before the window are read.
         is_any = rule.sees_behind or number == 0
         num_seen = None if is_any else num_positions - sizes[number - 1]
 
@@ -310,7 +313,7 @@ def _refreshed(
     hidden_BWD: jax.Array,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The cache and hidden vectors after forwards over whole rows and over newly finished
+    """The cache and hidden vectors after forward passes over whole rows and over newly finished
     blocks.
     """
     pieces, by_rows = _pieces(program), program.by_rows
@@ -354,7 +357,7 @@ def _all_rows(
     hidden_BWD: jax.Array,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """Computes the windows of all rows together. Windows of fully computed rows are ignored."""
+    """Computes the windows of all rows together, ignoring the windows of fully computed rows."""
     pieces, plan = _pieces(program), inputs.plan
     window = Window(inputs.place_B, plan.begin_B, plan.end_B)
 
@@ -383,12 +386,13 @@ def in_groups(
 ) -> Carry:
     """`carry`, updated with the results of the due rows, group by group.
 
-    No forward runs if no row is due on any device. A partial group is padded with its first row.
+    Nothing is computed if no row is due on any device. A partial group is padded with its first
+    row.
 
-    ``compute(carry, rows_N, row_N) -> made`` is the forward over the rows of a group and their
-    indices. The shard of `row_N` on a device indexes the rows of this device. ``put(carry, made,
-    row_N) -> carry`` runs on each device with local shards only. `num_positions` is the number of
-    positions that a forward computes per row.
+    ``compute(carry, rows_N, row_N) -> made`` is the forward pass over the rows of a group, given
+    with their indices `row_N`. On each device, the shard of `row_N` indexes the device's own rows.
+    ``put(carry, made, row_N) -> carry`` runs on each device with local shards only. `num_positions`
+    is the number of positions that a forward pass computes per row.
     """
 
     def ordered(_: Any, is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -406,8 +410,8 @@ def in_groups(
     most = jnp.max(num_due_S)
 
     def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        # The barrier hides the row index from the compiler. Without it the compiler hoists the
-        # forward out of the loop and runs it even if no row is due.
+        # The barrier hides the row index from the compiler. Without the barrier, the compiler
+        # hoists the forward pass out of the loop and runs it even if no row is due.
         (first, carry), mine = jax.lax.optimization_barrier((state, rows))
         own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
         own_N = own_SN.reshape(-1)
@@ -427,24 +431,24 @@ def in_groups(
 
 
 def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
-    """The indices with a data dependency on the hidden vectors.
+    """The indices, with a data dependency on the hidden vectors.
 
-    Writes at these indices then follow all reads that computed the vectors, so the cache is updated
-    in place. Otherwise the compiler copies it. An optimization barrier does not help, because it is
-    removed before this decision. Vectors of this magnitude occur only in rows that end as
-    non-finite.
+    Writes at these indices then follow all reads that the vectors depend on, so the compiler
+    updates the cache in place instead of copying it. An optimization barrier does not help, because
+    it is removed before the compiler decides whether to copy. Vectors larger than `_HUGE` occur
+    only in rows that end as non-finite.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)
 
 
 def rows_of(row_N: jax.Array, rows: Rows) -> Rows:
-    """The rows of each array with these local indices."""
+    """The rows with these local indices, from each array."""
     return jax.tree.map(lambda leaf: leaf[row_N], rows)
 
 
 def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
-    """`size` consecutive positions of each row, starting at its index."""
+    """`size` consecutive positions of each row, starting at the row's entry in `place_N`."""
     return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
         x_NLD, place_N
     )

@@ -1,4 +1,4 @@
-"""The compiled loop of sampling: up to n steps of every row."""
+"""The compiled sampling loop: up to n steps of every row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NEVER = 2**31 - 1
 class Advance:
     """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
 
-    The loop ends early when no row runs or enough rows have ended. Both numbers are traced, and
-    `state` is donated. One program is compiled per shape, chain and set of rules. ``compiled``
-    lists the compiled shapes, and ``program`` is the shared static part.
+    The loop ends early when no row is running or enough rows have ended. The limits are traced
+    numbers, and `state` is donated. One program is compiled per shape, chain and set of rules.
+    ``compiled`` lists the compiled shapes, and ``program`` is the static part that they share.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -47,19 +47,19 @@ class Advance:
     ) -> State:
         """The state after up to `num_steps` more steps. The old state is donated.
 
-        Returns early when `num_ends` of the running rows have ended.
+        The call returns early when `num_ends` of the running rows have ended.
         """
         return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Temporary memory in bytes of a call on each device, without its arguments. Compiles the
+        """Temporary memory of a call in bytes per device, without the arguments. This compiles the
         call.
         """
         plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))
 
     def compile(self, params: Params, state: State) -> jax.stages.Compiled:
-        """The compiled program of a call. Shapes with shardings may replace the arrays."""
+        """The compiled program of a call. Shapes with shardings may be passed instead of arrays."""
         limit = jax.ShapeDtypeStruct((), np.int32)
         return self._jitted.lower(params, state, limit, limit).compile()
 
@@ -67,7 +67,7 @@ class Advance:
         self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
     ) -> State:
         rows, positions = state.canvas.tokens_BL.shape
-        # Runs only when a new program is traced.
+        # This line runs only when a new program is traced.
         self.compiled.append(f"rows={rows} canvas={positions}")
 
         with devices.used(self.program.rows):
@@ -82,7 +82,7 @@ def advanced(
     num_steps: jax.Array | int,
     num_ends: jax.Array | int = _NEVER,
 ) -> State:
-    """The state after up to `num_steps` more steps, or when `num_ends` of its rows have ended.
+    """The state after up to `num_steps` more steps, or once `num_ends` of the rows have ended.
 
     The parameters must come from `dlm_jax.sampling.forward.ready`.
     """
@@ -105,7 +105,7 @@ def advanced(
 
 
 def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
-    # The transfer is explicit, so that it is allowed under `jax.transfer_guard("disallow")`.
+    # The transfer is explicit, because `jax.transfer_guard("disallow")` allows only explicit ones.
     return jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
 
 

@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Positions per readout: the logits fit the cache of a CPU, or saturate an accelerator.
+    """Number of positions per readout: at least 64 on CPU and 256 elsewhere.
 
-    At least 64 on CPU and 256 elsewhere.
+    The logits of a chunk fit into the cache of a CPU, or saturate an accelerator.
     """
     if platform() == "cpu":
         return max(64, 2**18 // vocab_size)
@@ -29,15 +29,18 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Positions per forward of the sampler head; small, because a wave takes a whole chunk.
+    """Number of positions that the sampler head processes at once.
 
-    On a CPU with a large vocabulary, unused places of a chunk are expensive.
+    The number is small, because even a short wave takes a whole chunk. On CPU, unused places in a
+    chunk are expensive if the vocabulary is large.
     """
     return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
 
 
 def group_size(num_rows: int, num_positions: int) -> int:
-    """Rows per group for forwards of this many positions. A few rows saturate a CPU."""
+    """Number of rows per group for forward passes over this many positions per row. A few rows
+    saturate a CPU.
+    """
     wanted = 256 if platform() == "cpu" else 8192
     return max(1, min(wanted // num_positions, num_rows))
 
@@ -52,10 +55,10 @@ def fold(
 ) -> T:
     """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the requested positions.
 
-    Positions are processed in order, `chunk` at a time, so the cost is proportional to their
-    number. Padding of a chunk is marked as not real. With levels, positions are processed level by
-    level, and each chunk has a single level. Other positions of the chunk are marked as not real
-    and are processed by a later chunk.
+    Positions are processed in order, `chunk` at a time, so the cost is proportional to the number
+    of positions. The padding of a chunk is marked as not real. With levels, positions are processed
+    level by level, and each chunk processes a single level. Positions of higher levels in the chunk
+    are marked as not real and are processed in a later chunk.
     """
     size = is_wanted_BL.size
     chunk, count = min(chunk, size), jnp.sum(is_wanted_BL)
@@ -101,7 +104,7 @@ class TrunkOutput(NamedTuple):
     """The output of the trunk in a step.
 
     Attributes:
-      hidden_BLD: hidden vectors of the canvas, or of a window of each row, ``[B, W, D]``.
+      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for a window per row.
       bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;
@@ -117,7 +120,7 @@ class TrunkOutput(NamedTuple):
 
     @property
     def num_vectors(self) -> int:
-        """Number of positions with a hidden vector, summed over all windows."""
+        """Number of hidden vectors in all windows together."""
         return self.hidden_BLD.shape[0] * self.hidden_BLD.shape[1]
 
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
@@ -127,10 +130,10 @@ class TrunkOutput(NamedTuple):
     def read(self, head: Callable[[jax.Array], jax.Array], places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of a head, which maps hidden vectors ``[N, D]`` to logits.
 
-        Guided rows (scale s other than 0) get ``u + (s + 1) (c - u)``, with c from the canvas and u
-        from the canvas with its given tokens masked (Nie et al. 2025, LLaDA, appendix; after Ho and
-        Salimans 2022). Ids that are impossible under c or u remain impossible. Rows with s = 0 get
-        the plain logits, bit for bit.
+        The logits of guided rows (scale s other than 0) are ``u + (s + 1) (c - u)``, where c is
+        computed from the canvas and u from the canvas with its given tokens masked (Nie et al.
+        2025, LLaDA, appendix; after Ho and Salimans 2022). Ids that are impossible under c or u
+        remain impossible. In rows with s = 0, the plain logits are returned bitwise unchanged.
         """
         num_positions, width = self.hidden_BLD.shape[1:]
         row_N = places_N // num_positions
@@ -152,8 +155,8 @@ class TrunkOutput(NamedTuple):
         return jax.lax.cond(jnp.any(scale_N != 0), guided, lambda x: x, plain_NV)
 
 
-# Return values of networks and rules are checked while a program is traced. The checks use only
-# shapes and dtypes, so they have no run-time cost. The error names the rule and its method.
+# Return values of networks and rules are checked while a program is traced. The checks read only
+# shapes and dtypes, so they have no run-time cost. Errors name the rule and the method.
 
 
 def returned(
@@ -166,7 +169,7 @@ def returned(
       by: the rule or network that defines the method, or its name.
       method: name of the method.
       axes: letters of the axes, for the message.
-      shape: expected sizes; None allows any size.
+      shape: expected size of each axis; None allows any size.
       of: expected dtype, or ``float`` for any floating dtype.
 
     Raises:

@@ -21,18 +21,19 @@ class Program:
     Attributes:
       network: the model as pure functions.
       mask_id: the id of MASK.
-      chunk: positions per readout. Larger chunks use more memory (``chunk * V`` float32 logits) but
-          fewer launches.
+      chunk: number of positions per readout. Larger chunks take more memory (``chunk * V`` float32
+          logits) but fewer kernel launches.
       rows: sharding of the rows over devices; None if not sharded. Each device computes logits and
-          draws only for its own rows. The number of devices must divide the number of slots.
+          draws tokens only for its own rows. The number of slots must be divisible by the number of
+          devices.
       draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
       is_guided: whether rows may use guidance. Otherwise their scale is ignored.
       eos_ids: ids that end a generation.
-      banned_ids: ids that a fill never proposes initially, regardless of the chain of the row, and
-          that re-noise never writes.
+      banned_ids: ids that a fill never proposes initially, regardless of the row's chain, and that
+          re-noise never writes.
       pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
-      num_traced: recorded steps per row; 0 disables traces.
+      num_traced: maximum number of recorded steps per row; 0 disables traces.
     """
 
     network: Network
@@ -54,11 +55,11 @@ class Program:
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """Runs ``fn(params, rows)`` for a pytree of rows. Each device computes its own rows if they
-        are sharded.
+        """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, such that each device
+        computes only its own rows if the rows are sharded.
 
-        Without this, the compiler gathers all rows on every device, with a sum over devices each
-        time.
+        Without the wrapper, the compiler gathers all rows on every device, at the cost of a sum
+        over devices each time.
         """
         if self.rows is None:
             return fn

@@ -1,4 +1,4 @@
-"""Records of every step of a traced loop: the canvas, the draws and the commits."""
+"""Records of every step of a traced loop: the canvas, the drawn tokens and the commits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 
 class Drawn(NamedTuple):
-    """Draws of the candidates of a step, ``[B, L]``. Values at other positions are undefined.
+    """How the candidates of a step were drawn, ``[B, L]``. Values at positions without a candidate
+    are undefined.
 
     Attributes:
       logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
-        drawn from (LM head or sampler head, after the chain of the row); 0 in greedy rows.
-      entropy_BL: float32 entropy in nats of the clean logits of the same head.
-      level_BL: int32, order within the fill: a draw depends on the candidates of lower levels.
+        drawn from (LM head or sampler head, after the row's chain); 0 in greedy rows.
+      entropy_BL: float32 entropy in nats of the same head's clean logits.
+      level_BL: int32, order within the fill. A candidate depends on the candidates of lower levels.
     """
 
     logprob_BL: jax.Array
@@ -27,14 +28,15 @@ class Records(NamedTuple):
     """Records of up to ``S`` steps per row. Records of steps that were not taken are empty.
 
     Attributes:
-      canvas_BSL: int32, input of the forward.
+      canvas_BSL: int32, input of the forward pass.
       tokens_BSL: int32 candidates; -1 where no candidate was drawn.
       is_written_BSL: True where the candidate was committed.
-      logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as in the next two fields.
+      logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, which also holds for the next
+        two fields.
       entropy_BSL: `Drawn.entropy_BL`.
       confidence_BSL: float32 confidence of the commit rule.
       level_BSL: `Drawn.level_BL`.
-      choice_BS: float32 log-probability of the choice of committed and remasked positions; 0 if the
+      choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
         choice is deterministic.
     """
 
@@ -48,8 +50,8 @@ class Records(NamedTuple):
     choice_BS: jax.Array
 
     def with_step(self, step_B: jax.Array, steps_B: jax.Array, new: Records) -> Records:
-        """The records with the values of one step, ``[B, L]`` and ``[B]``, added where ``steps_B``
-        is True.
+        """The records after adding the values of one step, ``[B, L]`` and ``[B]``, in rows where
+        ``steps_B`` is True.
         """
         row_B, num_steps = jnp.arange(step_B.shape[0]), self.choice_BS.shape[1]
         place_B = jnp.where(steps_B, step_B, num_steps)
@@ -60,7 +62,7 @@ class Records(NamedTuple):
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
-    """Empty records for this number of steps."""
+    """Empty records for `num_steps` steps."""
     num_rows, num_positions = tokens_BL.shape
     shape = num_rows, num_steps, num_positions
     none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)

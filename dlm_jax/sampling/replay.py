@@ -27,37 +27,38 @@ from dlm_jax.types import Params, Status
 
 @pytree
 class Trace:
-    """All draws of sampled rows, and all inputs of their probabilities except the parameters.
+    """All tokens drawn in sampled rows, and all inputs (except model parameters) needed to compute
+    their probabilities.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
     the length of the longest row. A trace is a pytree. Its leaves can be indexed by rows (`rows`),
     sharded over devices, or passed to compiled functions.
 
     Attributes:
-      canvas: int32 ``[B, S, L]``, the input tokens of the forward of each step; MASK at holes.
+      canvas: int32 ``[B, S, L]``, the input tokens of each step's forward pass; MASK at holes.
       tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 elsewhere.
       is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote. Other drawn tokens
           were discarded.
       logprobs: float32 ``[B, S, L]`` log-probability in nats of each drawn token under the policy.
-        The policy is the distribution of the draw, after bans, guidance, temperature and all
-        transforms, of the LM head or the sampler head. It is 0 in greedy rows and where nothing was
-        drawn.
-      choice_logprobs: float32 ``[B, S]`` log-probability in nats of the chosen positions, for
-        writing and remasking: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
-        select by the tokens only.
-      entropy: float32 ``[B, S, L]`` entropy in nats of the logits of the head before the chain,
-        where drawn.
-      confidence: float32 ``[B, S, L]`` confidence of the commit rule, where drawn.
-      level: int32 ``[B, S, L]`` level of each draw in `dlm_jax.Wavefront`. A draw depends on the
-          draws of lower levels.
-      length: int32 ``[B]``, live positions.
-      is_frozen: True ``[B, L]`` at given tokens, and beyond the length.
-      steps: int32 ``[B]``, steps taken.
+        The policy is the distribution that the token was drawn from: that of the LM head or sampler
+        head, after bans, guidance, temperature and all transforms. The value is 0 in greedy rows
+        and where no token was drawn.
+      choice_logprobs: float32 ``[B, S]`` log-probability in nats of choosing the positions that
+        were written and remasked: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules
+        that select by the tokens only.
+      entropy: float32 ``[B, S, L]``, entropy in nats of the head's logits before the chain, at
+        drawn tokens.
+      confidence: float32 ``[B, S, L]``, the commit rule's confidence, at drawn tokens.
+      level: int32 ``[B, S, L]``, level of each drawn token in `dlm_jax.Wavefront`. A token depends
+          on the tokens of lower levels.
+      length: int32 ``[B]``, number of live positions.
+      is_frozen: True ``[B, L]`` at given tokens and beyond the length.
+      steps: int32 ``[B]``, number of steps taken.
       row: parameters of the loop, including seeds.
       rules: rules and their parameters.
       width: maximum number of tokens that a row writes in one step; static.
       mask_id: the id of MASK; static.
-      chunk: positions per readout; static.
+      chunk: number of positions per readout; static.
       is_guided: whether rows may be guided; static.
       vocab_size: number of logits; static.
       vocabulary: fingerprint of the tokenizer; empty if unknown; static.
@@ -90,8 +91,8 @@ class Trace:
     def trimmed(self) -> Trace:
         """The trace without steps that no row took, with the smallest sufficient width.
 
-        It requires concrete arrays, outside compiled functions. Widths are powers of two, so that
-        few programs are compiled.
+        The arrays must be concrete, i.e. outside compiled functions. Widths are powers of two, so
+        that few programs are compiled.
         """
         num_steps = max(1, int(np.max(self.steps)))
         most = int(np.max(np.sum(self.is_written, axis=2), initial=1))
@@ -100,8 +101,8 @@ class Trace:
         return replace(self, **cut, width=width)
 
     def writings(self, row: int) -> np.ndarray:
-        """The written tokens of one row, in order: ``step``, ``position``, ``token``,
-        ``logprob``.
+        """The written tokens of one row, in order, as a structured array with the fields ``step``,
+        ``position``, ``token`` and ``logprob``.
         """
         step, position = np.nonzero(np.asarray(self.is_written[row]))
         kind = np.dtype([("step", "i4"), ("position", "i4"), ("token", "i4"), ("logprob", "f4")])
@@ -119,7 +120,7 @@ _BY_STEP = (
 
 
 def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
-    """The trace of the current rows of a traced loop."""
+    """The trace of the current rows in a traced loop."""
     records = state.records
     assert records is not None, "the program is traced"
     return Trace(
@@ -178,9 +179,10 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def with_gradient_of_step(program: Program, params: Params, before: State, after: State) -> State:
-    """`after`, one step after `before`, with derivatives of its new log-probabilities in `params`.
+    """`after`, the state one step after `before`, with derivatives of the new log-probabilities
+    with respect to `params`.
 
-    The values do not change. Without differentiation nothing is recomputed.
+    The values do not change. Without differentiation, nothing is recomputed.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
@@ -205,8 +207,8 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
 
 
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """Like `with_gradient_of_step`, where `after` is any number of steps later. Memory does not
-    grow with the steps.
+    """Like `with_gradient_of_step`, but `after` may be any number of steps later. Memory does not
+    grow with the number of steps.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
@@ -226,7 +228,7 @@ def with_gradient(program: Program, params: Params, before: State, after: State)
 def _as_sampled(
     score: Callable[[Params, Any], jax.Array], params: Params, seen: Any, sampled: jax.Array
 ) -> jax.Array:
-    """`sampled` with the derivatives of ``score(params, seen)``."""
+    """`sampled`, with the derivatives of ``score(params, seen)``."""
     return sampled
 
 
@@ -240,7 +242,7 @@ def _derivative_of_score(
 
 
 class _Step(NamedTuple):
-    """One step of every row, ``[B, L]`` each, and its index ``[B]``."""
+    """One step of every row, ``[B, L]`` each, and the index of the step, ``[B]``."""
 
     canvas_BL: jax.Array
     tokens_BL: jax.Array
@@ -253,10 +255,12 @@ class _Step(NamedTuple):
 def replayed(
     program: Program, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
-    """Log-probabilities ``[B, S, L]`` of a trace under these parameters; 0 at other positions.
+    """Log-probabilities ``[B, S, L]`` of a trace's written tokens under these parameters; 0 at
+    other positions.
 
-    It processes one step of all rows at a time and recomputes the forward of each step for its
-    gradient, so memory does not grow with the steps.
+    With `every_draw`, all drawn tokens are scored. The steps are processed one at a time, for all
+    rows together, and each step's forward pass is recomputed for the gradient. Memory therefore
+    does not grow with the number of steps.
     """
     num_steps, num_positions = trace.canvas.shape[1:]
     is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
@@ -324,7 +328,7 @@ def _read(
         chain, prepared, key_B, None, num_positions, lambda _, logprob_N: logprob_N, program.draw
     )
     reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-    # Requested positions come first in each row, in order.
+    # In each row, the requested positions come first, in order.
     index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
     places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
     places_P = places_BM.reshape(-1).astype(jnp.int32)
@@ -352,8 +356,7 @@ def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: 
     """Evaluates ``of_chunk(places_N, is_real_N) -> [N]`` at all places. Chunks without a real place
     are skipped.
 
-    The number of iterations is static, because reverse-mode differentiation requires a static trip
-    count.
+    The number of iterations is static, because reverse-mode differentiation requires it.
     """
     size = places_P.size
     padding = (0, -size % chunk)

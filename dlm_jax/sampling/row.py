@@ -65,8 +65,8 @@ _CAPACITY = Setting("capacity", 0, "maximum number of tokens of a row after edit
 class RowParams(Rule):
     """Per-row parameters of the loop, ``[B]`` each. The defaults disable optional features.
 
-    In a block-causal model, blocks start at multiples of ``block_unit``. A unit of 0 starts them at
-    the first unfrozen position.
+    In a block-causal model, blocks start at multiples of ``block_unit``. If ``block_unit`` is 0,
+    the first block starts at the first unfrozen position.
     """
 
     steps_B: jax.Array = per_row(STEPS)
@@ -102,20 +102,20 @@ class RowParams(Rule):
 
 
 ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))
-"""The settings of `RowParams`, by name."""
+"""The settings of `RowParams`, except the seed and the capacity."""
 
 
 class Counters(NamedTuple):
-    """Counters of each row: int32 ``[B]`` in the state, numbers in results.
+    """Counters of each row: int32 ``[B]`` in the state, plain numbers in results.
 
     To add a counter, add a field here and pass it by keyword: to `Counters` in a step, or in
     `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and metrics include it
     automatically.
     """
 
-    # A forward over a block is counted as one.
+    # A forward pass over a block is counted as one.
     forwards: Annotated[Any, "Forwards of the model."] = 0
-    # Counted only with a cache; without one each forward computes the whole row.
+    # Counted only with a cache; without a cache, each forward pass computes the whole row.
     positions: Annotated[Any, "Live positions that forwards with a cache computed."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
@@ -128,7 +128,7 @@ class Counters(NamedTuple):
 
     @classmethod
     def helps(cls) -> dict[str, str]:
-        """The help of each counter."""
+        """The help text of each counter."""
         hints = get_type_hints(cls, include_extras=True)
         return {name: hints[name].__metadata__[0] for name in cls._fields}
 

@@ -1,4 +1,4 @@
-"""Rules of a step: slots, tables, and the model facts that rules read."""
+"""The rules of a step: slots, tables, and the facts about a model that rules read."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class ModelFacts(NamedTuple):
 
     Attributes:
       vocab_size: number of logits.
-      banned_ids: ids that are never proposed: MASK, PAD, BOS, padding of the vocabulary.
-      eos_ids: ids that end a generation. If empty, ``ignore_eos`` warns and is disabled.
+      banned_ids: ids that are never proposed: MASK, PAD, BOS and the padding of the vocabulary.
+      eos_ids: ids that end a generation. If empty, ``ignore_eos`` causes a warning and is disabled.
       space_id: the id of the space; -1 for a vocabulary without one.
-      noise: noise schedule of the training; None if there is none.
-      has_sampler: whether it has a sampler head.
-      has_critic: whether it has a critic head.
-      has_cache: whether its network supports cached keys and values.
-      shows_maps: whether its network shows its attention maps.
-      is_causal: whether it is autoregressive.
-      block_length: positions per block of a block-causal model; 0 for other models.
-      process: the forward process of the training; None: unknown.
-      canvas_length: positions of a canvas of a network with canvases; 0 for other models.
+      noise: noise schedule that the model was trained with; None if there is none.
+      has_sampler: whether the model has a sampler head.
+      has_critic: whether the model has a critic head.
+      has_cache: whether the network supports cached keys and values.
+      shows_maps: whether the network returns its attention maps.
+      is_causal: whether the model is autoregressive.
+      block_length: number of positions per block in a block-causal model; 0 for other models.
+      process: forward process that the model was trained with; None if unknown.
+      canvas_length: number of positions in a canvas of a network with canvases; 0 otherwise.
     """
 
     vocab_size: int
@@ -76,10 +76,10 @@ class Rules(NamedTuple):
       chain: logit transforms.
       commit: commit rule.
       fill: fill rule, which draws candidates.
-      remask: remask rule; None for none.
-      edit: edit rule; None for none.
-      renoise: re-noise before each forward; None for none.
-      cache: cache rule; None: each forward computes all positions.
+      remask: remask rule, if any.
+      edit: edit rule, if any.
+      renoise: re-noise before each forward pass, if any.
+      cache: cache rule, if any. Without one, each forward pass computes all positions.
     """
 
     chain: Chain
@@ -106,7 +106,7 @@ class Rules(NamedTuple):
 
 
 AUTO = "auto"
-"""The fill that is determined by the heads of the model."""
+"""Value of ``fill`` that selects a fill according to the model's heads."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
 EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
 DRAW = Setting(
@@ -141,7 +141,8 @@ SLOTS: Mapping[str, Slot] = {
     "cache": Slot(CacheRule, "cache"),
     "renoise": Slot(Renoise, by_use=True),
 }
-"""Every slot of a step, by the name of its table; `Rules` has all except transforms."""
+"""Every slot of a step, by the name of its table. `Rules` has a field for each except
+transforms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +197,7 @@ class RuleTable:
         """The rule class in a slot for a row with these settings, or None.
 
         `AUTO` resolves to the parallel fill, and a fill that the row does not use to its
-        `FillRule.otherwise`.
-        The structure slot is empty if the fill enforces the structure.
+        `FillRule.otherwise`. The structure slot is empty if the fill enforces the structure.
         """
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
@@ -209,12 +209,12 @@ class RuleTable:
         return None if cls is None or (by_use and not cls.is_used(row)) else cls
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules of a row with these settings, without its chain."""
+        """The rules of a row with these settings, except the transforms in its chain."""
         found = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
         return tuple(cls for cls in found if cls is not None)
 
     def chained(self, row: Any) -> tuple[type[LogitTransform], ...]:
-        """The transforms of a row's chain."""
+        """The transforms in a row's chain."""
         return tuple(cls for name in row.chain for cls in self.transforms[name])
 
     def checks(self, row: Any) -> tuple[type[Rule], ...]:
@@ -222,7 +222,7 @@ class RuleTable:
         return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
-        """The static settings of a row; rows with equal ones may share a program."""
+        """The static settings of a row. Rows with equal static settings may share a program."""
         named, kept = (
             tuple((cls, static_values(cls, row)) for cls in classes)
             for classes in (self.of(row), self.chained(row))
@@ -234,7 +234,7 @@ class RuleTable:
         return on_device(self.columns(rows, facts))
 
     def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
-        """The rules of rows with equal static settings, with parameters in host arrays."""
+        """The rules for rows with equal static settings, with parameters in host arrays."""
 
         def packed(slot: str) -> Any:
             cls = self.named(slot, rows[0])
@@ -247,12 +247,12 @@ class RuleTable:
         return on_device(self.chain_columns(rows, facts))
 
     def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
-        """The chain of rows with the same transforms, after a ban on ``facts.banned_ids``.
+        """The chain for rows with the same transforms, starting with a ban on ``facts.banned_ids``.
 
-        Bans (including ``ignore_eos`` and a bias of -inf) always come first, so no truncation
-        leaves only banned candidates in a row. An id of ``banned_ids`` that also ends generation
-        remains allowed unless the row ignores EOS. Candidates that violate the structure of the row
-        are removed next. `check_chain` must have checked the rows.
+        Bans (including ``ignore_eos`` and biases of -inf) always come first, so that no truncation
+        leaves only banned candidates in a row. An id in ``banned_ids`` that also ends a generation
+        remains allowed unless the row ignores EOS. Candidates that violate the row's structure are
+        removed next. `check_chain` must have checked the rows.
         """
         bans = [self.banned(row, facts) for row in rows]
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
@@ -264,10 +264,11 @@ class RuleTable:
         return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
 
     def in_use(self, row: Any) -> tuple[str, ...]:
-        """The names of the non-neutral transforms of a row's chain.
+        """The names of the non-neutral transforms in a row's chain.
 
-        It is used by programs that run a single kind of row. A shorter chain compiles faster and
-        gives the same tokens bit for bit, because neutral transforms are the identity.
+        Programs that run only one kind of row use a chain of just these transforms. The shorter
+        chain compiles faster and gives exactly the same tokens, because neutral transforms are the
+        identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
@@ -283,8 +284,8 @@ class RuleTable:
     def check_chain(self, row: Any, facts: ModelFacts) -> None:
         """Raises ValueError for a chain that a model with these facts does not support.
 
-        The causes are an id outside the vocabulary, a row without allowed ids, and a setting
-          without its transform in the chain.
+        The chain is not supported if an id lies outside the vocabulary, if all ids are banned, or
+        if a setting is given but its transform is missing from the chain.
         """
         self._check_complete(row)
         biased = [id_ for id_, _ in row.logit_bias]
@@ -299,7 +300,7 @@ class RuleTable:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
 
     def _check_complete(self, row: Any) -> None:
-        """Raises ValueError for a setting without its transform in the chain."""
+        """Raises ValueError if a setting is given but its transform is missing from the chain."""
         for name, classes in self.transforms.items():
             if name in row.chain:
                 continue
@@ -338,7 +339,7 @@ BUILT_IN = RuleTable(
     TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES,
     {Renoise.name: Renoise}, {Structure.name: Structure},
 )  # fmt: skip
-"""The rules of this package."""
+"""The rules that this package provides."""
 
 
 def _choice(
@@ -348,7 +349,7 @@ def _choice(
     rules: Mapping[str, type[Rule]],
     others: Mapping[str, str] = {},
 ) -> Setting:
-    """A setting that selects a rule. Its help describes each rule."""
+    """A setting that selects a rule. The help text describes each rule."""
     said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
     told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
     return Setting(name, default, f"{what}: {told}", choices={n: n for n in (*others, *said)})

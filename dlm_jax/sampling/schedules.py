@@ -1,4 +1,4 @@
-"""Ratios that change from the first step of a row to the last."""
+"""Ratios that change from a row's first step to its last."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def ratio_at(
 ) -> jax.Array:
     """float32 ``[B]`` ratio that changes from `start_B` at the first step to `end_B` at the last.
 
-    With ``t = step / (steps - 1)``, linear is ``start + (end - start) t`` and cosine is ``end +
-    (start - end) (1 + cos(pi t)) / 2``; a single step uses the start.
+    With ``t = step / (steps - 1)``, the linear schedule is ``start + (end - start) t``, and the
+    cosine schedule is ``end + (start - end) (1 + cos(pi t)) / 2``. A single step uses the start.
 
     Raises:
       ValueError: the schedule is not one of `SCHEDULES`.

@@ -1,7 +1,7 @@
 """The per-row state of the denoising loop, and the state before the first step.
 
-Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result of a row does not depend on
-the batch, and rows at different steps may be batched together.
+Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row does not depend on
+the rest of the batch, and rows at different steps may be batched together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
-"""Step recorded for tokens that an edit or re-noise wrote."""
+"""Value in place of a step number for tokens that an edit or re-noise wrote."""
 
 
 class State(NamedTuple):
@@ -31,10 +31,11 @@ class State(NamedTuple):
     Attributes:
       canvas: tokens, lengths, frozen positions.
       logprob_BL: float32, log-probability of each committed token under the clean logits it was
-        drawn from, in nats; 0 at given tokens, holes, and tokens of an edit or re-noise. Draft
-        tokens have the log-probability under the last forward if the remask rule reads it.
-      committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
-        and tokens of a draft; `EDITED` at tokens of an edit or re-noise.
+        drawn from, in nats; 0 at given tokens, at holes, and at tokens written by an edit or
+        re-noise. If the remask rule reads it, draft tokens have the log-probability from the last
+        forward pass.
+      committed_BL: int32, the step that committed each token, counted from 0; -1 at given tokens,
+        holes and draft tokens; `EDITED` at tokens written by an edit or re-noise.
       row: per-row parameters of the loop.
       rules: the rules of the step, with per-row parameters.
       chain_state: state of the logit transforms.
@@ -42,7 +43,7 @@ class State(NamedTuple):
       edits: state of the edits; None without an edit rule.
       cache: cached keys and values; None without a cache rule.
       counters: counters of each row.
-      step_B: int32, steps taken.
+      step_B: int32, number of steps taken.
       status_B: int32, a `Status`.
       memory: state of the commit rule.
       records: records of every step; None in a loop without traces.
@@ -73,10 +74,10 @@ class State(NamedTuple):
 
     @property
     def span_B(self) -> jax.Array:
-        """int32 ``[B]``, the number of steps of a temperature schedule.
+        """int32 ``[B]``, the number of steps that a temperature schedule covers.
 
-        It is the allowed number of steps, or the number of unfrozen tokens if that is lower and
-        written tokens do not change.
+        This is the allowed number of steps, or the number of unfrozen positions if that is lower
+        and written tokens do not change.
         """
         refines_B = self.rules.refines(self.row.resamples_B)
         free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)
@@ -94,10 +95,10 @@ def start(
     frozen_BL: jax.Array | None = None,
     num_traced: int = 0,
 ) -> State:
-    """State before the first step: live MASK tokens are holes, other live tokens are frozen.
+    """State before the first step: live MASK tokens are holes, and other live tokens are frozen.
 
-    With `frozen_BL`, only these tokens are frozen; a draft leaves some tokens unfrozen. A length of
-    0 marks an idle slot. At most `num_traced` steps per row are recorded.
+    With `frozen_BL`, only the tokens at these positions are frozen; the others are a draft. A
+    length of 0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -131,7 +132,7 @@ def start(
         memory=rules.commit.start_memory(*tokens_BL.shape),
         records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
-    # `advance` donates the state, so its buffers must be distinct and not shared.
+    # `advance` donates the state, so all buffers must be distinct and not shared with other arrays.
     return jax.tree.map(jnp.copy, state)
 
 

@@ -2,8 +2,8 @@
 
 ``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``. Every
 published sampler is a selection of rules for these slots. Edits and remasking run at the end of a
-step, not at the start of the next one. The logits need not be stored, and a row without remasked
-tokens ends without another forward.
+step, not at the start of the next step. The logits therefore need not be stored, and a row without
+remasked tokens ends without another forward pass.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class StepInputs(NamedTuple):
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
-      cache: the cache after the forward; None without a cache.
-      forwards_B: int32, forwards of the row so far.
-      positions_B: int32, live positions computed by these forwards; 0 without a cache.
-      draw_key_B: key of each row for the draws of the step.
+      cache: the cache after the forward pass; None without a cache.
+      forwards_B: int32, number of forward passes for each row so far in this step.
+      positions_B: int32, number of live positions computed by these passes; 0 without a cache.
+      draw_key_B: key of each row for drawing the tokens of the step.
       remask_key_B: key of each row for the remask rule.
       filled: candidates and statistics of the fill.
     """
@@ -88,15 +88,15 @@ class StepInputs(NamedTuple):
 def step(program: Program, params: Params, state: State) -> tuple[State, jax.Array]:
     """The state after one step of every running row, and the committed positions before edits.
 
-    Other rows remain bit-identical. For a row whose draft is edited, the first call only scores
-    the draft, and its edits run before its first step.
+    Rows that are not running remain bitwise unchanged. For a row whose draft is edited, the first
+    call does not take a step: it only scores and edits the draft.
     """
     state = renoised(program, begun(program, state))
     return write(program, params, state, look(program, params, state))
 
 
 def look(program: Program, params: Params, state: State) -> StepInputs:
-    """The forward of a step and candidates for its open positions. The state is unchanged."""
+    """The forward pass of a step, and candidates for the open positions. The state is unchanged."""
     draw_key_B, rule_key_B, remask_key_B = step_keys(state)
     commit = commit_context(program, state, rule_key_B)
     is_open_BL = open_positions(program, state, commit)
@@ -124,7 +124,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
 def write(
     program: Program, params: Params, state: State, inputs: StepInputs
 ) -> tuple[State, jax.Array]:
-    """The state after one step, and the positions of the commit rule before edits."""
+    """The state after one step, and the committed positions before edits."""
     rules, is_finite_B, steps_B = state.rules, inputs.filled.is_finite_B, is_stepping(state)
     goes_on_B = steps_B & is_finite_B & ~state.block.is_last_step_B
     is_candidate_BL = inputs.is_open_BL & (state.canvas.tokens_BL == program.mask_id)
@@ -237,7 +237,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 
 
 def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
-    """The content of the canvas, and uniform noise over the ids that each row may write."""
+    """The current canvas, and uniform noise over the ids that each row may write."""
     eos_ids = set(program.eos_ids)
     banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
 
@@ -260,7 +260,9 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
 
 
 def begun(program: Program, state: State) -> State:
-    """The state with the initial tokens of a rule that renews in the holes of rows that start."""
+    """The state in which the holes of starting rows contain the initial tokens of the commit rule,
+    if the rule renews.
+    """
     rule = state.rules.commit
     if not rule.renews:
         return state
@@ -279,7 +281,7 @@ def begun(program: Program, state: State) -> State:
 def _renewed(
     program: Program, state: State, inputs: StepInputs, is_committed_BL: jax.Array
 ) -> State:
-    """The state with the tokens that a rule that renews writes at open positions it did not
+    """The state after a rule that renews has written tokens at the open positions that it did not
     select.
     """
     rule, filled = state.rules.commit, inputs.filled
@@ -305,7 +307,9 @@ def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax
 
 
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
-    """True at positions that receive a candidate; all holes at the last step of a block."""
+    """True at positions that receive a candidate. At the last step of a block, these include all
+    holes.
+    """
     is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
     rule, shape = state.rules.commit, is_last_BL.shape
     may_BL = returned(rule.eligible(commit), rule, "eligible", "B, L", shape, bool)
@@ -316,11 +320,11 @@ def open_positions(program: Program, state: State, commit: CommitContext) -> jax
 def scored_positions(
     program: Program, state: State, is_open_BL: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Additional reads of the logits for remasking and edits; None if not needed.
+    """Positions whose logits are read for remasking and edits, in addition to the open positions.
 
     Returns three arrays: True at tokens that a remask rule scores (draft tokens, and the whole
-    block if the rule `rereads`), True where edits read logits, and the int32 tokens to score for
-    both, -1 elsewhere.
+    block if the rule `rereads`); True where edits read logits; and the int32 tokens to score for
+    both purposes, -1 elsewhere. An array that is not needed is None.
     """
     rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
     own_BL = is_read_BL = is_scored_BL = None
@@ -342,7 +346,7 @@ def scored_positions(
 
 
 def may_edit(state: State) -> jax.Array:
-    """True where edits may follow this step."""
+    """True at positions that may be edited after this step."""
     edit, edits, canvas = state.rules.edit, state.edits, state.canvas
     assert edit is not None and edits is not None
     is_row_B = edit.is_active() & state.is_running_B
@@ -353,7 +357,7 @@ def may_edit(state: State) -> jax.Array:
 
 
 def beside(is_true_BL: jax.Array) -> jax.Array:
-    """True at each True position and its direct neighbours."""
+    """True at each True position and at its direct neighbours."""
     padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
     return is_true_BL | padded[:, :-2] | padded[:, 2:]
 
@@ -369,9 +373,9 @@ def visible_context(program: Program, state: State) -> Context:
 
 
 def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys of each row for the draws of a step and for the two rules, from its seed and step.
+    """Each row's keys for drawing tokens, for the commit rule and for the remask rule.
 
-    A different salt gives different keys.
+    The keys are derived from the row's seed and step. A different salt gives different keys.
     """
 
     def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -393,7 +397,7 @@ def chain_now(state: State) -> Chain:
 
 
 def renoised(program: Program, state: State) -> State:
-    """The state after re-noise, before the forward."""
+    """The state after re-noise, before the forward pass."""
     renoise = state.rules.renoise
     if renoise is None:
         return state
@@ -426,7 +430,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates. If rows are sharded, each device fills its own."""
+    """The candidates. If rows are sharded, each device fills its own rows."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -452,7 +456,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             program.num_traced > 0,
             state.signal_BLD,
         )  # fmt: skip
-        # The number of open positions is at most the number of vectors of the trunk.
+        # The number of open positions is at most the number of hidden vectors.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
         filled = state.rules.fill.propose(reader, writer, wanted)
@@ -462,7 +466,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
 
 
 def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
-    """The output of a fill after checks. Errors name the fill."""
+    """The output of a fill, after checks of shapes and dtypes. Errors name the fill."""
     kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
@@ -524,7 +528,7 @@ def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """The memory of the commit rule, moved to the new positions."""
+    """The commit rule's memory, moved to the new positions."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
@@ -540,7 +544,7 @@ def edited(
 ) -> tuple[State, PositionMap]:
     """The state after the edits, and the map of positions.
 
-    The logits must have been read where edits may follow.
+    Logits must have been read at all positions where edits are possible.
     """
     rule, past, block, filled = state.rules.edit, state.edits, state.block, inputs.filled
     assert rule is not None and past is not None and filled.total_BL is not None
@@ -582,7 +586,7 @@ def edited(
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
         memory=_moved_memory(state, position_map),
-        # An ended row keeps its last marks.
+        # A row that has ended retains its last marks.
         edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(
             Counters(
@@ -617,7 +621,9 @@ def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State
 def _wrongness(
     program: Program, params: Params, state: State, candidate_BL: jax.Array, goes_on_B: jax.Array
 ) -> jax.Array | None:
-    """Output of the critic for the canvas with the step's candidates in its holes."""
+    """The critic's output for the canvas with the step's candidates in its holes; None if the
+    remask rule does not read it.
+    """
     remask, critic = state.rules.remask, program.network.critic
     if remask is None or not remask.reads_critic:
         return None
@@ -641,8 +647,8 @@ def _wrongness(
 def _settled(
     state: State, commit: CommitContext, is_committed_BL: jax.Array, steps_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state with updated counts of steps without holes, and the rows that still rewrite their
-    block.
+    """The state with updated counts of steps without holes, and True ``[B]`` for rows that still
+    rewrite their block.
     """
     assert commit.written_BL is not None, "the rule rewrites"
     had_holes_B = jnp.any(commit.is_hole_BL, axis=1)
@@ -655,7 +661,7 @@ def _settled(
 def _ended(
     program: Program, state: State, steps_B: jax.Array, is_finite_B: jax.Array, still_B: jax.Array
 ) -> State:
-    """The state at the end of a step: counts the step, advances blocks, ends rows.
+    """The state at the end of a step: the step is counted, blocks advance, and rows may end.
 
     A block without holes remains current where `still_B` is True, except after its last step.
     """
@@ -696,9 +702,10 @@ def _ended(
 
 
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
-    """The length of the final prefix of each row, up to its first hole.
+    """The length of each row's prefix of final tokens.
 
-    Tokens that may be rewritten become final when their block ends.
+    The prefix ends at the first hole. In rows whose tokens may be rewritten, tokens become final
+    when their block ends.
     """
     place_B = place_of_largest(is_hole_BL)
     first_hole_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_B, state.canvas.length_B)
@@ -707,7 +714,7 @@ def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Arra
 
 
 def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
-    """True for rows with a generated EOS before `end_B` and no given token after it."""
+    """True for rows with a generated EOS before `end_B` and no given token after this EOS."""
     num_positions = canvas.tokens_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)

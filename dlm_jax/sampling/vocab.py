@@ -1,12 +1,12 @@
 """Passes over the vocabulary axis: elementwise accumulation, block by block, for N positions.
 
-XLA's CPU backend does not vectorise a reduction that contains a comparison or a `where`: one such
-pass over 256 x 50257 logits takes 20 ms. Accumulating the same function elementwise into `[N, C]`
-columns takes 3 ms, so every pass over the logits uses `accumulate`. Each position has its own
-columns, so its result does not depend on the number of positions.
+XLA's CPU backend does not vectorise a reduction that contains a comparison or a `where`. One such
+pass over 256 x 50257 logits takes 20 ms, while accumulating the same function elementwise into
+`[N, C]` columns takes 3 ms. Every pass over the logits therefore uses `accumulate`. Each position
+has its own columns, so the result at a position does not depend on the number of positions.
 
 Accelerators sort and reduce whole rows faster than they run these workarounds. `sorts_whole_rows`
-decides between the two, and both give the same result bit for bit.
+decides which method is used. Both methods give bitwise identical results.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _BLOCK = 256
 def sorts_whole_rows() -> bool:
     """Whether whole-row sorts and reductions are fastest on the devices in use.
 
-    For a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
-    of the compile time of the workarounds here. Truncation takes one pass after a ``top_k`` instead
-    of about fifteen (`dlm_jax.sampling.transforms.truncate`).
+    On a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
+    of the compile time of this module's workarounds. Truncation takes one pass after a ``top_k``
+    instead of about fifteen passes (`dlm_jax.sampling.transforms.truncate`).
     """
     return platform() != "cpu"
 
 
 @functools.cache
 def width_of(vocab_size: int) -> int:
-    """Number of columns C of the accumulators for a vocabulary.
+    """Number of columns C in the accumulators for a vocabulary of size V.
 
-    It is a divisor of V if a divisor of suitable size exists (1733 for 50257). A narrower last
-    block would require a second copy of every pass.
+    C is a divisor of V if a divisor of suitable size exists (1733 for 50257). Otherwise, the last
+    block is narrower and requires a second copy of the code of every pass.
     """
     if vocab_size <= _USUAL_WIDTH:
         return vocab_size
@@ -53,9 +53,9 @@ def width_of(vocab_size: int) -> int:
 def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
-    `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`); column c processes the ids `c + j *
-    C` in ascending order of j. `fn` must be elementwise: the last, narrower block is applied to the
-    leading columns only.
+    `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`). Column c processes the ids `c + j *
+    C` in ascending order of j. `fn` must be elementwise, because the last block may be narrower and
+    then updates only the leading columns.
     """
     N, V = logits_NV.shape
     C = width_of(V)
@@ -92,8 +92,8 @@ def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
 
 
 def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
-    """Logits `[N, K]` of ids. The ids must lie within the vocabulary, because a check takes as long
-    as the read.
+    """Logits `[N, K]` of ids, which must lie within the vocabulary. They are not checked, because a
+    check would take as long as reading the logits.
     """
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
@@ -118,10 +118,11 @@ def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
 
 
 def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
-    """Id `[N]` of the nth matching token of each position, from 1; V or more if there are fewer.
+    """Id `[N]` of the nth matching token at each position, counted from 1; V or more if there are
+    fewer.
 
-    Tokens are counted per block and then within one block. It suits hardware with fast whole-row
-    reductions.
+    Tokens are counted per block and then within one block. This is fast on hardware with fast
+    whole-row reductions.
     """
     N, V = is_wanted_NV.shape
     wanted_NKS = jnp.pad(is_wanted_NV, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
@@ -135,9 +136,10 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
 
 
 def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
-    """Id `[N]` of the largest logit: the lowest on ties, 0 where all are -inf.
+    """Id `[N]` of the largest logit: the lowest id on ties, 0 where all logits are -inf.
 
-    Logits tie if they differ by less than `tolerance`, relative to the largest logit or to 1.
+    Logits that differ from the largest by less than `tolerance`, relative to the magnitude of the
+    largest (between 1 and 100), are tied with it.
     """
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
@@ -153,7 +155,7 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
     place_N1 = place_of_largest(member_NM >= low_N1)[:, None]
     id_N = jnp.take_along_axis(ids_NM, place_N1, axis=1)[:, 0]
     is_tied_N = (is_best_NC.sum(-1) > 1) & (max_N1[:, 0] > -jnp.inf)
-    # columns interleave ids, so a tie between columns requires another pass
+    # Columns interleave ids, so a tie between columns requires another pass.
     return jax.lax.cond(
         is_tied_N.any(),
         lambda x: jnp.where(is_tied_N, lowest_id(lambda block: block >= low_N1, x), id_N),
@@ -163,7 +165,8 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
 
 
 def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
-    # A large bias must not mask the difference between two biased ids.
+    # The magnitude is limited, because a large bias must not mask the difference between two biased
+    # ids.
     slack_N1 = tolerance * jnp.clip(jnp.abs(max_N1), 1.0, 100.0)
     return max_N1 - jnp.where(jnp.isfinite(max_N1), slack_N1, 0.0)
 
@@ -172,8 +175,8 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
     Lower ids come first on ties. Denormals equal 0, as in any XLA comparison on CPU. `size` is
-    static and at most V. With a divisor, the results are the largest quotients, bit-identical to
-    those of the divided logits.
+    static and at most V. With a divisor, the results are the largest quotients, bitwise equal to
+    those computed from divided logits.
     """
 
     def scaled(x_NK):
@@ -187,16 +190,17 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
 def _largest_flushed(
     logits_NV: Array, size: int, seen: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """Like `largest`, for logits after `seen`, an elementwise increasing function."""
+    """Like `largest`, for `seen(logits)`, where `seen` is an elementwise increasing function."""
     V = logits_NV.shape[1]
     C = width_of(V)
     if V <= 4 * C or sorts_whole_rows():
         return _top_k(seen(logits_NV), size)
     best_NC = seen(column_max(logits_NV))
     top_NK, column_NK = _top_k(best_NC, size)
-    # the largest logits are in the columns with the largest maxima
+    # The largest logits are in the columns with the largest maxima.
     M = -(-V // C)
-    # Ascending, so that equal logits keep the order of their ids; a sort takes five times as long.
+    # The columns are put in ascending order, so that equal logits keep the order of their ids. A
+    # sort would take five times as long.
     ascending_NK = -_top_k(-column_NK.astype(jnp.float32), size)[0].astype(jnp.int32)
     ids_NMK = ascending_NK[:, None, :] + C * jnp.arange(M)[None, :, None]
     ids_NJ = ids_NMK.reshape(logits_NV.shape[0], M * size)
@@ -204,7 +208,7 @@ def _largest_flushed(
     member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
-    # if maxima tie at the edge, an excluded column may contain an equal logit with a lower id
+    # If maxima tie at the edge, an excluded column may contain an equal logit with a lower id.
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
@@ -215,37 +219,38 @@ def _largest_flushed(
 
 
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
-    """`lax.top_k` between barriers. If it is fused with its neighbours, the CPU backend of XLA
-    sorts instead.
+    """`lax.top_k` between barriers. If the operation were fused with its neighbours, the CPU
+    backend of XLA would sort instead.
     """
     x = jax.lax.optimization_barrier(x)
-    # One barrier per output: XLA folds a joint barrier into the tuple of top-k, and a later pass of
-    # the partitioner aborts on it.
+    # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k, on
+    # which a later pass of the partitioner aborts.
     values, ids = (jax.lax.optimization_barrier(y) for y in jax.lax.top_k(x, size))
     return values, ids
 
 
 def flushed(x: Array) -> Array:
-    """`x` with denormals set to 0. Sorts distinguish them from 0, but comparisons on CPU do so only
-    sometimes.
+    """`x` with denormals set to 0. Sorts distinguish denormals from 0, but comparisons on CPU do so
+    only sometimes.
     """
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients that remain finite where the logit is finite. A quotient of +inf would make the
-    softmax NaN.
+    """Quotients of logits and divisors, finite where the logit is finite. A quotient of +inf would
+    make the softmax NaN.
 
-    A divisor of 1 returns the logits bit for bit; a multiplication would flush denormals.
+    With a divisor of 1, the logits are returned bitwise unchanged; a multiplication would flush
+    denormals.
     """
     return _times(logits_NV, _reciprocal(divisor_N))
 
 
 def _reciprocal(divisor_N: Array) -> Array:
-    """Reciprocal `[N, 1]` of the divisor. XLA converts only some divisions by a per-row divisor to
-    products.
+    """Reciprocal `[N, 1]` of the divisor.
 
-    All quotients are products, so that the largest logit gives the largest quotient.
+    XLA converts only some divisions by a per-row divisor to products. All quotients are therefore
+    computed as products, so that the largest logit gives the largest quotient.
     """
     return jax.lax.optimization_barrier(1.0 / divisor_N)[:, None]
 
@@ -269,10 +274,11 @@ def _slope_of_times(
 
 
 def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
-    """Largest logit `[N]` (0 where all are -inf) and the sums of `exp(logit - max)`, `[N, C]`.
+    """Largest logit `[N]` (0 where all are -inf), and the sum of `exp(logit - max)` in each column,
+    `[N, C]`.
 
-    With a divisor, the results are those of the quotients. Division does not change the position of
-    the largest logit.
+    With a divisor, both are computed for the quotients. Division does not change which logit is the
+    largest.
     """
     max_N = logits_NV.max(-1)
     scale_N1 = None if divisor_N is None else _reciprocal(divisor_N)
@@ -283,8 +289,8 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
     def fn(acc_NC, block_NC, ids_1C):
         if scale_N1 is None:
             return acc_NC + jnp.exp(block_NC - max_N[:, None])
-        # The weights of `_times` without its special case for scale 1: a product with 1 changes
-        # only denormals, not weights.
+        # The special case of `_times` for scale 1 is not needed, because a product with 1 changes
+        # only denormals, which does not affect the weights.
         product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
         weight_NC = jnp.exp(product_NC - max_N[:, None])
         return acc_NC + jnp.where(block_NC == -jnp.inf, 0.0, weight_NC)

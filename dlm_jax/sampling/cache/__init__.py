@@ -1,4 +1,4 @@
-"""Cache rules: the positions of each row that a step computes, with cached keys and values."""
+"""Cache rules: which positions of each row a step computes, and which are read from a cache."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,6 @@
-"""Approximate caches of bidirectional models with periodic refreshes, after Fast-dLLM.
+"""Approximate caches for bidirectional models with periodic refreshes, after Fast-dLLM.
 
-Every position of such a model attends to all others. Cached values outside the window are those of
+In such a model, every position attends to all others. Cached values outside the window date from
 the last refresh of the whole row.
 """
 
@@ -25,16 +25,17 @@ CACHE_MARGIN = Setting(
     low=0, high=2**20, activates=False,
 )  # fmt: skip
 
-# Sixteenths of the canvas: a longer list fits suffixes better, but each entry compiles a trunk.
+# In sixteenths of the canvas. A longer list fits suffixes better, but a trunk is compiled for each
+# entry.
 _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
 @rule
 class Dual(CacheRule):
-    """Computes only the block, with cached keys and values before and after it.
+    """Computes only the block. Keys and values before and after the block are cached.
 
     The whole row is computed when a block starts and every ``refresh_B`` steps (Fast-dLLM, Wu et
-    al. 2025, section 3.2). With a margin, positions near the block are computed with it (dInfer, Ma
+    al. 2025, section 3.2). With a margin, positions near the block are computed as well (dInfer, Ma
     et al. 2025, "vicinity refresh").
     """
 
@@ -68,7 +69,7 @@ class Dual(CacheRule):
         return (min(self.block_length * self.open_blocks + 2 * self.margin, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """The block with its margins, or the block and all later positions."""
+        """A window of the block and its margins, or of the block and all later positions."""
         begin_B = jnp.maximum(context.block.begin_B - self.margin, 0)
         end_B = jnp.minimum(context.block.end_B + self.margin, context.num_positions)
         is_old_B = (self.refresh_B > 0) & (context.age_B >= self.refresh_B)
@@ -84,7 +85,7 @@ class Dual(CacheRule):
 
 @rule
 class Prefix(Dual):
-    """Computes the block and all later positions, with cached keys and values before it.
+    """Computes the block and all later positions. Keys and values before the block are cached.
 
     The whole row is computed at the same steps as in `Dual`.
     """

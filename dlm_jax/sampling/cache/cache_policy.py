@@ -1,8 +1,8 @@
-"""Cache rules: the positions of a row that a step computes, with cached keys and values.
+"""Cache rules: which positions of a row a step computes, and which are read from a cache.
 
-A step computes a window of static size at the block of each row. Keys and values of other positions
-are cached. An exact rule never uses stale entries, and an approximate rule refreshes them
-periodically.
+A step computes a window of static size at each row's block. The keys and values of all other
+positions are cached. An exact rule never uses stale entries; an approximate rule refreshes stale
+entries periodically.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class CacheState(NamedTuple):
       kept: keys and values of the canvas, in the format of the network.
       bare: keys and values of the canvas with its given tokens masked; None without guidance.
       valid_B: int32, cached positions before this index match the current tokens.
-      age_B: int32, number of steps since the whole row was computed, inclusive; 0 if never.
-      block_B: int32, index of the block of that step.
+      age_B: int32, number of steps since the whole row was last computed, counting that step; 0 if
+        it never was.
+      block_B: int32, index of the row's block at that step.
     """
 
     kept: Any
@@ -36,7 +37,7 @@ class CacheState(NamedTuple):
 
 
 class CacheContext(NamedTuple):
-    """The rows at the start of a step, for a rule.
+    """The rows at the start of a step, as passed to `CacheRule.plan`.
 
     Attributes:
       block: the current block of each row.
@@ -61,11 +62,11 @@ class CachePlan(NamedTuple):
 
     Attributes:
       begin_B: int32, first position of the window.
-      end_B: int32, end of the window, exclusive; at most the largest of `CacheRule.sizes` from
-        `begin_B`, or the end of the canvas.
-      is_due_B: True where the whole row is computed and cached instead of a window.
-      settles_B: True where the positions of the first size before `begin_B` are computed first and
-        cached: their tokens are final.
+      end_B: int32, end of the window, exclusive; at most `begin_B` plus the largest of
+        `CacheRule.sizes`, or the end of the canvas.
+      is_due_B: True where the whole row, instead of a window, is computed and cached.
+      settles_B: True where the last ``sizes()[0]`` positions before `begin_B`, whose tokens are
+        final, are computed first and cached.
       valid_B: int32, `CacheState.valid_B` after the step.
     """
 
@@ -83,7 +84,7 @@ class CacheRule(Rule):
 
     @property
     def keeps(self) -> bool:
-        """Whether the keys and values of the window of a step are cached; static."""
+        """Whether the keys and values of a step's window are cached; static."""
         return False
 
     @property
@@ -103,7 +104,7 @@ class CacheRule(Rule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Raises if edits are enabled, because they move cached positions."""
+        """Raises if edits are enabled, because edits move tokens to other positions."""
         if row.edits:
             raise SettingError(
                 "edit",
@@ -133,21 +134,25 @@ class CacheRule(Rule):
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the cache cannot run on; True at open positions."""
+        """Raises ValueError for a canvas that the cache does not support.
+
+        `is_open` is True at open positions.
+        """
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static sizes of the windows, ascending, at most `num_positions`.
 
-        With a single size, a step runs all rows together. With several sizes, each row runs in the
-        smallest size that fits its window, together with rows of the same size. The first window
-        is the block, whose hidden vectors the step reads.
+        With a single size, a step computes all rows together. With several sizes, each row is
+        computed in the smallest size that fits its window, together with the other rows of that
+        size. The first size covers the block, and the step reads only the hidden vectors there.
         """
         raise NotImplementedError
 
     def prefix(self, first: int) -> int:
-        """Positions before `first`, the first open one, with cached values of their tokens alone.
+        """Length of the prefix, before the first open position `first`, whose cached values depend
+        only on the tokens in the prefix; 0 if there is no such prefix.
 
-        A row whose prefix is cached may start with it as `CacheState.valid_B`. 0: none.
+        A row whose prefix is already cached may start with this length as `CacheState.valid_B`.
         """
         return 0
 
@@ -157,6 +162,6 @@ class CacheRule(Rule):
 
 
 def start_cache(num_rows: int) -> CacheState:
-    """The state before the first step. `dlm_jax.sampling.forward` allocates keys and values."""
+    """The state before the first step. `dlm_jax.sampling.forward` allocates the keys and values."""
     zeros_B = jnp.zeros(num_rows, jnp.int32)
     return CacheState((), (), zeros_B, zeros_B, zeros_B)

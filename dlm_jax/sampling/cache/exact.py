@@ -1,4 +1,7 @@
-"""The exact cache of causal and block-causal models. Finished blocks are computed once."""
+"""The exact cache for causal and block-causal models.
+
+After a block is finished, it is computed only once.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from dlm_jax.settings import SettingError, fact, reads, rule
 class Exact(CacheRule):
     """Caches keys and values of all positions before the block, and computes only the block.
 
-    In a block-causal model no earlier position attends to the block, so the cached values equal
-    those of a full forward. Results equal those without a cache, to float tolerance in the logits.
-    A finished block is computed once more with its last tokens (SDAR, Cheng et al. 2025, section
+    In a block-causal model, no earlier position attends to the block, so the cached values equal
+    those of a full forward pass. Results equal those without a cache, up to rounding in the logits.
+    A finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025, section
     3). The whole row is computed once, at the first step, unless the given tokens fit in one block.
 
-    A causal model has blocks of one position. The model reads the token before each position, so
-    the forward that predicts a token also computes the cached values of its input. Nothing is
-    computed twice.
+    A causal model has blocks of one position. The model predicts each token from the token before
+    it, so the forward pass that predicts a token also computes the cached values of its input, and
+    nothing is computed twice.
 
     A canvas attends to the tokens before it, which are causal and cached. A finished canvas is
     computed once more as text (DiffusionGemma, 2026).
@@ -90,11 +93,11 @@ class Exact(CacheRule):
         return (min(unit * self.open_blocks, num_positions),)
 
     def prefix(self, first: int) -> int:
-        """Whole blocks of the model; all positions of a causal one."""
+        """Number of positions in whole blocks of the model; `first` for a causal model."""
         return first // max(1, self.block_length) * max(1, self.block_length)
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """The block of the row, or its next token."""
+        """A window of the row's block or, for a causal model, of its next token."""
         (size,) = self.sizes(context.num_positions)
         begin_B, end_B = context.first_B, None
         if self.canvas_length:

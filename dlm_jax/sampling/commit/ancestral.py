@@ -1,7 +1,7 @@
-"""Sampling along the noise process of the training: ancestral steps of MDLM and ReMDM.
+"""Sampling along the noise process used in training: ancestral steps of MDLM and ReMDM.
 
-Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule, whose
-``alpha`` is the share of visible tokens.
+Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule, in which
+``alpha`` is the fraction of visible tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REMASK_ETA = Setting(
 
 
 class NoiseSchedule(Protocol):
-    """The noise schedule of the model's training; hashable."""
+    """The noise schedule that the model was trained with; hashable."""
 
     def masked_ratio(self, t: jax.Array, /) -> jax.Array:
         """``1 - alpha(t)`` for t in [0, 1]."""
@@ -36,7 +36,7 @@ class NoiseSchedule(Protocol):
 
 
 def visible_shares(schedule: NoiseSchedule, context: CommitContext) -> tuple[jax.Array, jax.Array]:
-    """Shares of visible tokens at the start and the end of the step, ``[B]`` each."""
+    """Fractions of visible tokens at the start and at the end of the step, ``[B]`` each."""
     steps_B = context.steps_B.astype(jnp.float32)
     t_B = 1.0 - context.step_B / steps_B
     s_B = jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
@@ -47,11 +47,12 @@ SIGMAS = {
     "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
     "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
 }
-"""Remask probabilities by remask rule, for rules that use one probability for all tokens."""
+"""Remask probability by name of the remask rule, for rules that use the same probability for all
+tokens."""
 
 
 def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
-    """``min(1, (1 - alpha_s) / alpha_t)``, the upper bound of the remask probability (ReMDM,
+    """``min(1, (1 - alpha_s) / alpha_t)``, the upper bound on the remask probability (ReMDM,
     section 4).
     """
     return jnp.minimum(1.0, (1.0 - alpha_s_B) / jnp.maximum(alpha_t_B, 1e-9))
@@ -61,9 +62,9 @@ def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
 class Ancestral(CommitRule):
     """Commits each hole with the probability of the reverse process.
 
-    ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the remask probability of
-    ReMDM. It is 0 without ReMDM and for ``remdm_conf``, which has weight 0 at holes (Sahoo et al.
-    2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
+    This probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
+    remask probability of ReMDM. Sigma is 0 without ReMDM and for ``remdm_conf``, which has weight 0
+    at holes (Sahoo et al. 2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
     """
 
     about = "the reverse noise process"
@@ -73,7 +74,7 @@ class Ancestral(CommitRule):
     remask: str = reads("remask", "none")
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes that the process unmasks now. Only their logits are needed."""
+        """The holes that the process unmasks in this step. No other logits are needed."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])

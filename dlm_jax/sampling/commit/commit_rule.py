@@ -1,8 +1,9 @@
 """Commit rules: which of the proposed tokens are written into the canvas at a step.
 
-A rule is a frozen pytree. Static values are metadata, and per-row settings are ``[B]`` leaves. It
-works on the whole batch, and rows are independent. Scores that differ only by rounding are ties,
-because their order may differ between programs (`TOLERANCE`).
+A rule is a frozen pytree whose static values are metadata and whose per-row settings are ``[B]``
+leaves. Each call processes the whole batch, and rows are independent. Scores that differ only by
+rounding are treated as ties, because their order may differ between compiled programs (see
+`TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RuleMemory(NamedTuple):
-    """State of a rule between steps. It never has a vocabulary axis.
+    """State that a rule carries from step to step. None of its arrays has a vocabulary axis.
 
     Attributes:
-      places: per-position arrays ``[B, L, ...]``, updated where logits are read.
-      rows: per-row arrays ``[B, ...]``, updated at the end of each step of the row.
+      places: per-position arrays ``[B, L, ...]``, updated at positions whose logits are read.
+      rows: per-row arrays ``[B, ...]``, updated at the end of each step that the row takes.
     """
 
     places: Any = None
@@ -30,15 +31,15 @@ class RuleMemory(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The content of the positions of rows whose rule `renews`, and uniform noise for them.
+    """The current canvas, and uniform noise for its positions; for rules that renew tokens.
 
     Attributes:
       tokens_BL: int32 canvas.
       is_mask_BL: True at MASK.
-      is_noise_BL: True at ids that the noise of the row may show, which are all ids that it may
-          write.
-      random_BL: int32, a new uniform draw of these ids per position.
-      num_ids_B: int32, number of these ids.
+      is_noise_BL: True at tokens that may occur as noise in the row. The noise ids of a row are all
+          ids that the row may write.
+      random_BL: int32, one of the row's noise ids per position, drawn uniformly for this step.
+      num_ids_B: int32, number of noise ids of the row.
       mask_id: the id of MASK.
     """
 
@@ -54,15 +55,15 @@ class CommitContext(NamedTuple):
     """The current block of each row at the start of a step.
 
     Attributes:
-      is_hole_BL: True at writable positions of the block in running rows: its holes, and in rows
-        that resample all unfrozen positions.
-      first_holes_B: int32, holes of the block before its first step.
-      step_B: int32, steps taken in the block.
-      steps_B: int32, total steps of the block, at least 1.
-      key_B: key of each row in this step, used only by the rule.
+      is_hole_BL: True at the writable positions of the block in running rows: the holes or, in rows
+        that resample, all unfrozen positions.
+      first_holes_B: int32, number of holes in the block before its first step.
+      step_B: int32, number of steps taken in the block.
+      steps_B: int32, total number of steps for the block, at least 1.
+      key_B: random key of each row for this step, used only by the rule.
       written_BL: int32 generated tokens of the block, -1 elsewhere; None unless the rule
         `rewrites`.
-      preference_BL: uint32, order of tied positions, see `preferences`.
+      preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
       standing: current content of the positions; None unless the rule `renews`.
       is_token_BL: True at live tokens of the whole canvas that are not MASK.
@@ -84,15 +85,15 @@ class CommitContext(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Candidates for the open positions. Other values are undefined.
+    """Candidates for the open positions. Values at other positions are undefined.
 
     Attributes:
       tokens_BL: int32 candidate ids.
       logprob_BL: float32 log-probability of the candidate under the clean logits.
-      final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
-        0 if no transform of the row reads it.
-      confidence_BL: float32, the result of the rule's `measure`; higher is more confident. It
-          refers to the current token if the rule `renews`.
+      final_logprob_BL: float32, log-probability of the candidate under the logits it was drawn
+        from, after all transforms; 0 if none of the row's transforms reads it.
+      confidence_BL: float32, the result of the rule's `measure`; higher is more confident. If the
+          rule `renews`, this is the confidence of the current token.
     """
 
     tokens_BL: jax.Array
@@ -102,19 +103,19 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Selects the commits of a step among eligible positions. Only `select` is required.
+    """Selects which of the eligible positions a step commits. Only `select` is required.
 
-    The loop adds every hole of a block at its last step.
+    At the last step of a block, the loop also commits every remaining hole.
 
     Attributes:
-      rewrites: whether `select` may also select written tokens of the block, which then get
-        candidates. A block then ends after a step that starts without holes and rewrites nothing,
-        or after `patience` such steps.
+      rewrites: whether `select` may also select written tokens of the block, for which candidates
+        are then drawn as well. A block of such a rule ends after a step that starts without holes
+        and rewrites nothing, or after `patience` steps that start without holes.
       renews: whether the rule also writes tokens other than candidates at the open positions that
-          it does not select: see `renewed` and `begin`.
-      scale: smallest magnitude of the terms in `measure`, for `TOLERANCE`.
-      map_blocks: number of last blocks whose attention, averaged over them and their heads, the
-        rule reads; 0: none.
+          it does not select; see `renewed` and `begin`.
+      scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied.
+      map_blocks: number of last blocks whose attention, averaged over blocks and heads, the rule
+        reads; 0: none.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
@@ -142,16 +143,16 @@ class CommitRule(Rule):
             )  # fmt: skip
 
     def patience(self) -> jax.Array:
-        """Maximum steps ``[B]`` of a block without holes, if the rule `rewrites`."""
+        """Maximum number of steps ``[B]`` in a block without holes, if the rule `rewrites`."""
         raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """True at the holes that may commit now, ``[B, L]``. Logits are computed only for these."""
+        """True at the holes that this step may commit, ``[B, L]``. No other logits are computed."""
         return context.is_hole_BL
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Confidence of each candidate, float32 ``[N]``, from clean logits and its
-        log-probability.
+        """Confidence of each candidate, float32 ``[N]``, computed from the clean logits and the
+        candidate's log-probability.
         """
         return jnp.exp(logprob_N)
 
@@ -167,23 +168,23 @@ class CommitRule(Rule):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        """The updated memory of N positions after their logits are read, and `measure`.
+        """The memory of N positions, updated after their logits are read, and their confidence.
 
-        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. It
-        replaces `measure` if the rule has a per-position `RuleMemory`.
+        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. If
+        the rule has a per-position `RuleMemory`, this method is called instead of `measure`.
         """
         return kept, self.measure(logits_NV, logprob_N)
 
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
     ) -> Any:
-        """The memory of the rows after the commits of a step; unchanged by default."""
+        """The per-row memory after the commits of a step; unchanged by default."""
         return context.memory.rows
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
         """Logits ``[N, V]`` for `measure`; None for the clean logits.
 
-        `filtered` returns the logits of the draw, after all transforms.
+        `filtered` returns the logits that candidates are drawn from, after all transforms.
         """
         return None
 
@@ -196,8 +197,8 @@ class CommitRule(Rule):
         return standing.tokens_BL
 
     def finished(self, memory: RuleMemory) -> jax.Array | None:
-        """True ``[B]`` for rows whose block ends with this step, if the rule `renews`; None for no
-        row.
+        """True ``[B]`` for rows whose block ends with this step, if the rule `renews`; None if no
+        block ends.
         """
         return None
 
@@ -215,10 +216,11 @@ class CommitRule(Rule):
             )  # fmt: skip
 
     def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
-        """Log-probability ``[B]`` in nats of this choice, given all inputs of `select`.
+        """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
+        ``context.key_B``.
 
-        Only ``context.key_B`` is random. A rule that does not use it returns 0 (`certain`). Ties
-        are not counted. Traces need this method.
+        A rule that does not use this key returns 0 (see `certain`). The random breaking of ties is
+        not counted. Traces require this method.
         """
         raise NotImplementedError
 
@@ -231,7 +233,8 @@ def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
 def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
     """Log-probability ``[B]`` of this subset among all subsets of its size.
 
-    It is ``-ln C(n, k)``, summed over factors, because logarithms of factorials lose precision.
+    The result, ``-ln C(n, k)``, is a sum of the logarithms of the factors of ``C(n, k)``, because
+    differences of log-factorials lose precision.
     """
     num_B1 = jnp.sum(is_open_BL, axis=1, keepdims=True)
     chosen_B1 = jnp.sum(is_open_BL & is_chosen_BL, axis=1, keepdims=True)
@@ -242,16 +245,16 @@ def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
 
 
 def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Array) -> jax.Array:
-    """Log-probability ``[B]`` of this subset with independent probabilities per open position."""
+    """Log-probability ``[B]`` of this subset if open positions are chosen independently."""
     own_BL = jnp.where(is_chosen_BL, jnp.log(chance_BL), jnp.log1p(-chance_BL))
     return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
 
 TOLERANCE = 1e-5
-"""Relative tolerance: scores that differ by less are equal.
+"""Relative tolerance: scores that differ by less are treated as equal.
 
-Scores differ by about 3e-7 between shapes, devices and compilers. The error of a sum or a
-difference is relative to its terms, and `scale` is their smallest magnitude.
+The same score differs by about 3e-7 between shapes, devices and compilers. The error of a sum or
+difference is relative to its terms; `scale` is the smallest magnitude assumed for these terms.
 """
 _TIES_SALT = 0x74696573
 
@@ -259,14 +262,14 @@ _TIES_SALT = 0x74696573
 def reaches(
     score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
 ) -> jax.Array:
-    """True where a score is at least a bound, see `TOLERANCE`."""
+    """True where a score is at least a bound; see `TOLERANCE`."""
     return score >= bound - _slack(bound, scale)
 
 
 def exceeds(
     score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
 ) -> jax.Array:
-    """True where a score is strictly above a bound, see `TOLERANCE`."""
+    """True where a score is strictly above a bound; see `TOLERANCE`."""
     return score > bound + _slack(bound, scale)
 
 
@@ -276,9 +279,11 @@ def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
 
 
 def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
-    """uint32 ``[B, L]`` above 0. The highest numbers win ties.
+    """Positive uint32 numbers ``[B, L]`` that break ties: the position with the highest number
+    wins.
 
-    Random from the key of each row, independent of the canvas length, or descending from the left.
+    In rows with `prefers_lower_B` the numbers descend from left to right. In other rows they are
+    drawn from the row's key, independently of the canvas length.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
@@ -293,13 +298,13 @@ def most(
     preference_BL: jax.Array | None = None,
     scale: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """True at the `count_B` open positions with the highest scores in each row, or at all positions
-    if there are fewer.
+    """True at the `count_B` open positions with the highest scores in each row, or at all open
+    positions if there are fewer.
 
-    Ties (see `TOLERANCE`) are broken by descending `preference_BL` from `preferences`. None means
-    that scores are identical in every program and lower positions win ties. `scale` is the smallest
-    magnitude of the terms of a score: 1.0 for differences of probabilities, log-probabilities and
-    entropies; 0.0 for probabilities.
+    Ties (see `TOLERANCE`) are broken by descending `preference_BL` from `preferences`. Pass None if
+    the scores are identical in every program; lower positions then win ties. `scale` is the
+    smallest magnitude assumed for the terms of a score: 1.0 for differences of probabilities,
+    log-probabilities and entropies; 0.0 for probabilities.
     """
     score_BL = jnp.where(jnp.isnan(score_BL), -jnp.inf, score_BL)
     rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
@@ -315,7 +320,7 @@ def most(
         return _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B)
 
     if platform() != "cpu":
-        # The condition covers all rows; it requires a collective if rows are sharded.
+        # A condition over all rows would require a collective if the rows are sharded.
         return is_above_BL | preferred()
     is_any = jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B)
     return is_above_BL | jax.lax.cond(is_any, preferred, lambda: is_tied_BL)
@@ -331,11 +336,10 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """uint32 ``[B]``: the number with this rank in descending order; 0 if fewer numbers are above
-    0.
+    """uint32 ``[B]``: the `count_B`-th largest number in each row; 0 if fewer numbers are above 0.
 
-    It is computed bit by bit. A sort takes 5 times as long on CPU at 16 x 256 and 13 times as long
-    at 64 x 1024.
+    The number is computed bit by bit. On CPU, a sort takes 5 times as long at 16 x 256 and 13 times
+    as long at 64 x 1024.
     """
 
     def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:
@@ -347,12 +351,12 @@ def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _ascending(score: jax.Array) -> jax.Array:
-    """uint32 numbers above 0 in the order of float32 scores, including -inf; 0.0 equals -0.0."""
+    """Positive uint32 numbers ordered like the float32 scores (-inf included; -0.0 equals 0.0)."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def uniform(key_B: jax.Array, num_positions: int) -> jax.Array:
-    """A uniform number per position, ``[B, L]``, which depends only on the key of the row."""
+    """A uniform number per position, ``[B, L]``, which depends only on the row's key."""
     return jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(key_B)

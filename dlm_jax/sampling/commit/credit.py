@@ -35,7 +35,8 @@ CREDIT_POWER = Setting(
     low=0.0, high=1e3,
 )  # fmt: skip
 KEPT = 4
-"""Number of ids per position with stored credit. A new id replaces the id with the least credit."""
+"""Number of ids per position whose credit is stored. A new id replaces the one with the least
+credit."""
 
 
 class Credits(NamedTuple):
@@ -49,10 +50,10 @@ class Credits(NamedTuple):
 class Credit(CommitRule):
     """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
-    If there is none, it commits the most confident hole. Confidence is the largest of these
-    probabilities. The most likely id v of each step gains credit: ``C <- beta C + [v] p(v)^gamma``
-    (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for the 4 most likely ids of
-    each position. Candidates are drawn without credit.
+    If there is no such hole, the most confident one is committed. The confidence of a hole is the
+    largest of these probabilities. In each step the most likely id v gains credit: ``C <- beta C +
+    [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for 4 ids per
+    position. Candidates are drawn without credit.
     """
 
     about = "holes above the threshold, with a bonus for persistent predictions"
@@ -80,7 +81,7 @@ class Credit(CommitRule):
         best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[row_N][:, None] * kept.credit
-        # Written to the slot of the id, or to the slot with the least credit.
+        # The credit is written to the slot of the id, or else to the slot with the least credit.
         is_own_NK = kept.ids == best_id_N1
         rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
         is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]
@@ -89,8 +90,8 @@ class Credit(CommitRule):
         credits = Credits(
             jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
         )
-        # exp(alpha ln(1 + C)) times each probability, divided by the sum; both are scaled by the
-        # largest factor, which may overflow float32.
+        # Each probability is multiplied by exp(alpha ln(1 + C)) and divided by the sum of these
+        # products. All factors are divided by the largest, because they may overflow float32.
         gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credits.credit)
         gain_NK = jnp.where(credits.ids >= 0, gain_NK, 0.0)
         peak_N1 = gain_NK.max(axis=1, keepdims=True)

@@ -14,15 +14,15 @@ DILATED_BASE = Setting(
     low=2, high=2**15,
 )  # fmt: skip
 _ROUNDS = 24
-"""Powers of 2 up to which float32 represents all integers."""
+"""Maximum number of rounds. float32 represents all integers up to 2**24 exactly."""
 
 
 @rule
 class Dilated(CommitRule):
     """In round t, commits the holes whose position is a multiple of ``s_t = a^(R - t)``.
 
-    ``R = ceil(log_a G)`` for a block of G holes, and t starts at 1, so a block takes R rounds
-    (Luxembourg et al. 2025, DUS, section 3). Only the logits of the round are needed. Positions are
+    A block of G holes takes ``R = ceil(log_a G)`` rounds, and t starts at 1 (Luxembourg et al.
+    2025, DUS, section 3). Only the logits at the positions of the round are needed. Positions are
     counted from the start of the canvas.
     """
 

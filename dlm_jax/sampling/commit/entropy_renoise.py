@@ -1,4 +1,4 @@
-"""DiffusionGemma's loop: positions with low entropy are kept, and new noise replaces the others."""
+"""DiffusionGemma's loop: tokens with low entropy are kept, and new noise replaces the others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RENOISE_STOP = Setting(
 
 
 class Predicted(NamedTuple):
-    """The most likely id of each position at the last two steps, int32 ``[B, L]``; -1 if there is
-    none.
+    """The most likely id of each position in the last two steps, int32 ``[B, L]``; -1 if there was
+    no such step.
     """
 
     now_BL: jax.Array
@@ -31,12 +31,13 @@ class Predicted(NamedTuple):
 
 @rule
 class EntropyRenoise(Renewing, EntropyBound):
-    """Accepts candidates like `EntropyBound`, among all open positions, and renoises the others.
+    """Accepts candidates as `EntropyBound` does, but among all open positions, and renoises the
+    rest.
 
-    A block ends when the most likely tokens repeat with low entropy, or when its steps are used up.
-    Each position then gets its most likely token, whose log-probability is not recorded
-    (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw,
-    after temperature.
+    A block ends when the most likely tokens are the same as in the previous step and the entropy is
+    low, or when its steps are used up. Each position then gets its most likely token, whose
+    log-probability is not recorded (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Entropies
+    are those of the distribution that tokens are drawn from, after temperature.
     """
 
     about = "holes with a small total entropy; new noise replaces the rest at every step"

@@ -21,9 +21,10 @@ class Frechet(Confident):
     """Commits the most confident holes with ``L_n - U_n > delta``, at least one.
 
     ``L_n = max(0, sum of c_j up to n, minus (n - 1))`` is a lower bound on the joint probability of
-    the n candidates (Frechet), and ``U_n = 1 - c_n`` is an upper bound for any other choice.
-    Confidences c are in descending order (Kasa et al. 2026, Fast-dLLM++, section 3). For equal
-    confidences, it equals `Factor` with a factor of ``1 - delta``.
+    the n candidates (Frechet), and ``U_n = 1 - c_n`` is an upper bound on the probability of any
+    other choice. The confidences ``c_n`` are in descending order (Kasa et al. 2026, Fast-dLLM++,
+    section 3). If all confidences are equal, the rule is equivalent to `Factor` with a factor of
+    ``1 - delta``.
     """
 
     about = "holes with a high lower bound on their joint probability"

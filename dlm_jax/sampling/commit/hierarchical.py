@@ -22,8 +22,9 @@ HIERARCHY_FLOOR = Setting(
 class Hierarchical(Confident):
     """Commits holes with confidence >= threshold, and the most confident hole of each run.
 
-    This divides each run in two, so ``log2`` of its length in steps may suffice (Ma et al. 2025,
-    dInfer, section 4.2). If all are below the floor, only the most confident hole commits.
+    Each step thus divides every run in two, so that a run of n holes may need only about
+    ``log2(n)`` steps (Ma et al. 2025, dInfer, section 4.2). If all holes are below the floor and
+    the threshold, only the most confident one commits.
     """
 
     about = "the most confident hole of each run, and all holes above the threshold"
@@ -46,7 +47,7 @@ class Hierarchical(Confident):
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """The largest value (at least 0) within the run of True around each position."""
+    """The largest value (at least 0) within the run of True positions around each position."""
 
     def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
         return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]

@@ -1,4 +1,4 @@
-"""KLASS: commits confident holes whose prediction has been stable for some steps."""
+"""KLASS: commits confident holes whose prediction has been stable for several steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KLASS_STEPS = Setting(
     low=0,
 )
 LEADING = 32
-"""Number of ids per position with stored log-probabilities."""
+"""Number of ids per position whose log-probabilities are stored."""
 _LEAST = 1e-6
 
 
@@ -41,8 +41,8 @@ class Seen(NamedTuple):
     """The last prediction of each position.
 
     Attributes:
-      ids: int32 ``[..., K]``, its most likely ids; -1 in empty entries.
-      logprobs: float32 ``[..., K]``, their log-probabilities.
+      ids: int32 ``[..., K]``, the most likely ids; -1 in empty entries.
+      logprobs: float32 ``[..., K]``, log-probabilities of these ids.
       steps: int32 ``[...]``, number of consecutive predictions that changed by less than the bound.
     """
 
@@ -55,10 +55,10 @@ class Seen(NamedTuple):
 class Klass(CommitRule):
     """Commits the holes with ``max p > tau`` and ``KL(p_t, p_{t-1}) < epsilon`` for n steps.
 
-    If there is none, it commits the most confident hole (Kim et al. 2025, KLASS, algorithm 1 and
-    equation 5). The divergence is over the 32 most likely ids of the previous step, with all others
-    as one event. It is exact for vocabularies of at most this size, and a lower bound for larger
-    ones.
+    If there is no such hole, the most confident one is committed (Kim et al. 2025, KLASS, algorithm
+    1 and equation 5). The divergence is computed over the 32 most likely ids of the previous step
+    and one event for all other ids. The result is exact for vocabularies of at most 32 ids, and a
+    lower bound for larger ones.
     """
 
     about = "confident holes with stable predictions"
@@ -107,7 +107,7 @@ class Klass(CommitRule):
 
 
 def _divergence(now_NK: jax.Array, before_NK: jax.Array) -> jax.Array:
-    """KL divergence in nats over some ids, with all other ids as one event."""
+    """KL divergence in nats over the given ids and one event for all other ids."""
 
     def term(now: jax.Array, before: jax.Array) -> jax.Array:
         return jnp.where(now > -jnp.inf, jnp.exp(now) * (now - before), 0.0)

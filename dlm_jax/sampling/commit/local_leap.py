@@ -22,11 +22,11 @@ LEAP_RADIUS = Setting(
 
 @rule
 class LocalLeap(Confident):
-    """Commits holes with confidence >= tau, and holes with confidence >= tau' within W positions of
-    one.
+    """Commits anchors, which are holes with confidence >= tau, and holes with confidence >= tau'
+    within W positions of an anchor.
 
-    If there is none, it commits the most confident hole. Holes with confidence >= tau are anchors.
-    Predictions next to an anchor are nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
+    If there is no anchor, the most confident hole is committed. Predictions next to an anchor are
+    nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
     """
 
     about = "confident holes, and less confident ones near them"

@@ -32,7 +32,7 @@ _LEAST = 1e-10
 
 
 def _shares(value: Any) -> tuple[tuple[int, float], ...]:
-    """The pairs of a mapping or of a sequence of pairs."""
+    """The pairs in a mapping or in a sequence of pairs."""
     try:
         pairs = value.items() if isinstance(value, Mapping) else value
         found = tuple((int(id_), float(share)) for id_, share in pairs)
@@ -59,8 +59,8 @@ COMMON_IDS = Setting(
 class PositionAware(Confident):
     """Commits a quota of holes with the highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
-    Here i is the index of the position, p the probability of its candidate and f the share of that
-    token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
+    Here i is the index of the position, p the probability of its candidate, and f the relative
+    frequency of that token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
     """
 
     about = "a quota by position, probability and token rarity"
@@ -80,7 +80,7 @@ class PositionAware(Confident):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises ValueError for a share of an id outside the vocabulary."""
+        """Raises ValueError if a frequency is given for an id outside the vocabulary."""
         for id_, _ in row.common_ids:
             if not 0 <= id_ < facts.vocab_size:
                 raise SettingError(

@@ -1,9 +1,9 @@
 """Sampling along a forward process with noise other than MASK: every token may change.
 
-Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, with ``a = 1``, or less
-to keep more of a draft. Each open position then draws ``z_s`` from ``q(z_s | z_t, x)`` with the
-predicted distribution of the token for x (Schiff et al. 2024, UDLM, equation 15; von Rutte et al.
-2025, GIDD, section 3.3).
+Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, where ``a`` is 1, or
+less to preserve more of a draft. At each open position, ``z_s`` is drawn from ``q(z_s | z_t, x)``,
+with the model's predicted distribution in place of x (Schiff et al. 2024, UDLM, equation 15; von
+Rutte et al. 2025, GIDD, section 3.3).
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
 
 
 class NoiseProcess(Protocol):
-    """The forward process of the model's training; hashable.
+    """The forward process that the model was trained with; hashable.
 
     Attributes:
-      is_masked: whether noise is MASK only.
+      is_masked: whether MASK is the only noise.
     """
 
     is_masked: ClassVar[bool]
 
     def shares(self, level: jax.Array, /) -> Any:
-        """Shares that are ``clean``, ``mask`` and ``text`` at levels in [0, 1]."""
+        """Fractions of ``clean``, ``mask`` and ``text`` tokens at noise levels in [0, 1]."""
         ...
 
 
 class Chances(NamedTuple):
-    """Unnormalised probabilities of the next token of a position, float32 ``[B, L]``.
+    """Unnormalised probabilities of the three outcomes at a position, float32 ``[B, L]``.
 
     Attributes:
-      data: weight of a draw from the distribution of the model.
+      data: weight of a token drawn from the model's distribution.
       noise: weight of new noise.
       stay: weight of the current token.
     """
@@ -66,7 +66,7 @@ class Chances(NamedTuple):
 
 
 class Renewing(CommitRule):
-    """A rule whose tokens may all change until the end of their block."""
+    """A rule under which every token of a block may change until the block ends."""
 
     renews = True
 
@@ -104,18 +104,18 @@ class Renewing(CommitRule):
         )  # fmt: skip
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """The logits of the draw."""
+        """The logits that candidates are drawn from."""
         return filtered()
 
 
 @rule
 class Posterior(Renewing):
-    """Draws every open position from the reverse step of the process, in three parts.
+    """Samples every open position from the reverse step of the process, with three outcomes.
 
-    With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the current
-    token z stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
-    - r c_s(z)``, it becomes a draw from the model with probability ``alpha_s``, and otherwise from
-    the noise.
+    Let ``r = alpha_t / alpha_s``, and let ``c(k)`` be the probability of noise ``k`` as defined in
+    `dlm_jax.diffusion.processes`. The current token z stays with weight ``r (alpha_s p(z) +
+    c_s(z))`` and is replaced with weight ``c_t(z) - r c_s(z)``. The replacement is drawn from the
+    model with probability ``alpha_s``, and otherwise from the noise.
     """
 
     about = "reverse steps of the noise process; any token may change until the end"
@@ -163,14 +163,14 @@ class Posterior(Renewing):
         return Chances(fresh_BL * then.clean, fresh_BL * (1.0 - then.clean), ratio_B1 * kept_BL)
 
     def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
-        """Levels at the start and the end of the step, ``[B]`` each."""
+        """Noise levels at the start and at the end of the step, ``[B]`` each."""
         steps_B = context.steps_B.astype(jnp.float32)
         t_B = self.start_B * (1.0 - context.step_B / steps_B)
         s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
     def _kind(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """0 at candidates, 1 at new noise, 2 elsewhere; ``[B, L]``."""
+        """0 to write the candidate, 1 to write new noise, 2 to keep the token; ``[B, L]``."""
         chances = self.chances(context, proposal.confidence_BL)
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
@@ -178,7 +178,7 @@ class Posterior(Renewing):
         return jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
 
     def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
-        """A draw of the noise at a level, ``[B, L]``; with only the ids that the row may write."""
+        """Noise ``[B, L]`` at a level: MASK or random ids that the row may write."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
         is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1

@@ -27,17 +27,17 @@ PROPHET_GAP = Setting(
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0
-"""Upper bound of a lead, because the second token may have probability 0."""
+"""Upper bound on the lead, which is infinite if the second token has probability 0."""
 
 
 @rule
 class Prophet(Confident):
-    """Commits a quota of the most confident holes, or all if their mean gap reaches
+    """Commits a quota of the most confident holes, or all holes if the mean gap reaches
     ``tau(progress)``.
 
-    The gap of a hole is the difference of its two largest logits, and tau decreases in three stages
-    (Li et al.
-    2025, Prophet, equations 4 and 5: 7.5, 5.0 and 2.5). The mean is over the holes of the block.
+    The gap of a hole is the difference between its two largest logits, and the mean is taken over
+    the holes of the block. The bound tau decreases in three stages (Li et al. 2025, Prophet,
+    equations 4 and 5: 7.5, 5.0 and 2.5).
     """
 
     about = "a quota of the most confident holes, or all when predictions are clear"

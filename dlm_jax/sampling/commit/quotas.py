@@ -1,4 +1,4 @@
-"""Commit rules with a quota of holes: most confident first, random, or left to right."""
+"""Commit rules with a quota of holes: the most confident, random, or leftmost ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Quota = Callable[[CommitContext], jax.Array]
 
 
 def linear_quota(context: CommitContext) -> jax.Array:
-    """``ceil(holes / steps left)``: an even split, with the remainder on the first steps."""
+    """``ceil(holes / steps left)``: an even split, with the remainder in the first steps."""
     holes_B = jnp.sum(context.is_hole_BL, axis=1)
     left_B = jnp.maximum(context.steps_B - context.step_B, 1)
     return -(-holes_B // left_B)
@@ -34,8 +34,8 @@ def linear_quota(context: CommitContext) -> jax.Array:
 def cosine_quota(context: CommitContext) -> jax.Array:
     """A quota that grows over the steps: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
 
-    Chang et al. 2022 (MaskGIT), section 3.2; h counts the holes before the first step. With about
-    as many steps as holes, the first steps commit nothing.
+    See Chang et al. 2022 (MaskGIT), section 3.2; h is the number of holes before the first step. If
+    there are about as many steps as holes, the first steps commit nothing.
     """
     done = (context.step_B + 1).astype(jnp.float32) / context.steps_B
     # A product that is an integer in exact arithmetic must not be rounded up.
@@ -48,11 +48,10 @@ _LAST_TIME = 1e-3
 
 
 def timestep_quota(context: CommitContext) -> jax.Array:
-    """``floor(holes (1 - s / t))`` for times that decrease evenly from 1 to 1e-3; all holes at the
-    last step.
+    """``floor(holes (1 - s / t))`` for a step from time t to s; all holes at the last step.
 
-    The float32 times are those of ``diffusion_generate`` in Dream (Ye et al. 2025), interpolated
-    from both ends.
+    The times decrease evenly from 1 to 1e-3. As in ``diffusion_generate`` of Dream (Ye et al.
+    2025), they are float32 numbers that are interpolated from both ends.
     """
     steps_B = context.steps_B
     width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
@@ -98,12 +97,14 @@ def maximum(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 
 def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Minus the entropy, in nats (Dream, Ye et al. 2025: ``entropy``)."""
+    """Negative entropy in nats (Dream, Ye et al. 2025: ``entropy``)."""
     return -vocab.count_and_entropy(logits_NV)[1]
 
 
 def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Lead of the most probable token over the second (Kim et al. 2025, ``topk_margin``)."""
+    """Probability of the most likely token minus that of the second most likely (Kim et al. 2025,
+    ``topk_margin``).
+    """
     best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
     total_N1 = jax.nn.logsumexp(logits_NV, axis=1, keepdims=True)
     share_NK = jnp.exp(best_NK - total_N1)
@@ -159,7 +160,7 @@ class Weighed(CommitRule):
     """A rule whose confidence is computed from logits that two settings select.
 
     Attributes:
-      source: clean logits, or filtered ones (Dream, Ye et al. 2025).
+      source: ``clean`` or ``filtered`` logits (the latter as in Dream, Ye et al. 2025).
       without: excluded ids (LLaDA, Nie et al. 2025, appendix B.4).
     """
 
@@ -167,7 +168,7 @@ class Weighed(CommitRule):
     without: tuple[int, ...]
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """The logits of the measure; None for the clean logits."""
+        """The logits that confidence is computed from; None for the clean logits."""
         if self.source == "clean" and not self.without:
             return None
         seen_NV = filtered() if self.source == "filtered" else logits_NV.astype(jnp.float32)
@@ -189,7 +190,7 @@ class Weighed(CommitRule):
 
 
 class QuotaRule(CommitRule):
-    """A commit rule that fills a quota of holes."""
+    """A commit rule that commits a quota of holes."""
 
     quota: Quota
 
@@ -217,10 +218,10 @@ class _SurestFirst(Weighed, QuotaRule):
 
 @rule
 class LowConfidence(Confident, _SurestFirst):
-    """Commits a quota of the most confident candidates of each row.
+    """Commits a quota of the most confident candidates in each row.
 
-    With the clean probability of the drawn token this is LLaDA's ``low_confidence`` remasking
-    (Nie et al. 2025, algorithm 5).
+    If confidence is the clean probability of the drawn token, this is LLaDA's ``low_confidence``
+    remasking (Nie et al. 2025, algorithm 5).
     """
 
     about = (
@@ -251,7 +252,7 @@ class LowEntropy(_SurestFirst):
 
 @rule
 class LargeMargin(_SurestFirst):
-    """Commits a quota of the holes with the largest margin between the two most likely tokens."""
+    """Commits a quota of the holes with the largest margin between their two most likely tokens."""
 
     about = "a quota of the holes with the largest lead over the second token"
     name = "margin"
@@ -273,7 +274,7 @@ class RandomOrder(QuotaRule):
     quota: Quota = static(SCHEDULE)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """A random quota of the holes. Only their logits are needed."""
+        """A random quota of the holes. No other logits are needed."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
@@ -289,9 +290,10 @@ class RandomFilled(QuotaRule):
     """Fills every hole, and commits the quota that `RandomOrder` would select.
 
     The selection does not depend on the tokens. If the fill draws from the joint distribution of
-    all holes, the committed tokens have their exact joint distribution. A fill of only the quota
-    does not have this property, because it ignores the holes between its positions. Candidates of
-    the parallel fill are the same in both cases, and the other candidates are discarded.
+    all holes, the committed tokens therefore follow their exact joint distribution. They would not
+    if only the quota were filled, because such a fill ignores the holes between the positions of
+    the quota. With the parallel fill, the candidates are the same in both cases. Candidates outside
+    the quota are discarded.
     """
 
     about = "a random quota, with candidates for all holes"
@@ -308,7 +310,7 @@ class RandomFilled(QuotaRule):
 
 @rule
 class LeftToRight(QuotaRule):
-    """Commits a quota of the leftmost holes. Only their logits are needed."""
+    """Commits a quota of the leftmost holes. No other logits are needed."""
 
     about = "a quota of the leftmost holes"
     log_chance = certain

@@ -37,10 +37,10 @@ SLOW_SPREAD = Setting(
 
 
 class Cycle(NamedTuple):
-    """The phase of each row: the span, the end found by the last slow step, and the slow steps
-    taken.
+    """The phase of each row: the span, the end proposed by the last slow step, and the number of
+    slow steps taken.
 
-    ``end_B`` is 0 during the search. All fields are int32 ``[B]``.
+    ``end_B`` is 0 until slow steps have determined the end. All fields are int32 ``[B]``.
     """
 
     begin_B: jax.Array
@@ -51,11 +51,12 @@ class Cycle(NamedTuple):
 
 @rule
 class SlowFast(Confident):
-    """Commits holes with confidence >= threshold within a span found by slow steps.
+    """Commits holes with confidence >= threshold within a span determined by slow steps.
 
-    A slow step commits such holes after the previous span, or the most confident one, and proposes
-    the last hole with confidence >= tau' as the end. When two consecutive ends deviate by less than
-    sigma, or after K steps, fast steps fill the span in the same way (Wei et al. 2025, SlowFast,
+    A slow step considers all holes after the previous span. It commits those with confidence >=
+    threshold, or else the most confident one, and proposes the last hole with confidence >= tau' as
+    the end of the span. Once two consecutive proposals deviate by less than sigma, or after K slow
+    steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025, SlowFast,
     algorithm 1).
     """
 
@@ -93,7 +94,7 @@ class SlowFast(Confident):
         is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
         seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
         slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
-        # Two numbers deviate from their mean by half their distance.
+        # Each of two numbers deviates from their mean by half of their distance.
         is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
         mean_B = jnp.where(slow_B > 1, (seen_B + cycle.seen_B) // 2, seen_B)
         found_B = jnp.where(is_stable_B, seen_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))
@@ -108,8 +109,8 @@ class SlowFast(Confident):
         )
 
     def _scope(self, context: CommitContext) -> jax.Array:
-        """The holes of the span, or all holes after it during the search; all holes if the span has
-        none.
+        """The holes of the span or, while its end is unknown, all holes from its start; all holes
+        of the block if there are none.
         """
         cycle, is_hole_BL = _begun(context), context.is_hole_BL
         place_1L = jnp.arange(is_hole_BL.shape[1])[None]

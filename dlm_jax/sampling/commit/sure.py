@@ -1,4 +1,4 @@
-"""Commit rules without a quota: all confident holes, and at least one."""
+"""Commit rules without a quota: all confident holes, but at least one."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ REWRITE_STEPS = Setting(
 class Threshold(Confident, Weighed):
     """Commits every hole with confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
 
-    SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a number may commit
-    alone, as in Fast-dLLM v2, where the previous block predicts the first token of a block.
+    SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a given number may be
+    committed alone, as in Fast-dLLM v2, in which the first token of a block is predicted by the
+    previous block.
     """
 
     about = "holes above the threshold"
@@ -104,8 +105,8 @@ class Threshold(Confident, Weighed):
 class Factor(Confident):
     """Commits the most confident holes while ``c_n >= 1 - f / (n + 1)``.
 
-    Confidences are in descending order and n starts at 1, so more simultaneous commits require
-    higher confidence (Fast-dLLM, section 3.3, theorem 1).
+    The confidences ``c_n`` are in descending order, and n starts at 1. The more holes commit at
+    once, the higher their confidence must be (Fast-dLLM, section 3.3, theorem 1).
     """
 
     about = "confident holes, with a threshold that depends on their number"
@@ -124,11 +125,11 @@ class Factor(Confident):
 
 @rule
 class EntropyBound(CommitRule):
-    """Commits the holes with the lowest entropy while the sum of the preceding entropies is at most
-    the bound.
+    """Commits holes in ascending order of entropy while the sum of the preceding entropies is at
+    most the bound.
 
-    The sum bounds the loss of joint entropy in parallel draws (Ben-Hamu et al. 2025, EB-Sampler,
-    equation 6).
+    This sum bounds the loss of joint entropy when tokens are drawn in parallel (Ben-Hamu et al.
+    2025, EB-Sampler, equation 6).
     """
 
     about = "holes with a small total entropy"
@@ -151,10 +152,10 @@ class EntropyBound(CommitRule):
 
 @rule
 class JointThreshold(Confident):
-    """Commits confident holes, and rewrites tokens of the block if another token is confident.
+    """Commits confident holes, and replaces written tokens of the block by confident new ones.
 
     A block without holes continues until a step rewrites nothing, or for a limited number of steps
-    (LLaDA2.1, Bie et al. 2026, "token-to-token editing"). Given tokens and tokens of earlier blocks
+    (LLaDA2.1, Bie et al. 2026, "token-to-token editing"). Given tokens and tokens in earlier blocks
     are never rewritten.
     """
 
@@ -206,7 +207,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
 def _surest(
     context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
 ) -> jax.Array:
-    """The `count` most confident holes, at least one."""
+    """The `count_B` most confident holes in each row, at least one."""
     return most(
         proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
         context.preference_BL, scale,

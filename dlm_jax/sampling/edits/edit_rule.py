@@ -14,12 +14,13 @@ from dlm_jax.types import Canvas, live_positions
 
 
 class EditState(NamedTuple):
-    """The state of the edits of a row.
+    """The state of the edits in each row.
 
     Attributes:
       inserted_BL: True at inserted positions, including overwritten ones.
-      mark_BL: True at the marks of the edits of the last step.
-      origin_BL: int32, index of each position at the last call of `Advance`; -1: new.
+      mark_BL: True at the marks of the last step's edits.
+      origin_BL: int32, index that each position had when `Advance` was last called; -1 if the
+        position is new.
       capacity_B: int32, maximum number of live positions.
       target_B: int32, target length.
       warms_B: True for rows whose draft is scored and edited before the first step.
@@ -33,7 +34,7 @@ class EditState(NamedTuple):
     warms_B: jax.Array
 
     def after(self, cells: Cells, position_map: PositionMap) -> EditState:
-        """The state after the edits of the map that produced `cells`."""
+        """The state after the edits in the map that produced `cells`."""
         return self._replace(
             inserted_BL=cells.inserted_BL,
             mark_BL=cells.mark_BL,
@@ -68,17 +69,18 @@ def places(x_BL: jax.Array) -> jax.Array:
 
 
 class Snapshot(NamedTuple):
-    """Predictions of the last forward at temperature 1. Values are undefined at holes.
+    """Predictions of the last forward pass at temperature 1. Values are undefined at holes.
 
     Attributes:
       own_BL: float32 log-probability in nats of the token at each position.
-      right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the most likely other token (of any token at drawn
-          positions), or of the token itself if the other is banned; None if no rule reads it.
-      is_due_BL: True where this other token equals the token to the right; None if no rule reads
-        it.
-      best_id_BL: int32 id of this other token, -1 if it is banned; None if no rule reads
-        it.
+      right_BL: float32 log-probability that the model assigns, at each position, to the token of
+          the position to the right.
+      best_BL: float32 log-probability of the most likely token other than the current one. (At
+          positions drawn in this step, the current token is not excluded.) If that token is banned,
+          this is the log-probability of the current token. None if no rule reads it.
+      is_due_BL: True where that most likely token equals the token to the right; None if no rule
+          reads it.
+      best_id_BL: int32, id of that most likely token, -1 if it is banned; None if no rule reads it.
     """
 
     own_BL: jax.Array
@@ -93,9 +95,10 @@ class Tried(NamedTuple):
 
     Attributes:
       edits: edits with a leading axis, ``[K, B, L]`` and ``[K, B]``.
-      is_real_KB: True for existing trials.
-      gain_KB: float32 gain in nats: the sum of the log-probabilities of all tokens, each given the
-          others, minus the same sum for the current text; or the joint log-probability of the
+      is_real_KB: True for trials that exist.
+      gain_KB: float32 gain in nats. It is the sum of the log-probabilities of all tokens in the
+          edited text, each predicted from the whole text, minus the same sum for the current text.
+          If tokens are hidden (`EditRule.num_hidden`), it is the joint log-probability of the
           tokens around the edit, minus the same value without the edit.
     """
 
@@ -109,19 +112,20 @@ class EditContext(NamedTuple):
 
     Attributes:
       cells: the canvas.
-      snapshot: predictions of the last forward for it.
-      is_open_BL: True where edits may delete a token or insert before it, in the block of rows with
-        edits.
+      snapshot: predictions of the last forward pass for this canvas.
+      is_open_BL: True where edits may delete the token or insert a token before it; only in the
+        current block, in rows with edits.
       step_B: int32, index of the next step.
-      steps_B: int32, steps of the row.
-      capacity_B: int32, maximum number of live positions, from the length of the row to ``L``.
+      steps_B: int32, total number of steps of the row.
+      capacity_B: int32, maximum number of live positions; at least the row's length and at most
+        ``L``.
       target_B: int32, ``initial_length + max_new_tokens``, where the initial length is the number
         of frozen tokens; at most the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
-      preference_BL: uint32, order of tied positions, see
+      preference_BL: uint32, priority of each position when scores are tied; see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
-      tried: results of the trial edits of the rule; None if it has none.
+      tried: results of the rule's trial edits; None if the rule has none.
     """
 
     cells: Cells
@@ -146,13 +150,13 @@ class EditRule(Rule):
     """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
-    """Number K of trial edits per row for `select`; static. Every scored text takes a forward of
-    the rows with candidates: K edited texts and the current one."""
+    """Number K of trial edits per row for `select`; static. The K edited texts and the current text
+    are scored, and each scored text takes a forward pass over the row."""
 
     num_hidden: int = 0
-    """Number H of tokens on either side of an edit that are hidden during the comparison; static. A
-    positive H takes ``2 K (2 H + 2)`` scored texts, and each candidate may edit only one position.
-    With 0 no token is hidden."""
+    """Number H of tokens on either side of an edit that are hidden during the comparison; static.
+    If H is 0, no token is hidden. If H is positive, ``2 K (2 H + 2)`` texts are scored, and each
+    candidate may edit only one position."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
@@ -188,5 +192,5 @@ class EditRule(Rule):
         raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:
-        """The edits of each row, at old positions. Only open positions are edited."""
+        """The edits of each row, in terms of old positions. Only open positions may be edited."""
         raise NotImplementedError

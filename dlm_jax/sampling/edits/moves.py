@@ -1,8 +1,8 @@
 """A single position map for all insertions and deletions of a step.
 
-The map gives the old position of each new position, and every per-position array is gathered
-through it. It equals the result of applying the shift primitives `insert_at_gap` and `delete_at` to
-the array of indices, one edit at a time.
+For each new position, the map gives the old position, and every per-position array is gathered
+through the map. The map equals the result of applying the shift primitives `insert_at_gap` and
+`delete_at` to the array of indices, one edit at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dlm_jax.types import live_positions
 def insert_at_gap(
     x_BL: jax.Array, gap_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` with `fill` inserted into a gap of each row; the suffix moves right by one.
+    """`x_BL` with `fill` inserted into one gap in each row; the suffix moves right by one.
 
-    The gap g between positions g and g + 1 is denoted by ``g + 1``, the new position of `fill`. The
-    value at ``end - 1`` is dropped. A row with a gap at or beyond its end is unchanged.
+    The gap between positions g and g + 1 is denoted by ``g + 1``, the new position of `fill`. The
+    value at ``end - 1`` is dropped. A row whose gap is at or beyond its end is unchanged.
 
     Args:
       x_BL: any array with a value per position.
       gap_B: int32, ``g + 1``; 0 inserts `fill` before the row.
-      end_B: int32, first position that does not move: length + 1 to let the row grow.
+      end_B: int32, first position that does not move; pass the length + 1 to let the row grow.
       fill: one value for all rows, or ``[B, 1]``.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
@@ -38,10 +38,10 @@ def insert_at_gap(
 def delete_at(
     x_BL: jax.Array, position_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` without one position of each row; the suffix moves left by one.
+    """`x_BL` without one position in each row; the suffix moves left by one.
 
-    `fill` is written at ``end - 1``. A row with a position at or beyond its end is unchanged. The
-    arguments are those of `insert_at_gap`.
+    `fill` is written at ``end - 1``. A row whose position is at or beyond its end is unchanged. The
+    arguments are as in `insert_at_gap`.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
     is_moved_BL = (place_1L >= position_B[:, None]) & (place_1L < end_B[:, None])
@@ -56,8 +56,8 @@ class Cells(NamedTuple):
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
       frozen_BL: True at given tokens (which may move but never change) and beyond the length.
       inserted_BL: True at inserted positions, including overwritten ones.
-      mark_BL: True at the marks of the edits of the last step, for the cooldown.
-      length_B: int32, live positions of each row.
+      mark_BL: True at the marks of the last step's edits, for the cooldown.
+      length_B: int32, number of live positions in each row.
     """
 
     tokens_BL: jax.Array
@@ -68,14 +68,14 @@ class Cells(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """The edits of a step, at old positions.
+    """The edits of a step, in terms of the old positions.
 
     Attributes:
-      insert_gap_BL: True at g + 1 to insert a token between g and g + 1, and at 0 to insert before
-        the row; live positions only.
+      insert_gap_BL: True at g + 1 to insert a token between g and g + 1, and at 0 to insert one
+        before the row; live positions only.
       delete_BL: True at tokens to delete; live and unfrozen positions only.
       refused_B: int32, number of insertions refused for lack of capacity.
-      token_BL: int32, token to insert into each gap; None for the fixed token of the rule.
+      token_BL: int32, token to insert into each gap; None for the rule's fixed token.
     """
 
     insert_gap_BL: jax.Array
@@ -85,13 +85,13 @@ class Edits(NamedTuple):
 
 
 class PositionMap(NamedTuple):
-    """The new position of each token.
+    """The map between old and new positions.
 
     Attributes:
       edits: edits to apply.
-      source_BL: int32, old position of each new position. An insertion has the old position of the
-        token after it. It is non-decreasing over live positions and undefined beyond the new
-        length.
+      source_BL: int32, old position for each new position; for an insertion, the old position of
+        the token after it. Values are non-decreasing over live positions and undefined beyond the
+        new length.
       is_new_BL: True at the insertions of this step.
       mark_BL: True at insertions, and at tokens that moved to a deleted position.
       length_B: int32, the new lengths.
@@ -107,15 +107,15 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map of the edits of a step. The result equals sequential edits: insertions, then
-    deletions.
+    """The map for the edits of a step. The result is the same as if all insertions, and then all
+    deletions, were applied one by one.
 
-    An insertion and a deletion at one position replace the token there. If the result exceeds the
+    An insertion and a deletion at the same position replace its token. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
-    never dropped. A deletion marks the token that is at its position afterwards (an insertion, if
-    any). Dropped tokens are not marked.
+    never dropped. A deletion marks the token that afterwards occupies the deleted position (the
+    inserted token, if there is one). Dropped tokens are not marked.
 
-    `capacity_B` is at least the length of the row and at most ``L``.
+    `capacity_B` is at least the row's length and at most ``L``.
     """
     num_positions = edits.delete_BL.shape[1]
     is_live_BL = live_positions(cells.length_B, num_positions)
@@ -152,9 +152,9 @@ def moved(
 ) -> jax.Array:
     """`x_BL` moved through the map.
 
-    Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]`` at the old
-    positions of the tokens after them. Positions beyond the new length get the value `beyond`; None
-    means `fill`.
+    Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]``, read at the old
+    position of the token after the insertion. Positions beyond the new length get the value
+    `beyond`; None means `fill`.
     """
     fill_11 = jnp.asarray(fill, x_BL.dtype)
     if fill_11.ndim < 2:
@@ -170,9 +170,9 @@ def moved(
 def moved_cells(
     position_map: PositionMap, cells: Cells, inserted: jax.Array | int, *, pad_id: int
 ) -> Cells:
-    """The canvas after the edits of a map.
+    """The canvas after the edits in a map.
 
-    `inserted` is the id at insertions: a scalar, int32 ``[B]``, or ``[B, L]`` as in `moved`.
+    `inserted` is the id for insertions: a scalar, int32 ``[B]``, or ``[B, L]`` as in `moved`.
     """
     return Cells(
         tokens_BL=moved(position_map, cells.tokens_BL, inserted, pad_id),
@@ -186,20 +186,20 @@ def moved_cells(
 def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Array:
     """int32 ``[B]``, the new index of a boundary before an old position.
 
-    A token inserted at the boundary is placed after it. A boundary at the length of a row moves to
-    its new length.
+    A token inserted at the boundary is placed after the boundary. A boundary at a row's length
+    moves to the new length.
     """
     is_live_BL = live_positions(position_map.length_B, position_map.source_BL.shape[1])
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
 
 
 def _after(is_true_BL: jax.Array) -> jax.Array:
-    """True directly after a True."""
+    """True at positions directly after a True position."""
     return jnp.pad(is_true_BL[:, :-1], ((0, 0), (1, 0)))
 
 
 def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Source of each new position, whether it is an insertion, and the number of new positions."""
+    """The old position of each new position, whether it is an insertion, and the new length."""
     num_positions = is_kept_BL.shape[1]
     until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
     kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)

@@ -1,6 +1,6 @@
-"""Scores of insertions and deletions at each position, from the last forward.
+"""Scores of insertions and deletions at each position, from the last forward pass.
 
-The scores are training-free. They use two logits per position, gathered after the last commit
+The scores require no training. They use two logits per position, gathered after the last commit
 (`docs/readings.md`, readings of variable-length edits).
 """
 
@@ -17,8 +17,8 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.types import Params, live_positions
 
 LEAST = -100.0
-"""Cost of an impossible token in nats. It is finite, so texts that share such a token can be
-compared."""
+"""Log-probability in nats that is assigned to impossible tokens. It is finite, so that texts that
+share such a token can be compared."""
 _FAR = 2**30
 _CHUNK = 2048
 
@@ -32,20 +32,20 @@ def take_snapshot(
     tokens_BL: jax.Array,
     is_wanted_BL: jax.Array,
 ) -> Snapshot:
-    """Predictions of the forward of a step for the current tokens, at temperature 1.
+    """Predictions of a step's forward pass for the current tokens, at temperature 1.
 
-    Logits are not recomputed. The log-normaliser of each position is known, and two or three logits
-    are computed from the output matrix if the network supports it (`Network.logits_of`). Each
-    device reads its own rows.
+    If the network supports it (`Network.logits_of`), only two or three logits per position are
+    computed from the output matrix, because the log-normaliser is already known. Each device reads
+    its own rows.
 
-    `total_BL` is the log-normaliser of each position. `best_BL` is the most likely id, -1 if it is
+    `total_BL` is the log-normaliser at each position. `best_BL` is the most likely id, -1 if it is
     banned, or None if no rule reads it.
     """
     network = program.network
 
     def read(params: Params, rows: tuple[Any, ...]) -> Snapshot:
         output, total_BL, best_BL, tokens_BL, is_wanted_BL = rows
-        # The last position has no right neighbour, and its value is never read.
+        # The last position has no right neighbour. The value there is never read.
         right_BL = right_of(tokens_BL)
         asked = [tokens_BL, right_BL]
         if best_BL is not None:
@@ -76,29 +76,31 @@ def take_snapshot(
 def uncertainty(context: EditContext) -> jax.Array:
     """float32 ``[B, L]`` in [0, 1]: ``1 - p`` of each token; 0 at holes and frozen positions."""
     is_own_BL = is_token(context) & ~context.cells.frozen_BL
-    # 1 - exp(x) is 0 in float32 for nearly certain tokens, and no score would be above 0.
+    # 1 - exp(x) would be 0 in float32 for nearly certain tokens, so that no score would exceed 0.
     return jnp.where(is_own_BL, -jnp.expm1(context.snapshot.own_BL), 0.0)
 
 
 def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: at g + 1 the larger uncertainty of g and g + 1; 0 at 0.
+    """float32 ``[B, L]``: at g + 1, the larger of the uncertainties at g and g + 1. The score at
+    position 0 is 0.
 
-    A gap between frozen positions or holes has score 0. The gap directly after the prompt is
-    allowed, because no given token changes.
+    A gap between frozen positions or holes has score 0. An insertion directly after the prompt is
+    allowed, because it changes no given token.
     """
     score_BG = jnp.maximum(uncertainty_BL[:, :-1], uncertainty_BL[:, 1:])
     return jnp.pad(score_BG, ((0, 0), (1, 0)))
 
 
 def leads(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]``: at g + 1 the lead of the most likely token over the current one.
+    """float32 ``[B, L]``: at g + 1, the lead of the most likely token over the current one.
 
-    ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: a token missing before position g + 1 would be at g +
-    1. The score is 0 where the most likely token equals the right neighbour (which indicates a
-    deletion), and at holes and frozen positions. At 0, it indicates a different first token. Unlike
-    `gap_scores`, it is low where the model is only uncertain, and it selects one of the two gaps
-    next to a wrong token. It requires models trained on misprinted text
-    (`dlm_jax.diffusion.objectives`), which predict the correct token of a position.
+    The lead is ``max_v p(g + 1, v) - p(g + 1, x_g+1)``, because a token missing before position
+    g + 1 belongs at g + 1. The score is 0 at holes and frozen positions, and where the most likely
+    token equals the right neighbour, which indicates a deletion. A high score at position 0 means
+    that the model expects a different first token. Unlike `gap_scores`, this score is low where the
+    model is merely uncertain, and it selects only one of the two gaps next to a wrong token. It
+    requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which predict the
+    correct token at each position.
     """
     assert context.snapshot.best_BL is not None
     lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
@@ -107,7 +109,7 @@ def leads(context: EditContext) -> jax.Array:
 
 
 def may_be_led(context: EditContext) -> jax.Array:
-    """True at generated tokens if the most likely other token is not the right neighbour."""
+    """True at generated tokens where the most likely other token is not the right neighbour."""
     assert context.snapshot.is_due_BL is not None
     is_token_BL = is_token(context)
     goes_next_BL = right_of(is_token_BL) & context.snapshot.is_due_BL
@@ -115,11 +117,11 @@ def may_be_led(context: EditContext) -> jax.Array:
 
 
 def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: the preference of the model for the suffix one position earlier.
+    """float32 ``[B, L]``: how much the model prefers the suffix one position earlier.
 
-    ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 at i is ``p(i, x_i+1) - p(i,
-    x_i)`` and D2 is the D1 of i + 1. Differences that involve a hole or a position beyond the row
-    are 0.
+    The score at i is ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 is ``p(i,
+    x_i+1) - p(i, x_i)`` and D2 is the value of D1 at i + 1. Differences that involve a hole or a
+    position beyond the row are 0.
     """
     is_token_BL = is_token(context)
     is_pair_BL = is_token_BL & right_of(is_token_BL)
@@ -129,7 +131,7 @@ def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Arr
 
 
 def fit_of_next(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]`` in [-1, 1]: D1 of `deletion_scores`; -1 where it involves a hole."""
+    """float32 ``[B, L]`` in [-1, 1]: D1 as in `deletion_scores`; -1 where D1 involves a hole."""
     is_token_BL = is_token(context)
     lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
     return jnp.where(is_token_BL & right_of(is_token_BL), lead_BL, -1.0)
@@ -143,7 +145,7 @@ def is_token(context: EditContext) -> jax.Array:
 
 
 def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
-    """True within the reach of a mark; all False for a reach of 0."""
+    """True at positions within `reach_B` of a mark; False everywhere if `reach_B` is 0."""
     place_BL = jnp.broadcast_to(jnp.arange(mark_BL.shape[1]), mark_BL.shape)
     left_BL = jax.lax.cummax(jnp.where(mark_BL, place_BL, -_FAR), axis=1)
     right_BL = jax.lax.cummin(jnp.where(mark_BL, place_BL, _FAR), axis=1, reverse=True)
@@ -152,10 +154,10 @@ def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
 
 
 def right_of(x_BL: jax.Array) -> jax.Array:
-    """The value to the right of each position; 0 or False at the last."""
+    """The value to the right of each position; 0 or False at the last position."""
     return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)))
 
 
 def left_of(x_BL: jax.Array) -> jax.Array:
-    """The value to the left of each position; 0 or False at the first."""
+    """The value to the left of each position; 0 or False at the first position."""
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))

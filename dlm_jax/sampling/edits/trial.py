@@ -1,4 +1,4 @@
-"""Likelihoods of edited texts, compared with the current text."""
+"""Likelihoods of edited texts, compared with that of the current text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dlm_jax.types import Params, live_positions
 def tried(
     program: Program, params: Params, context: EditContext, rule: EditRule
 ) -> tuple[Tried, jax.Array]:
-    """The candidates of a rule with their gains, and the number of texts scored per row.
+    """The rule's candidates with their gains, and the number of texts scored per row.
 
     All rows are scored together if any row has a candidate.
     """
@@ -56,8 +56,8 @@ def tried(
 
 
 def _span(num_hidden: int) -> int:
-    """Length of the longest span: the tokens on either side, a new token, and the token after
-    it.
+    """Length of the longest span: the hidden tokens on either side, a new token, and the old token
+    after it.
     """
     return 2 * num_hidden + 2
 
@@ -65,15 +65,15 @@ def _span(num_hidden: int) -> int:
 def _gain_of_spans(
     program: Program, params: Params, edits: Edits, texts: Cells, num_hidden: int
 ) -> jax.Array:
-    """float32 ``[K, B]``: the log-probability gain of the tokens around each edit.
+    """float32 ``[K, B]``: the gain in log-probability of the tokens around each edit.
 
-    The tokens of a span are scored from left to right. Each is predicted with itself and the rest
-    of the span hidden, so the sum is the joint log-probability of the span. Each candidate and
-    token requires two texts, with and without the edit.
+    The tokens of a span are scored from left to right. Each token is predicted while it and the
+    rest of the span are hidden, so that the sum is the joint log-probability of the span. For each
+    token of each candidate, two texts are scored, one with the edit and one without.
     """
     is_there_KBL = edits.insert_gap_BL | edits.delete_BL
     place_KB = place_of_largest(is_there_KBL)
-    # Starting at the edit: the new token, and the old token unless it is deleted.
+    # Counts the new token, and the old token unless it is deleted.
     num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
     number = place_KB.shape[0]
 
@@ -117,7 +117,7 @@ def _likelihood(
 ) -> jax.Array:
     """float32 ``[K, B]``: the sum of the log-probabilities of the requested tokens."""
     num_texts, num_rows, num_positions = shown_KBL.shape
-    # Rows are the first axis, so each device scores its own rows.
+    # The rows come first in the merged axis, so each device scores its own rows.
     shown_TL, tokens_TL, is_asked_TL = (
         jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
         for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
@@ -174,23 +174,25 @@ _NUM_KINDS = 3
 
 @rule
 class Likelihood(EditRule):
-    """Tries insertions, replacements and deletions, and applies the one with the highest score.
+    """Tries insertions, replacements and deletions, and applies the edit with the highest score.
 
-    A candidate inserts the most likely token of a position before the current one, replaces the
-    current token by it, or deletes the current token. An insertion before the first token is
-    allowed. Banned ids are never written. If the most likely token equals the right neighbour, it
-    does not replace the current token, because this indicates a repeated or stray token. The lead
-    of a candidate is the difference in nats between the most likely token (for deletions, the
-    successor) and the current token. It may be negative. The candidates with the highest leads are
-    tried individually in one forward. The score of an edit is the gain in the summed
-    log-probability of all tokens plus `lead_gain_B` times its lead. The best edit is applied if its
-    score exceeds `gain_B`, so a step makes at most one edit per row and never inserts a hole. A row
-    at its capacity does not grow. Guidance affects only the leads. The rule requires models
-    trained to proofread, because other models are not trained on the likelihood of visible tokens.
+    At each position, there are up to three candidates: to insert the most likely token before the
+    current one, to replace the current token by it, or to delete the current token. An insertion
+    before the first token is allowed. Banned ids are never written. If the most likely token equals
+    the right neighbour, there is no replacement, because this indicates a repeated or stray token.
 
-    With `num_hidden` the texts are compared only around the edit. The tokens there are hidden and
-    scored one by one, as if the model generated them within their context. The prediction of a
-    position then cannot copy its own misprint.
+    The lead of a candidate is the log-probability in nats of the most likely token (for deletions,
+    of the next token) minus that of the current token, and may be negative. The candidates with the
+    highest leads are tried individually in one forward pass. The score of an edit is the gain in
+    the summed log-probability of all tokens, plus `lead_gain_B` times the lead. The best edit is
+    applied if its score exceeds `gain_B`. A step therefore makes at most one edit per row, and it
+    never inserts a hole. A row at its capacity does not grow. Guidance affects only the leads. The
+    rule requires models trained to proofread, because other models are not trained on the
+    likelihood of visible tokens.
+
+    If `num_hidden` is positive, the texts are compared only around the edit. The tokens around the
+    edit are hidden and scored one by one, as if the model generated them within their context. The
+    prediction at a position then cannot copy a misprint at that position.
     """
 
     about = "the trial insertion, deletion or replacement with the highest score"
@@ -214,10 +216,11 @@ class Likelihood(EditRule):
             )
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The best candidates of each row. Deletions win ties at a position.
+        """The best candidates in each row. Deletions win ties at a position.
 
-        Frozen tokens, holes, the last token of a row, and spaces that no edit inserted are not
-        deleted. Of adjacent equal tokens, the last one is deleted; the text is the same.
+        Frozen tokens, holes, a row's last token, and spaces that no edit inserted are not deleted.
+        Of adjacent equal tokens, only the last is a candidate for deletion, because all of these
+        deletions give the same text.
         """
         cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
         assert snapshot.best_id_BL is not None
@@ -230,7 +233,8 @@ class Likelihood(EditRule):
         may_go_BL = is_open_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id)
         may_go_BL &= ~is_kept_space_BL
         goes_BL = may_go_BL & jnp.isfinite(misfit_BL)
-        # Of adjacent equal tokens the last one is deleted; the text is the same.
+        # Deleting any one of several adjacent equal tokens gives the same text, so only the last of
+        # them is a candidate.
         is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
         goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
@@ -277,7 +281,7 @@ class Likelihood(EditRule):
         kind_KB = jnp.any(insert_KBL, axis=2) * (1 + jnp.any(delete_KBL, axis=2))
         there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))
         liked_KB = _liked(jnp.max(there_KBL, axis=2), kind_KB)
-        # A gain is summed over the tokens of the row.
+        # A gain is a sum over the row's tokens, so the scale is the row's length.
         best_BK = most(gain_KB.T, tried.is_real_KB.T, jnp.ones_like(length_B), liked_KB.T,
                        length_B[:, None].astype(jnp.float32))  # fmt: skip
         best_B = place_of_largest(best_BK)
@@ -293,14 +297,16 @@ class Likelihood(EditRule):
 
 
 def _liked(preference: jax.Array, kind: jax.Array) -> jax.Array:
-    """uint32 order of tied edits; edits at one position are ordered by kind."""
+    """uint32 priority of tied edits. Edits at the same position are ordered by kind."""
     return (preference & ~jnp.uint32(3)) | (jnp.uint32(2) - kind.astype(jnp.uint32))
 
 
 def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
-    """Lead in nats of the most likely other token over the current one, and of its successor.
+    """Leads in nats over the current token: that of the most likely other token, and that of the
+    next token.
 
-    Undefined leads are -inf: both at holes, the first at given tokens, the second before a hole.
+    Undefined leads are -inf. Both are undefined at holes, the first also at given tokens, and the
+    second also before a hole.
     """
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None

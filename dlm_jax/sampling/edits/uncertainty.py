@@ -1,4 +1,6 @@
-"""Edit rules that apply the best scores within a budget, with optional length targets."""
+"""Edit rules that apply the edits with the best scores within a budget, with optional length
+targets.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,8 @@ EDIT_SCHEDULE = Setting(
 
 @rule
 class Uncertainty(EditRule):
-    """Inserts tokens next to uncertain ones, and deletes a token if its successor fits its
-    position.
+    """Inserts tokens next to uncertain ones, and deletes a token if the following token fits better
+    at its position.
     """
 
     about = "uncertainty of the tokens next to the gap"
@@ -152,7 +154,7 @@ class Uncertainty(EditRule):
         )  # fmt: skip
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
-        """MASK or the space, depending on the settings of each row."""
+        """MASK or the space, depending on each row's settings."""
         return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
 
     def gap_scores(self, context: EditContext) -> jax.Array:
@@ -161,7 +163,9 @@ class Uncertainty(EditRule):
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The maximum number of insertions and deletions per row, and the rows that must grow."""
+        """The maximum numbers of insertions and of deletions in each row, and True for rows that
+        must grow.
+        """
         ratios = (
             ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
             for start_B, end_B in (
@@ -175,7 +179,8 @@ class Uncertainty(EditRule):
         surplus_B = context.cells.length_B - jnp.minimum(context.target_B, context.capacity_B)
         left_B = jnp.maximum(context.steps_B - context.step_B, 1)
         is_exact_B = self.target_mode_B == _EXACT
-        # An exact target is distributed over the remaining edit steps and replaces the ratios.
+        # The edits for an exact target are spread over the remaining edit steps and replace the
+        # ratios.
         share_B = jnp.sign(surplus_B) * -(-jnp.abs(surplus_B) // left_B)
         nudge_B = jnp.where(is_exact_B, share_B, jnp.clip(surplus_B, -_NUDGE, _NUDGE))
         nudge_B = jnp.where(self.target_mode_B > 0, nudge_B, 0)
@@ -184,18 +189,19 @@ class Uncertainty(EditRule):
         return num_insert_B, num_delete_B, nudge_B < 0
 
     def select(self, context: EditContext) -> Edits:
-        """The edits of each row at this step: the best scores of one snapshot.
+        """The edits of each row at this step: those with the best scores in one snapshot.
 
-        Only scores above 0 are selected. A gap must have a live position on its right. A deleted
-        token must be live, unfrozen, not a hole, not the last of its row, and not a space, unless
-        an edit inserted its position. Positions within the cooldown of a mark are skipped; the
-        position of a gap is that of its new token. Insertions and deletions are selected
-        independently. In rows that do not trim, insertions are limited to the free capacity after
-        the deletions. In rows that grow towards a target, all insertions are limited to the free
-        capacity, so no token is dropped.
+        Only edits with scores above 0 are selected. A gap must have a live position on its right. A
+        deleted token must be live and unfrozen, and it must be neither a hole nor the last token in
+        its row. A space is deleted only at a position that an edit inserted. Positions within the
+        cooldown distance of a mark are skipped; for a gap, the position of its new token counts.
+        Insertions and deletions are selected independently. In rows that do not trim, insertions
+        are limited to the free capacity after the deletions. The same limit applies in rows that
+        grow towards a target, so that no token is dropped.
 
-        Rows with an exact target also use as many scores of 0 and below as the target requires in
-        this step, without a cooldown. Tokens with the worst fitting successor are deleted last.
+        In rows with an exact target, edits with scores of 0 or below are also selected, as many as
+        the target requires in this step, and there is no cooldown. Tokens whose successor fits
+        worst are deleted last.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
@@ -232,8 +238,8 @@ class Uncertainty(EditRule):
 
 @rule
 class Lead(Uncertainty):
-    """Inserts where the most likely token has a lead over the current one. Deletions are those of
-    `Uncertainty`.
+    """Inserts a token where the most likely token has a lead over the current one. Deletions are
+    selected as in `Uncertainty`.
 
     This rule requires a model trained to proofread.
     """

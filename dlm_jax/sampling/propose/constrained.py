@@ -1,8 +1,9 @@
-"""Joint draws of the candidates of a row with a structure. All candidates are part of one match.
+"""Joint draws of all candidates in a row with a structure, so that they belong to one match.
 
-A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Backward messages hold
-the probability of the later positions from each state; a forward pass draws a match or computes the
-most likely one (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
+A structure is an automaton over the tokens (`dlm_jax.inference.structure`). A backward recursion
+computes, for each state, the probability of completing a match from there. A forward recursion then
+draws a match or computes the most likely one (Rabiner 1989, section III; Suresh et al. 2025,
+DINGO).
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from dlm_jax.settings import UNSET, SettingError, per_row, rule
 from dlm_jax.types import live_positions
 
 _CUT = 1e4
-"""Log-weight difference in nats between ids that the chain removes and ids that it keeps."""
+"""Difference of log-weights, in nats, between ids that the chain keeps and ids that it removes."""
 _LEAST = math.log(1e-30)
-"""Log-weight above which float32 sums are exact enough; lower weights use logarithms."""
+"""Log-weight above which float32 sums are exact enough. Lower weights are summed in the log
+domain."""
 _MOST_MEMBERS = 1 << 22
 _MOST_ARCS = 1 << 20
 _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
 
 
 class Seen(NamedTuple):
-    """Values of the logits of a position for the draw of a match.
+    """Values computed from a position's logits for drawing a match, ``[..., C]`` each.
 
     Attributes:
-      weight: float32 log-weight of each class of ids, ``[..., C]``, like the other fields.
-      ids: int32, an id of the class: drawn by weight, or the most likely one.
+      weight: float32 log-weight of each class of ids.
+      ids: int32, one id per class: drawn by weight, or the most likely id.
       logprob: float32 log-probability of the id under the clean logits.
-      confidence: float32 confidence of the commit rule.
+      confidence: float32, the commit rule's confidence in the id.
     """
 
     weight: jax.Array
@@ -58,21 +60,23 @@ class Seen(NamedTuple):
 
 @rule
 class Constrained(FillRule):
-    """Draws the open positions of a row jointly, as part of a match of its structure.
+    """Draws the open positions of a row jointly, as part of a match of the row's structure.
 
-    The match is drawn from the product of the positions' distributions, after the chain of the row,
-    conditioned on the automaton. The matched text starts after the given prefix and includes given
-    tokens in gaps, and is followed by EOS. A greedy row takes the most likely match. Any subset
-    of the candidates may be committed, because the remaining candidates complete the match.
+    The match is drawn from the product of the positions' distributions after the row's chain,
+    conditioned on the automaton. The matched text starts after the given prefix, includes given
+    tokens between holes, and is followed by EOS. A greedy row takes the most likely match. Any
+    subset of the candidates may be committed, because the remaining candidates complete the match.
 
-    Independent draws that already match are kept, which does not change the distribution. With a
-    structure that every text matches, the result equals that of `Parallel` bit for bit. An id
-    removed by truncation is drawn only if no match exists without one. Holes outside the step, such
-    as those of later blocks, may have any token that fits. Rows without structure use `Parallel`.
+    Independent draws that already match are used as they are, which does not change the
+    distribution. If every text matches the structure, the result is therefore bitwise equal to that
+    of `Parallel`. An id removed by truncation is drawn only if no match exists without such an id.
+    Holes that the step does not fill, such as those in later blocks, may stand for any token that
+    fits. Rows without structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
-      next_BDS: int32, target state of each arc of a state, see `Arcs`; padded with the dead state.
+      next_BDS: int32, target of each arc that leaves a state, see `Arcs`; padded with the dead
+        state.
       label_BDS: int32, label of each arc; padded in the same way.
       is_member_BCK: bool, classes of each label.
       ids_BJM: int32, ids in blocks of one class.
@@ -145,7 +149,8 @@ class Constrained(FillRule):
         classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 16)
         labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 16)
         blocks = max(len(a.class_M) for a in arcs)
-        # A quarter more than the largest number of ids, which depends on the vocabulary.
+        # The largest number of blocks, which depends on the vocabulary, is rounded up by at most a
+        # quarter, or to a multiple of 16.
         step = max(16, 1 << max(0, blocks.bit_length() - 3))
         blocks = -(-blocks // step) * step
         columns: Any = (
@@ -235,7 +240,7 @@ class Constrained(FillRule):
             )
             return exact_NC, place_NC, member_of(all_NJM, place_NC)
 
-        # Its results are small, because operands of a conditional are copied.
+        # The results of the conditional are kept small, because its operands are copied.
         weight_NC, block_NC, member_NC = jax.lax.cond(
             jnp.any(is_small_N),
             small,
@@ -248,7 +253,9 @@ class Constrained(FillRule):
         return Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
 
     def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
-        """Log-weight of each label: of the sum or the maximum over its classes, ``[B, L, K]``."""
+        """Log-weight of each label, ``[B, L, K]``: the log of the sum or of the maximum of the
+        weights of its classes.
+        """
         peak_BL1 = _finite(jnp.max(weight_BLC, axis=2, keepdims=True))
         share_BLC = jnp.exp(weight_BLC - peak_BL1)
         member_BCK = self.is_member_BCK.astype(jnp.float32)
@@ -271,7 +278,7 @@ class Constrained(FillRule):
     def _matching(
         self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: Seen
     ) -> Proposal:
-        """The candidates if they match, otherwise a jointly drawn match."""
+        """The independently drawn candidates if they match, otherwise a jointly drawn match."""
         places = self._places(writer, wanted, drawn, seen)
         arc_wait_BLD, class_wait_BLC = self._arrivals(writer, places)
         fits_B, arc_BL = self._walked(places, self._messages(places), arc_wait_BLD)
@@ -319,8 +326,8 @@ class Constrained(FillRule):
         is_text_BL &= live_positions(wanted.length_B, num_positions)
         is_open_BL = wanted.is_open_BL & is_text_BL
         is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
-        # A token follows the arcs whose label has its class; a hole outside the step follows all
-        # arcs.
+        # A token follows the arcs whose label contains its class. A hole that the step does not
+        # fill follows all arcs.
         token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
         token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
         class_BL = _take(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
@@ -338,7 +345,7 @@ class Constrained(FillRule):
     def _messages(self, places: Places) -> jax.Array:
         """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
 
-        Defined up to a constant per row and position.
+        The log-weights are defined up to a constant per row and position.
         """
         num_rows, degree, num_states = self.next_BDS.shape
         next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS))
@@ -357,7 +364,9 @@ class Constrained(FillRule):
     def _walked(
         self, places: Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Whether the independent candidates of a row match, ``[B]``, and the labels of a match."""
+        """Whether each row's independent candidates match, ``[B]``, and the labels of a drawn
+        match, ``[B, L]``.
+        """
         rows_B = jnp.arange(self.start_B.size)
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
@@ -405,10 +414,10 @@ class Places(NamedTuple):
 
     Attributes:
       is_open_BL: True where a candidate is drawn.
-      is_text_BL: True at the text that must match.
-      is_wild_BL: True at holes of the text that the step does not read.
-      takes_best_BL: True where the maximum over paths replaces their sum.
-      class_BL: int32, the class of each token or candidate.
+      is_text_BL: True in the text that must match.
+      is_wild_BL: True at holes in the text that the step does not fill.
+      takes_best_BL: True where the maximum over paths is used instead of the sum.
+      class_BL: int32, class of each token or candidate.
       label_BLK: float32 log-weight of each label; 0 or -inf at tokens.
     """
 
@@ -427,7 +436,7 @@ class _States(NamedTuple):
       drawn_B: int32, state of the drawn match.
       own_B: int32, state of the independent candidates.
       fits_B: True while the independent candidates are part of a match.
-      is_known_B: True up to the first hole that the step does not read.
+      is_known_B: True up to the first hole that the step does not fill.
     """
 
     drawn_B: jax.Array
@@ -447,9 +456,10 @@ def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:
 def _by_sums(
     logits_NJM: jax.Array, class_NM: jax.Array, first_NC: jax.Array, key_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-weight of each class of ids, and a block of the class drawn by weight; ``[N, C]``.
+    """The log-weight of each class of ids, and a block of the class, drawn by weight; ``[N, C]``
+    each.
 
-    Logits are relative to the largest, so the sums include all weights except those below `_LEAST`.
+    Logits are relative to the largest one, so sums are accurate for log-weights above `_LEAST`.
     """
     num_blocks = class_NM.shape[1]
     share_NM = jnp.sum(jnp.exp(logits_NJM), axis=1)
@@ -467,7 +477,7 @@ def _by_sums(
     sum_NC = jnp.where(first_NC < end_NC, _take(upto_NM, last_NC, axis=1), 0.0)
     bits_N = jax.vmap(jax.random.bits)(_salted(key_N, _CLASS)).astype(jnp.float32)
     target_NC = jnp.minimum(bits_N * 2.0**-32, 1.0 - 2.0**-23)[:, None] * sum_NC
-    # The first block of the class whose cumulative sum exceeds the target; sums are non-decreasing.
+    # A binary search finds the class's first block whose cumulative sum exceeds the target.
     low_NC, high_NC = jnp.minimum(first_NC, last_NC), last_NC
     for _ in range(num_blocks.bit_length()):
         middle_NC = (low_NC + high_NC) // 2
@@ -484,8 +494,8 @@ def _by_peaks(
     is_greedy_N: jax.Array,
     num_classes: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `_by_sums`, relative to the peak of each class; the most likely block for a greedy
-    row.
+    """Like `_by_sums`, but relative to the peak of each class; greedy rows take the most likely
+    block.
     """
     num_places, _, num_blocks = logits_NJM.shape
     place_N1 = jnp.arange(num_places)[:, None]
@@ -521,9 +531,9 @@ def _first_largest(score_NJC: jax.Array) -> jax.Array:
 
 
 def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
-    """Log-sum-exp over the middle axis, or its maximum; -inf without entries.
+    """Log-sum-exp or maximum over the middle axis; -inf if all entries are -inf.
 
-    On CPU, reductions over outer axes are vectorised, and reductions over the last axis are not.
+    On CPU, reductions over outer axes are vectorised, but reductions over the last axis are not.
     """
     peak_NX = jnp.max(each_NKX, axis=1)
     total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
@@ -531,7 +541,7 @@ def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """Entries along an axis, without bounds checks, which would take as long as the reads."""
+    """Entries along an axis, without bounds checks, which would take as long as reading them."""
     return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 
@@ -549,10 +559,11 @@ def _salted(key_N: jax.Array, salt: int) -> jax.Array:
 
 
 def _waits(key_N: jax.Array, size: int) -> jax.Array:
-    """Logarithms of exponential arrival times. With rates ``w``, i is first with probability ``w_i
-    / sum``.
+    """Logarithms of exponential arrival times.
 
-    They use 64 random bits, because small weights come first only with very small times.
+    If the times are divided by weights ``w``, entry i comes first with probability ``w_i /
+    sum(w)``. Each time uses 64 random bits, because an entry with a small weight comes first only
+    if its time is very small.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
@@ -565,7 +576,7 @@ def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
 
 
 def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: Any) -> np.ndarray:
-    """The arrays stacked, each padded to the shape."""
+    """The arrays, each padded to the shape, and stacked."""
     made = np.full((len(arrays), *shape), fill, arrays[0].dtype)
     for place, array in enumerate(arrays):
         made[(place, *map(slice, array.shape))] = array

@@ -1,6 +1,4 @@
-"""Fill rules, which propose a candidate for every open position of a step, and the parallel
-fill.
-"""
+"""Fill rules, which propose a candidate for every open position of a step; the parallel fill."""
 
 from __future__ import annotations
 
@@ -24,17 +22,18 @@ from dlm_jax.types import Network, Params
 
 
 class Wanted(NamedTuple):
-    """The positions of a fill, ``[B, L]``.
+    """What a fill must compute at each position, ``[B, L]``.
 
     Attributes:
-      is_open_BL: True where a candidate is needed. The token there is not visible.
-      is_seen_BL: True at tokens that the draws of neighbours condition on.
+      is_open_BL: True where a candidate is needed. The current token at such a position is not
+        visible.
+      is_seen_BL: True at tokens that candidates at neighbouring positions are conditioned on.
       tokens_BL: int32 canvas.
-      length_B: int32 positions of each row.
-      is_scored_BL: True where ``total_BL`` is needed in addition to the positions scored by the
-          writer; None for no positions.
+      length_B: int32, number of live positions in each row.
+      is_scored_BL: True where ``total_BL`` is needed in addition to the positions that the writer
+          scores; None if there are no such positions.
       keeps_best: whether ``best_BL`` is also needed; static.
-      preference_BL: uint32, order of tied positions, see
+      preference_BL: uint32, priority of each position when scores are tied; see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
       kept: per-position memory of the commit rule, or None.
       is_given_BL: True at given tokens; None if unknown.
@@ -56,13 +55,13 @@ class Wanted(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """The network and its output, for a fill.
+    """The network and its output in this step, as read by a fill.
 
     Attributes:
       network: the model as pure functions.
-      params: its parameters.
+      params: the network's parameters.
       output: the output of the trunk in this step.
-      chunk: positions of one readout; static.
+      chunk: number of positions per readout; static.
     """
 
     network: Network
@@ -80,14 +79,14 @@ class Filled(NamedTuple):
 
     Attributes:
       proposal: the candidates.
-      is_finite_B: False for a row with a position whose clean logits contain NaN or +inf, or are
-          all
-        -inf.
-      counts: int32 ``[B]`` each, counts of the fill by names of `Counters`.
-      total_BL: float32 log-normaliser of the LM head where it was read; None if not needed.
-      best_BL: int32, most likely id of the LM head other than the scored one, -1 if it is banned;
-        None if not needed.
-      kept: per-position memory of the commit rule after the reads of this step.
+      is_finite_B: False for rows in which the clean logits of some position contain NaN or +inf, or
+        are all -inf.
+      counts: int32 ``[B]`` each, the fill's counts by the field names of `Counters`.
+      total_BL: float32, log-normaliser of the LM head at positions where the head was read; None if
+        not needed.
+      best_BL: int32, most likely id under the LM head other than the scored id; -1 if this id is
+        banned. None if not needed.
+      kept: per-position memory of the commit rule, updated with the logits of this step.
       drawn: record of the draws; None if not needed.
       signal_BLD: self-conditioning signal after the reads of this step; None if not needed.
     """
@@ -107,8 +106,8 @@ class Proposed(NamedTuple):
 
     Attributes:
       tokens_BL: int32 candidates; -1 where no candidate was drawn.
-      canvas_BL: int32 input of the forward.
-      level_BL: int32, `dlm_jax.sampling.records.Drawn.level_BL`.
+      canvas_BL: int32 input of the forward pass.
+      level_BL: int32, see `dlm_jax.sampling.records.Drawn.level_BL`.
     """
 
     tokens_BL: jax.Array
@@ -117,12 +116,12 @@ class Proposed(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The distribution of some of the candidates.
+    """The distribution that some of the candidates were drawn from.
 
     Attributes:
-      is_from_BL: True at those candidates.
-      chunk: positions per readout; static.
-      logits: ``(places_N) -> logits_NV``, before the chain, at places ``row * L + index``.
+      is_from_BL: True at these candidates.
+      chunk: number of positions per readout; static.
+      logits: ``(places_N) -> logits_NV``, logits before the chain, at places ``row * L + index``.
     """
 
     is_from_BL: jax.Array
@@ -139,16 +138,17 @@ class FillRule(Rule):
     """Whether host samplers and read-back may run between the candidates and the commit."""
 
     forwards: ClassVar[int] = 0
-    """Additional forwards of the trunk per step."""
+    """Number of additional forward passes of the trunk per step."""
 
     holds_structure: ClassVar[bool] = False
-    """Whether its candidates match the structure of a row without a transform."""
+    """Whether the candidates match a row's structure even without the structure transform."""
 
     drawn: ClassVar[str] = "in waves"
-    """A description of its draws for errors, if it does not support host samplers and read-back."""
+    """How candidates are drawn, for error messages of a fill that does not support host samplers
+    and read-back."""
 
     needs_sampler: ClassVar[bool] = False
-    """Whether it draws from a sampler head."""
+    """Whether candidates are drawn from a sampler head."""
 
     otherwise: ClassVar[str] = "parallel"
     """The fill of rows that do not use this one."""
@@ -160,7 +160,10 @@ class FillRule(Rule):
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the fill does not support; True at open positions."""
+        """Raises ValueError for a canvas that the fill does not support.
+
+        `is_open` is True at open positions.
+        """
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -171,7 +174,7 @@ class FillRule(Rule):
             )  # fmt: skip
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates. The proposal is undefined at other positions."""
+        """The candidates. The proposal is undefined at positions that are not open."""
         raise NotImplementedError
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
@@ -180,7 +183,7 @@ class FillRule(Rule):
 
 
 def no_candidates(wanted: Wanted) -> Filled:
-    """The inputs of a fill before the first readout."""
+    """The result of a fill before the first readout."""
     shape = wanted.is_open_BL.shape
     zeros_BL, none_BL = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
     return Filled(
@@ -199,20 +202,21 @@ class CandidateWriter:
     """Draws candidates from clean logits and writes them to their positions.
 
     Attributes:
-      chain: logit transforms between the clean logits and the draw.
+      chain: logit transforms applied to the clean logits before the draw.
       prepared: results of `Chain.prepare` for this step.
-      key_B: key of each row in this step. A position derives its key from it and its index on the
-        canvas.
-      own_BL: tokens to score instead of a draw, -1 elsewhere; None if there are none.
+      key_B: random key of each row for this step. A position's key is derived from the row's key
+        and the position's index on the canvas.
+      own_BL: existing tokens to score instead of drawing a candidate, -1 elsewhere; None if there
+        are none.
       num_positions: ``L``.
-      measure: confidence from clean logits and the candidate's log-probability.
-      method: method of the draw.
-      banned_ids: ids excluded from ``best_BL``, in addition to the banned ids of the row.
-      weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
-      observe: `CommitRule.observe`, which replaces `measure`; None for a rule without memory.
+      measure: computes the confidence from clean logits and the candidate's log-probability.
+      method: draw method.
+      banned_ids: ids excluded from ``best_BL``, in addition to the row's banned ids.
+      weighed: `CommitRule.weighed`; None if confidence is computed from the clean logits.
+      observe: `CommitRule.observe`, which is called instead of `measure`; None for a rule without
+        memory.
       kept: per-position memory of the rule before this step.
-      standing_BL: tokens whose confidence is measured instead of that of the candidates; None: the
-        candidates.
+      standing_BL: tokens whose confidence is measured; None to measure that of the candidates.
       signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits of the draw;
         None for a network without a signal.
     """
@@ -239,10 +243,11 @@ class CandidateWriter:
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> Filled:
-        """`found` with candidates at the real places ``row * L + index``.
+        """`found`, with candidates added at the real places ``row * L + index``.
 
-        Candidates are drawn from `drawable_NV` through the chain and scored under the clean logits.
-        None means that both are the logits of the LM head.
+        Candidates are drawn from `drawable_NV` after the chain and are scored under `clean_NV`. If
+        `drawable_NV` is None, the clean logits come from the LM head, and candidates are drawn from
+        them.
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
@@ -259,7 +264,7 @@ class CandidateWriter:
         is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
         total_BL, best_BL = found.total_BL, found.best_BL
         if total_BL is not None and drawable_NV is None:
-            # The sums are shared with `log_prob`.
+            # The compiler shares these sums with `log_prob`.
             max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
             total_N = max_N + jnp.log(weight_NC.sum(-1))
             total_BL = put(total_BL, places_N, is_real_N, total_N)
@@ -274,7 +279,7 @@ class CandidateWriter:
                 is_banned_N |= self.chain.forbids(best_N, row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
-            # An existing token may have probability 0; a drawn token may not.
+            # Existing tokens may have probability 0, but drawn tokens may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:
@@ -313,9 +318,9 @@ class CandidateWriter:
         return jax.vmap(of_one, in_axes=1, out_axes=1)(ids_NK)
 
     def policy(self, drawable_NV: jax.Array, ids_N: jax.Array, at: At) -> jax.Array:
-        """Log-probability ``[N]`` of drawing these ids from logits before the chain.
+        """Log-probability ``[N]`` of drawing these ids, given the logits before the chain.
 
-        It is 0 in greedy rows, which do not sample.
+        The result is 0 in greedy rows, which do not sample.
         """
         final_NV = self.chain.apply(self.prepared, drawable_NV, at)
         return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
@@ -329,9 +334,9 @@ class CandidateWriter:
         logprob_N: jax.Array,
         at: At,
     ) -> tuple[Any, jax.Array]:
-        """The memory of the positions, and `measure` of the candidates.
+        """The updated memory of the positions, and the confidence of the candidates.
 
-        Both use the logits that the commit rule weighs.
+        Both are computed from the logits that `CommitRule.weighed` selects.
         """
 
         def filtered() -> jax.Array:
@@ -370,18 +375,18 @@ def _recorded(
 
 @rule
 class Parallel(FillRule):
-    """Draws a candidate for every open position from the LM head, independently of the others.
+    """Draws a candidate for every open position from the LM head, independently of other positions.
 
-    The open positions of all rows are gathered and processed in chunks. The cost is proportional to
-    their number, and no ``[B, L, V]`` array exists. The key of a draw is derived from the row and
-    the index on the canvas.
+    The open positions of all rows are gathered and processed in chunks. The cost is therefore
+    proportional to the number of open positions, and no ``[B, L, V]`` array exists. The key of a
+    draw is derived from the row's key and the index on the canvas.
     """
 
     about = "independently of each other"
     allows_host = True
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The proposal, zero where not open."""
+        """The proposal; zero at positions that are not open."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
 

@@ -1,4 +1,4 @@
-"""Candidates of a block-causal model, verified by the same weights with blocks of one token."""
+"""Drafts from a block-causal model, verified by the same weights with blocks of one token."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 class Speculative(FillRule):
     """Drafts the open positions in parallel and verifies them token by token.
 
-    The draft x of a position is drawn from q, the prediction for the block with its holes. One more
-    forward with blocks of one token gives p, the prediction of every open position after the
-    preceding drafts. From left to right, x is accepted with probability ``min(1, p(x) / q(x))``.
-    The first rejected position draws a token from ``max(p - q, 0)``, and the remaining positions
-    stay open (Leviathan et al. 2023, Speculative decoding, algorithm 1). p and q include the chain
-    of the row. Texts therefore have the one-token-at-a-time distribution of p for any draft.
+    The draft x at a position is drawn from q, the model's prediction for the block with its holes.
+    A second forward pass with blocks of one token gives p, the prediction at every open position
+    given the preceding drafts. From left to right, each draft x is accepted with probability
+    ``min(1, p(x) / q(x))``. At the first rejected position, a token is drawn from
+    ``max(p - q, 0)`` instead, and the remaining positions stay open (Leviathan et al. 2023,
+    Speculative decoding, algorithm 1). Both p and q are taken after the row's chain. The text
+    therefore follows the one-token-at-a-time distribution p, whatever the drafts are.
 
-    Accepted candidates have confidence 1 and the others 0, for ``order = "threshold"``. A step
-    writes at least one token. Blocks need one step per hole, because the last step of a block
-    writes all remaining holes.
+    For ``order = "threshold"``, accepted candidates have confidence 1, and the others have
+    confidence 0. A step writes at least one token. Each block needs one step per hole, because the
+    last step of a block would write all remaining holes without verification.
     """
 
     about = "a draft that a block-causal model verifies token by token"
@@ -109,13 +110,13 @@ class Speculative(FillRule):
             )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates up to the first rejected one, which is replaced."""
+        """The accepted candidates and a replacement for the first rejected one."""
         drafted = Parallel().propose(reader, writer, wanted)
         is_open_BL, draft = wanted.is_open_BL, drafted.proposal
         clean_BL = jnp.where(is_open_BL, draft.tokens_BL, wanted.tokens_BL)
         network = reader.network
         assert network.cached is not None and network.cached.beside_clean is not None
-        # Positions that are not live are PAD, which does not affect any position read here.
+        # Positions that are not live contain PAD, which does not affect the positions read below.
         length_B = jnp.full(is_open_BL.shape[0], is_open_BL.shape[1], jnp.int32)
         hidden_BLD = network.cached.beside_clean(
             reader.params, wanted.tokens_BL, clean_BL, length_B, block_length=1
@@ -147,7 +148,8 @@ def _verified(
     draft_BL: jax.Array,
     true_logits: Callable[[jax.Array], jax.Array],
 ) -> _Verified:
-    """Whether each draft is accepted, a replacement, and the probabilities of both; ``[B, L]``.
+    """Whether each draft is accepted, a replacement, and the log-probabilities of the draft and of
+    the replacement; ``[B, L]``.
 
     The replacement is used if the draft is the first rejected one.
     """
@@ -184,7 +186,7 @@ def _verified(
 
 
 def _probabilities(writer: CandidateWriter, logits_NV: jax.Array, at: At) -> jax.Array:
-    """The clean logits after the chain of the row; one-hot for a greedy row."""
+    """The probabilities after the row's chain; one-hot for a greedy row."""
     final_NV = writer.chain.apply(writer.prepared, logits_NV, at)
     best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
     is_greedy_N1 = writer.chain.is_greedy(at)[:, None]

@@ -1,8 +1,8 @@
 """Coherent candidates: the sampler head fills the open positions in waves, next to filled ones.
 
-Waves do not depend on tokens: the wave of a hole is its distance to the nearest filled position.
-Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost is
-proportional to the number of holes (`docs/readings.md`, readings of the sampler head).
+The wave number of a hole is its distance to the nearest filled position and does not depend on any
+token. Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost
+is proportional to the number of holes (`docs/readings.md`, readings of the sampler head).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEVER = 2**30
 def by_density(
     ratio_B: jax.Array, power_B: jax.Array, is_seen_BL: jax.Array, length_B: jax.Array
 ) -> jax.Array:
-    """``ratio d ** power``, where d is the share of unseen positions of the row."""
+    """``ratio d ** power``, where d is the fraction of the row's positions that are not seen."""
     density_B = 1.0 - is_seen_BL.sum(1) / jnp.maximum(length_B, 1)
     return ratio_B * jnp.where(power_B == 0, 1.0, density_B**power_B)
 
@@ -47,11 +47,12 @@ def bootstrap(
     is_spread_B: jax.Array,
     preference_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """True at the starting positions of each row, ``[B, L]``: see `Wavefront`.
+    """True at the starting positions of each row, ``[B, L]``; see `Wavefront`.
 
-    `is_far_BL` marks open positions of runs without a visible token at either end. A share
-    `ratio_B` of them, at least one, are starting positions. Spread rows start at the most confident
-    position of each of several equal windows instead of the most confident positions overall.
+    `is_far_BL` marks the open positions in runs without a visible token at either end. A fraction
+    `ratio_B` of them (at least one) is chosen as starting positions. In spread rows, the far
+    positions are divided into equal windows, and the most confident position of each window is
+    chosen. In other rows, the most confident positions overall are chosen.
     """
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
@@ -88,7 +89,7 @@ def _surest_of_each(
     group_BL: jax.Array,
     preference_BL: jax.Array | None,
 ) -> jax.Array:
-    """True at the highest score of each group among the included positions. Ties are broken as in
+    """True at the included position with the highest score in each group. Ties are broken as in
     `most`.
     """
     place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
@@ -104,14 +105,14 @@ def _surest_of_each(
 
 
 def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the included positions whose group contains a True."""
+    """True at the included positions whose group contains a True position."""
     return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
 
 
 def _over_groups(
     value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
 ) -> jax.Array:
-    """The sum over the group of each position. Groups are numbered within their row."""
+    """The maximum or minimum over each position's group. Groups are numbered within their row."""
     num_rows, num_positions = value_BL.shape
     key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
     key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
@@ -123,9 +124,10 @@ def _over_groups(
 def distance(
     is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
 ) -> jax.Array:
-    """Distance to the nearest source through `walked` positions; `NEVER` if no source is reachable.
+    """Distance of each position to the nearest source, through positions in `is_walked_BL` only;
+    `NEVER` if no source is reachable.
 
-    One-sided rows use the source on the left, if there is one.
+    In one-sided rows, the source on the left is used if there is one.
     """
 
     def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
@@ -191,12 +193,13 @@ def check_sampler(fill: str, facts: Any) -> None:
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
 
-    A run of open positions grows from the visible tokens at its ends. Runs without visible tokens
-    are bootstrapped. Of the n positions in such runs of a row, the ``max(1, floor(ratio n))`` with
-    the most confident LM head (without banned ids) start, and each run without a start begins at
-    its most confident position. Starts are drawn from the LM head and all other positions from the
-    sampler head, both through the chain of the row. A neighbour is visible if its wave is smaller,
-    independent of other rows and chunks.
+    A run of open positions is filled from the visible tokens at its ends. Runs without visible
+    tokens at their ends are bootstrapped. Of the n positions in such runs of a row, the
+    ``max(1, floor(ratio n))`` positions where the LM head (without banned ids) is most confident
+    become starting positions. A run that contains none of them starts at its most confident
+    position. Candidates at starting positions are drawn from the LM head, and all others from the
+    sampler head, both after the row's chain. A neighbour is visible to a position if it belongs to
+    an earlier wave, regardless of other rows and of chunks.
     """
 
     about = "in waves by the sampler head, given neighbours"
@@ -246,7 +249,7 @@ class Wavefront(FillRule):
         return found._replace(counts=counts)
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
-        """The LM head at starting positions, and the sampler head with its neighbours elsewhere."""
+        """The LM head at starting positions; elsewhere the sampler head, given the neighbours."""
         level_BL = proposed.level_BL
         is_drawn_BL = proposed.tokens_BL >= 0
         grown = grown_from(reader, level_BL, proposed.canvas_BL, self.temperature_B)
@@ -264,7 +267,9 @@ class Wavefront(FillRule):
 def _read(
     reader: Reader, writer: CandidateWriter, is_read_BL: jax.Array, none: Filled
 ) -> tuple[Filled, jax.Array]:
-    """Candidates of the LM head, and its largest probability among the ids that are not banned."""
+    """Candidates from the LM head, and the log-probability of its most likely id, renormalised
+    over the ids that are not banned.
+    """
     banned = jnp.array(writer.banned_ids, jnp.int32)
 
     def read(
@@ -274,7 +279,8 @@ def _read(
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
-        # Every run needs a start. A row with NaN ends as non-finite in any case.
+        # Every run needs a starting position, so NaN is replaced. The row ends as non-finite in any
+        # case.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
         return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL
@@ -310,9 +316,10 @@ def head_chunk(reader: Reader) -> int:
 def grown_from(
     reader: Reader, level_BL: jax.Array, tokens_BL: jax.Array, temperature_B: jax.Array
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits.
+    """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits, before
+    and after division by the temperature.
 
-    Its inputs are neighbouring tokens, and candidates of lower levels.
+    The inputs of the head are neighbouring tokens and neighbouring candidates of lower levels.
     """
     network, reach = reader.network, reader.network.sampler_context
     num_positions = level_BL.shape[1]
@@ -320,7 +327,7 @@ def grown_from(
     def beside(
         candidates_BL: jax.Array, places_N: jax.Array, side: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens of the neighbours on one side, nearest first, and a mask of those that exist."""
+        """Tokens of the neighbours on one side, nearest first, and True at visible neighbours."""
         offset_1C = side * (1 + jnp.arange(reach))[None]
         index_NC = places_N[:, None] % num_positions + offset_1C
         place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_BL.size - 1)
@@ -357,10 +364,10 @@ _Neighbours = tuple[jax.Array, jax.Array]
 def _head(
     network: Network, params: Params, *, size: int
 ) -> Callable[[_Neighbours, _Neighbours], Callable[[jax.Array], jax.Array]]:
-    """``(left, right) -> head``: the sampler head given neighbour tokens, ``[N, C]`` each.
+    """``(left, right) -> head``: the sampler head given the neighbours' tokens, ``[N, C]`` each.
 
-    If the canvas has many more places than the vocabulary has tokens (`size`), the contribution of
-    every token to the first layer is precomputed. This halves the time of the fill at width 384.
+    If the canvas has many more positions (`size`) than the vocabulary has tokens, the contribution
+    of every token to the first layer is precomputed. This halves the time of the fill at width 384.
     """
     readout, sides, finish = (
         network.sampler_readout, network.sampler_sides, network.sampler_from_sides

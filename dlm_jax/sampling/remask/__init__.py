@@ -1,4 +1,4 @@
-"""Remask rules: which committed tokens become holes again; and re-noise, before the forward."""
+"""Remask rules, which turn committed tokens into holes again, and re-noise."""
 
 from collections.abc import Mapping
 

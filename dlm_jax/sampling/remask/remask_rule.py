@@ -23,12 +23,12 @@ class RemaskContext(NamedTuple):
       is_open_BL: True at the unfrozen tokens of the block, in rows that continue.
       is_fresh_BL: True at the tokens that this step committed.
       num_free_B: int32, number of live unfrozen positions of the block, including holes.
-      probability_BL: float32 probability of each token under the clean logits of its draw. Draft
-          tokens use the last forward. If the rule `rereads`, so do all tokens not committed in this
-          step.
-      wrong_BL: float32 probability that each token is wrong, from the critic on the canvas with
-        candidates in its holes; None if the rule does not read it.
-      key_B: key of each row in this step, used only by the rule.
+      probability_BL: float32 probability of each token under the clean logits that it was drawn
+          from. For draft tokens, the logits of the last forward pass are used; if the rule
+          `rereads`, they are used for all tokens that this step did not commit.
+      wrong_BL: float32 probability that each token is wrong, according to the critic, which reads
+        the canvas with candidates in its holes; None if the rule does not read it.
+      key_B: random key of each row for this step, used only by the rule.
     """
 
     step: CommitContext
@@ -46,10 +46,10 @@ class RemaskRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     rereads: ClassVar[bool] = False
-    """Whether each forward scores the current tokens of the block again."""
+    """Whether each forward pass scores the current tokens of the block again."""
 
     reads_critic: bool = False
-    """Whether `select` reads ``context.wrong_BL``, which costs a forward; static."""
+    """Whether `select` reads ``context.wrong_BL``, which costs a forward pass; static."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -68,7 +68,7 @@ class RemaskRule(Rule):
             )
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for the rows that use it; all rows by default."""
+        """True ``[B]`` for the rows that use the rule; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def goes_on(self) -> jax.Array:

@@ -1,4 +1,4 @@
-"""ReMDM: remasks tokens along the noise process of the training."""
+"""ReMDM: remasks tokens along the noise process used in training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RemdmCap(RemaskRule):
     """Remasks every token that was visible at the start of the step with probability ``min(eta,
     sigma_max)``.
 
-    Wang et al. 2025, section 4.1. With `Ancestral` and the same settings, each position is visible
-    with probability ``alpha_s`` after the step.
+    See Wang et al. 2025, section 4.1. If the commit rule is `Ancestral` with the same settings,
+    each position is visible with probability ``alpha_s`` after the step.
     """
 
     about = "remasks each token with the probability of the noise process"
@@ -46,7 +46,7 @@ class RemdmCap(RemaskRule):
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
     ) -> jax.Array:
-        """The probability of remasking each token; `most_B` is sigma_max."""
+        """The probability that each token is remasked; `most_B` is sigma_max."""
         return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
 
     def select(self, context: RemaskContext) -> jax.Array:
@@ -76,7 +76,7 @@ class RemdmConf(RemdmCap):
     """`RemdmCap` with probability ``sigma_max`` times a softmax of the negative token
     probabilities.
 
-    The softmax runs over the unfrozen tokens of the block. ``eta`` only enables the rule.
+    The softmax is taken over the unfrozen tokens of the block. ``eta`` only enables the rule.
     """
 
     about = "like remdm_cap, with higher probability for unlikely tokens"

@@ -1,6 +1,6 @@
-"""Re-noise: overwrites some tokens before each forward, so that the model rewrites them.
+"""Re-noise: overwrites some tokens before each forward pass, so that the model rewrites them.
 
-Unlike remasking it may write a space or a random token, which the model reads as text
+Unlike remasking, re-noise may write a space or a random token, which the model reads as text
 (`docs/readings.md`, readings of variable-length edits).
 """
 
@@ -39,7 +39,7 @@ RENOISE_SCHEDULE = Setting(
 
 @rule
 class Renoise(Rule):
-    """Overwrites a uniformly chosen share of the unfrozen tokens of the block."""
+    """Overwrites a randomly chosen part of the block's unfrozen tokens."""
 
     start_B: jax.Array = per_row(RENOISE_START)
     end_B: jax.Array = per_row(RENOISE_END)
@@ -86,7 +86,7 @@ class Renoise(Rule):
         return (self.start_B > 0) | (self.end_B > 0)
 
     def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
-        """float32 ``[B]``, the share overwritten before the step with this index."""
+        """float32 ``[B]``, the fraction of tokens overwritten before the step with this index."""
         return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule=self.schedule)
 
     def write(
@@ -100,10 +100,11 @@ class Renoise(Rule):
         space_id: int,
         is_text: Callable[[], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """The canvas before the forward of a step, and the overwritten positions.
+        """The canvas before the forward pass of a step, and the overwritten positions.
 
         `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
-        `is_text` returns the ids for random tokens, True ``[B, V]``; rows without any get MASK.
+        `is_text` returns an array ``[B, V]`` that is True at the ids allowed as random tokens. Rows
+        without such an id get MASK.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
@@ -124,7 +125,7 @@ class Renoise(Rule):
 
 
 def random_ids(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
-    """An allowed id for each number in [0, 1); MASK in rows without one."""
+    """An allowed id for each number in [0, 1); MASK in rows without an allowed id."""
     upto_BV = jnp.cumsum(is_text_BV, axis=1)
     number_B1 = upto_BV[:, -1:]
     nth_BL = jnp.floor(uniform_BL * number_B1).astype(jnp.int32) + 1

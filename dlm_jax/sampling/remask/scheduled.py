@@ -36,10 +36,11 @@ REMASK_BY = Setting(
 class Scheduled(RemaskRule):
     """Remasks the tokens that are most likely wrong, fewer at each step.
 
-    The share before step i of N is ``r = start - (start - end) i / (N - 1)`` of the unfrozen
-    positions of the block, for i >= 1. Wrongness is ``(1 - m) w + m u`` with randomness m and
-    uniform u, where w is the output of the critic, or 1 minus the probability of the token at its
-    draw (`docs/readings.md`, "Refinement").
+    Before step i of N (i >= 1), the fraction ``r = start - (start - end) i / (N - 1)`` of the
+    block's unfrozen positions is remasked. Tokens are ranked by their score ``(1 - m) w + m u``,
+    called wrongness, with randomness m and a uniform random number u. Here w is the output of the
+    critic, or 1 minus the probability that the token had when it was drawn (`docs/readings.md`,
+    "Refinement").
     """
 
     about = "remasks a share of the tokens, those with the highest wrongness"
@@ -88,7 +89,7 @@ class Scheduled(RemaskRule):
         return self.worst(wrong_BL, ratio_B, context) & self.is_active()[:, None]
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
-        """True at the share of open tokens with the highest wrongness."""
+        """True at the open tokens with the highest wrongness, as many as `ratio_B` prescribes."""
         count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
         return most(wrong_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
 

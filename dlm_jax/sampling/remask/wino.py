@@ -1,4 +1,4 @@
-"""WINO: later forwards verify drafts, and rejected drafts become holes again."""
+"""WINO: later forward passes verify drafts, and rejected drafts become holes again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VERIFY_THRESHOLD = Setting(
 
 @rule
 class Wino(RemaskRule):
-    """Remasks tokens with a probability below ``tau_2`` under the forward of this step.
+    """Remasks tokens with a probability below ``tau_2`` in the forward pass of this step.
 
-    It remasks fewer tokens than the step committed, the least likely first, so the number of holes
-    always decreases (Hong et al. 2025, WINO, algorithm 1). Drafts come from ``order="threshold"``
-    with a lower ``tau_1``. The paper computes the probability in a second copy of the block, in
-    which a position does not attend to itself. Here the forward of the step is used, where the
-    network may attend to the token.
+    The rule remasks fewer tokens than the step committed, the least likely first, so the number of
+    holes decreases with every step (Hong et al. 2025, WINO, algorithm 1). Drafts come from
+    ``order="threshold"`` with a lower ``tau_1``. The paper computes the probability in a second
+    copy of the block, in which a position does not attend to itself. This rule instead uses the
+    forward pass of the step, in which the network may attend to the token itself.
     """
 
     about = "remasks tokens unlikely in later forwards, fewer per step than it commits"

@@ -1,9 +1,10 @@
-"""An automaton over tokens that restricts the text of a row to a regular language.
+"""An automaton over tokens that restricts a row's text to a regular language.
 
 A candidate is kept if the other holes can be filled such that the whole text is in the language.
 Sets of states are propagated from the left over possible prefixes and from the right over possible
-suffixes (Rabin and Scott 1959, subsets of a finite automaton), so any commit order works if each
-step commits one token. Sets are packed into words of 32 states for fast reductions.
+suffixes (Rabin and Scott 1959, subsets of a finite automaton). Tokens may therefore be committed in
+any order, as long as each step commits one token. For fast reductions, sets are packed into words
+of 32 states.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _PLACES = np.arange(32, dtype=np.uint32)
 
 
 def word_of(state_BS: Array, num_words: int) -> Array:
-    """The set of one state as words of 32, ``[B, S, W]``."""
+    """For each entry, the set that contains only this state, in words of 32, ``[B, S, W]``."""
     bit_BS1 = jnp.uint32(1) << (state_BS[:, :, None] % 32).astype(jnp.uint32)
     is_there_BSW = state_BS[:, :, None] // 32 == jnp.arange(num_words)[None, None]
     return jnp.where(is_there_BSW, bit_BS1, jnp.uint32(0))
 
 
 def packed(is_in_BS: Array) -> Array:
-    """Sets of states as words of 32, ``[B, W]``."""
+    """Sets of states, packed into words of 32, ``[B, W]``."""
     padded_BP = jnp.pad(is_in_BS, ((0, 0), (0, -is_in_BS.shape[1] % 32)))
     bits_BW32 = padded_BP.reshape(padded_BP.shape[0], -1, 32).astype(jnp.uint32)
     return jnp.sum(bits_BW32 << _PLACES[None, None], axis=2, dtype="uint32")
 
 
 def any_of(is_in_BS: Array, words_BSW: Array) -> Array:
-    """The union of the included sets, ``[B, W]``."""
+    """The union of the sets where `is_in_BS` is True, ``[B, W]``."""
     kept_BSW = jnp.where(is_in_BS[:, :, None], words_BSW, jnp.uint32(0))
     return jax.lax.reduce(kept_BSW, jnp.uint32(0), jax.lax.bitwise_or, (1,))
 
@@ -53,7 +54,7 @@ def unpacked(words_BW: Array, num_states: int) -> Array:
     return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
 
 
-# Minimum sizes that fit most schemas, so that these share a program.
+# The smallest sizes fit most schemas, which therefore share a program.
 _STATE_SIZES = tuple(2**power for power in range(7, 13))
 _CLASS_SIZES = tuple(2**power for power in range(6, 15))
 _AT_ONCE = 16
@@ -61,14 +62,15 @@ _MOST_REDUCED = 512
 
 
 class Arcs(NamedTuple):
-    """An automaton as arcs; an arc joins all classes of ids that lead from one state to another.
+    """An automaton as arcs. One arc stands for all classes of ids that lead from a state to the
+    same next state.
 
     Attributes:
-      next_DS: int32 ``[D, S]``, target state of each arc of a state; padded with 0.
+      next_DS: int32 ``[D, S]``, target of each arc that leaves a state; padded with 0.
       label_DS: int32, label of each arc; padded with 0, the label without classes.
-      is_member_CK: bool ``[C, K]``, the classes of each label.
-      ids_JM: int32 ``[J, M]``, ids of all classes except class 0, ascending, in blocks of one
-        class; padded with -1.
+      is_member_CK: bool ``[C, K]``, True where a class belongs to a label.
+      ids_JM: int32 ``[J, M]``, ids of all classes except class 0, in ascending order within each
+        class. They are divided into M blocks of up to J ids of the same class, padded with -1.
       class_M: int32, the class of each block.
     """
 
@@ -80,8 +82,8 @@ class Arcs(NamedTuple):
 
 
 def _block_size(vocab_size: int) -> int:
-    """Number of ids in a block. Blocks are few and small, because a draw reads all block sums and
-    the ids of one block.
+    """Number of ids in a block: about the square root of the vocabulary size, because a draw reads
+    the sums of all blocks and the ids of one block.
     """
     return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
 
@@ -90,8 +92,8 @@ def _block_size(vocab_size: int) -> int:
 class Automaton:
     """A deterministic automaton over the ids of a vocabulary.
 
-    State 0 is dead, and class 0 contains the ids without any transition. EOS leads from a final
-    state to an absorbing state for EOS.
+    State 0 is dead, and class 0 contains the ids without any transition. From a final state, EOS
+    leads to a state that accepts only EOS.
 
     Attributes:
       pattern: regular expression of the language.
@@ -112,7 +114,7 @@ class Automaton:
 
     @cached_property
     def leads_SS(self) -> np.ndarray:
-        """True where any id leads from one state to another live state."""
+        """True where some id leads from one live state to another."""
         leads = np.zeros((len(self.next_SC),) * 2, bool)
         leads[np.arange(len(leads))[:, None], self.next_SC] = True
         leads[:, 0] = leads[0] = False
@@ -120,7 +122,9 @@ class Automaton:
 
     @cached_property
     def fewest_S(self) -> np.ndarray:
-        """Minimum number of ids from a state to the end of a text; a large number if none."""
+        """Minimum number of ids from each state to the end of a text; a large number if a text
+        cannot end from there.
+        """
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
         for count in range(1, len(fewest) + 1):
             is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)
@@ -131,7 +135,7 @@ class Automaton:
 
     @cached_property
     def arcs(self) -> Arcs:
-        """Its arcs and the ids of its classes."""
+        """The automaton's arcs, and the ids in its classes."""
         num_classes = self.next_SC.shape[1]
         labels: dict[bytes, int] = {bytes(num_classes): 0}
         arcs: list[list[tuple[int, int]]] = []
@@ -171,7 +175,7 @@ class Automaton:
         return dataclasses.replace(self, class_of_V=class_of_V, next_SC=next_SC)
 
     def after(self, states_S: np.ndarray, token: int | None) -> np.ndarray:
-        """The next states for an id, or for any id if None."""
+        """The states reached with the given id, or with any id if it is None."""
         if token is None:
             return np.any(self.leads_SS[states_S], axis=0, keepdims=False).reshape(-1)
         found = np.zeros_like(states_S)
@@ -191,7 +195,7 @@ _without = lru_cache(maxsize=64)(Automaton.without)
 
 
 def held(row: Any) -> Automaton:
-    """The automaton of a row with a structure, without the ids that its biases ban."""
+    """The automaton of a row with a structure, without the ids that the row's biases ban."""
     banned = frozenset(token for token, bias in row.logit_bias if bias == -math.inf)
     return _without(row.structure, banned) if banned else row.structure
 
@@ -218,12 +222,12 @@ def _no_column(rows: Sequence[Any]) -> Any:
 class Structure(LogitTransform):
     """Keeps the ids with which the row can still become a text in its language.
 
-    The text starts after the given prefix of the row. The restriction is exact if a step commits
-    one token per row, in any order. `dlm_jax.inference.structure` refuses other requests.
+    The text starts after the row's given prefix. The restriction is exact if each step commits one
+    token per row, in any order. `dlm_jax.inference.structure` rejects other requests.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
-      next_BCS: int16, see `Automaton`, class by class, padded with the dead state.
+      next_BCS: int16, see `Automaton`, transposed and padded with the dead state.
       leads_BSW: uint32, `Automaton.leads_SS` in words of 32 states.
       is_final_BS: see `Automaton`.
       start_B: int32; 0, the dead state, for rows without structure.
@@ -288,9 +292,8 @@ class Structure(LogitTransform):
         return self.start_B > 0
 
     def prepare(self, state: Any, context: Context) -> tuple[Array, Array]:
-        """States reachable before each position, and states from which the text can end.
-
-        The results are bool ``[B, L, S]`` each, before and after the position.
+        """The states reachable before each position, and the states after it from which the text
+        can end; bool ``[B, L, S]`` each.
         """
         tokens_BL, order_BL, is_visible_BL, length_B = context
         rows_B = jnp.arange(tokens_BL.shape[0])
@@ -311,8 +314,9 @@ class Structure(LogitTransform):
 
         def forth(before_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             class_B, is_text_B, is_hole_B = at
-            # On CPU, scattering the states takes three times as long as reducing their words, up to
-            # a certain number of states. The cost of words grows with the square of this number.
+            # On CPU, scattering the states takes three times as long as reducing their words if
+            # there are at most `_MOST_REDUCED` states. The cost of the reduction grows with the
+            # square of the number of states.
             if num_states <= _MOST_REDUCED:
                 words_BW = _by_row(
                     is_hole_B,
@@ -349,7 +353,7 @@ class Structure(LogitTransform):
         before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
 
         def of_one() -> Array:
-            """Variant for positions with a single known previous state, as in left-to-right
+            """Variant for positions with at most one possible previous state, as in left-to-right
             decoding.
             """
             state_N = place_of_largest(before_NS)
@@ -381,7 +385,7 @@ Make = Callable[[], Array]
 def _by_row(
     is_yes_B: Array, yes: Make, no: Make, then: Callable[[Array], Array] = lambda made: made
 ) -> Array:
-    """Selects one of two branches per row. A branch without rows is not computed."""
+    """Selects one of two branches for each row. A branch that no row selects is not computed."""
 
     def both() -> Array:
         made = yes()
@@ -394,4 +398,4 @@ def _by_row(
 MOST_STATES = _STATE_SIZES[-1]
 """Maximum number of states of an automaton."""
 MOST_CLASSES = _CLASS_SIZES[-1]
-"""Maximum number of classes."""
+"""Maximum number of classes of ids in an automaton."""

@@ -34,7 +34,7 @@ def check_id(name: str, value: Any) -> None:
 
 
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
-    """The pairs of a mapping or of a sequence of pairs."""
+    """The pairs in a mapping or in a sequence of pairs."""
     try:
         pairs = bias.items() if isinstance(bias, Mapping) else map(tuple, bias)
         return tuple(_checked_pair(pair) for pair in pairs)
@@ -47,7 +47,7 @@ def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
         raise SettingError("logit_bias", pair, "is not a pair", "use (id, bias)")
     token, bias = pair
     if isinstance(token, str) and token.isdecimal():
-        token = int(token)  # keys of JSON objects are texts
+        token = int(token)  # keys of JSON objects are strings
     check_id("logit_bias", token)
     is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
     if not is_number or not (bias == -math.inf or -1e9 <= bias <= 1e9):  # pyright: ignore[reportOperatorIssue]
@@ -65,7 +65,9 @@ LOGIT_BIAS = Setting(
 
 @rule
 class LogitBias(LogitTransform):
-    """Adds a bias to chosen ids: `x[id] += bias`; duplicates add, and -inf bans.
+    """Adds a bias to chosen ids: `x[id] += bias`.
+
+    The biases of duplicate ids add up, and -inf bans an id.
 
     Attributes:
       ids_BK: int32 ids of each row, padded with ids >= V, which are dropped.
@@ -81,12 +83,12 @@ class LogitBias(LogitTransform):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> LogitBias:
-        """The finite biases of each row."""
+        """The transform with the finite biases of each row."""
         finite = [[pair for pair in row.logit_bias if pair[1] != -math.inf] for row in rows]
         return cls.of_pairs(finite, facts.vocab_size)
 
     def as_settings(self) -> dict[str, Any]:
-        """The biases as a setting, from a mapping or from the first row of arrays."""
+        """The biases as a setting, from a mapping or from arrays of one row."""
         if isinstance(self.ids_BK, Mapping):
             return {"logit_bias": self.ids_BK}
         ids, values = (np.asarray(x).reshape(-1).tolist() for x in (self.ids_BK, self.bias_BK))
@@ -94,7 +96,7 @@ class LogitBias(LogitTransform):
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[Sequence[tuple[int, float]]], vocab_size: int) -> LogitBias:
-        """Biases as pairs of an id and a number for each row."""
+        """The transform with the given (id, bias) pairs of each row."""
         ids = [[token for token, _ in row] for row in pairs]
         values = [[bias for _, bias in row] for row in pairs]
         columns: Any = padded(ids, vocab_size, np.int32), padded(values, 0.0, np.float32)
@@ -117,6 +119,6 @@ class LogitBias(LogitTransform):
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
         bias_NK = self.bias_BK[at.row_N]
-        # an entry with bias 0 is dropped: adding 0.0 would turn -0.0 into 0.0
+        # entries with bias 0 are dropped, because adding 0.0 would turn -0.0 into 0.0
         ids_NK = jnp.where(bias_NK != 0, self.ids_BK[at.row_N], logits_NV.shape[1])
         return logits_NV.at[rows_N1, ids_NK].add(bias_NK, mode="drop")

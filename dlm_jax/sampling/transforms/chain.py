@@ -1,7 +1,7 @@
 """The chain of logit transforms, which runs only transforms that at least one row uses.
 
-The chain is compiled with static shapes for any set of active rows, and every row has its own
-settings (`docs/readings.md`, readings).
+The chain is compiled with static shapes that do not depend on which rows are active, and every row
+has its own settings (`docs/readings.md`, readings).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
 
 def is_wanted(transform: Any, at: At) -> Array:
-    """Whether an active row has a real position in the chunk."""
+    """Whether the chunk has a real position in a row where the transform is active."""
     return (transform.is_active()[at.row_N] & at.is_real_N).any()
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """Whether any transform is active."""
+    """Whether any of the transforms is wanted; see `is_wanted`."""
     wanted = [is_wanted(t, at) for t in transforms]
     return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
 
 
 def candidates(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
-    """The largest logits and their ids, after division if there is a divisor."""
+    """The largest logits, after division by the divisor if there is one, and their ids."""
     return vocab.largest(logits_NV, min(MAX_CANDIDATES, logits_NV.shape[1]), divisor_N)
 
 
 def no_candidates(logits_NV: Array) -> tuple[Array, Array]:
-    """Empty candidates, of the shapes of `candidates`."""
+    """Empty candidates with the same shapes as in `candidates`."""
     shape = (logits_NV.shape[0], min(MAX_CANDIDATES, logits_NV.shape[1]))
     return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
 
@@ -53,7 +53,7 @@ def applied(transform: Any, prepared: Any, logits_NV: Array, at: At) -> Array:
 
 
 def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
-    """The logits after the transforms used by any row of the chunk."""
+    """The logits after all transforms that any row of the chunk uses."""
     if not steps:
         return logits_NV
     wanted = [is_wanted(t, at) for t, _ in steps]
@@ -75,19 +75,19 @@ _FEW_SALT = 0x666577
 
 
 _Found = tuple[Array, Array, Array, Array]
-"""Drawn tokens and their log-probabilities at positions with many candidates; largest logits in
-descending order and their ids at positions with few."""
+"""At positions with many candidates, the drawn tokens and their log-probabilities. At positions
+with few candidates, the largest logits in descending order and their ids."""
 
 
 @pytree
 class Chain:
     """A sequence of transforms; itself a `LogitTransform`.
 
-    A transform runs when an active row has a real position in the chunk, by one `lax.cond` on the
-    batch (under `vmap`, both branches would run). Rows that keep at most `MAX_CANDIDATES` at a
-    top-k finish the chain on only those candidates if the following transforms ignore ids. The
-    choice depends only on the parameters of the row, so its result is bit for bit independent of
-    its neighbours.
+    A transform runs if the chunk has a real position in an active row. This is decided by one
+    `lax.cond` for the whole batch (under `vmap`, both branches would run). Rows in which a top-k
+    keeps at most `MAX_CANDIDATES` finish the chain on only those candidates if the following
+    transforms ignore ids. Whether a row takes this path depends only on its own parameters, so its
+    result is bitwise independent of other rows.
     """
 
     transforms: tuple[Any, ...]
@@ -98,7 +98,7 @@ class Chain:
         return tuple(t.init(num_rows) for t in self.transforms)
 
     def at_progress(self, progress_B: Array) -> Chain:
-        """The chain of a step; `progress_B` in [0, 1] is the share of steps taken."""
+        """The chain for a step; `progress_B` is the fraction of steps taken, in [0, 1]."""
         return replace(self, transforms=tuple(t.at_progress(progress_B) for t in self.transforms))
 
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class Chain:
     def update(
         self, state: tuple[Any, ...], is_committed_BL: Array, proposal: Any
     ) -> tuple[Any, ...]:
-        """State of each transform after a commit."""
+        """State of each transform after the commits of a step."""
         return tuple(
             t.update(s, is_committed_BL, proposal)
             for t, s in zip(self.transforms, state, strict=True)
@@ -172,10 +172,11 @@ class Chain:
     def draw_and_score(
         self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
     ) -> tuple[Array, Array]:
-        """Ids `[N]` (int32), and the log-probability `[N]` of the draw if requested.
+        """Ids `[N]` (int32), and their log-probabilities `[N]` if needed.
 
-        Greedy rows take the argmax, and other rows sample. The log-probability (nats, after the
-        whole chain) is 0 unless a feedback controller of a row in the chunk reads it.
+        Greedy rows take the argmax, and other rows sample. The log-probabilities (in nats, after
+        the whole chain) are 0 unless some row in the chunk has a feedback controller, which reads
+        them.
         """
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
@@ -208,19 +209,20 @@ class Chain:
         is_few_N: Array,
         method: str,
     ) -> _Found:
-        """Tokens of the rows with many candidates, and the candidates of the others.
+        """Drawn tokens in rows with many candidates, and the candidates of the other rows.
 
-        There are three code paths, which agree bit for bit. With only plain temperature, or with
-        few candidates in all rows and no other transform before the top-k, the logits are read in
-        place. Otherwise a copy runs through the chain.
+        Three code paths give bitwise identical results. The logits are read in place if plain
+        temperature is the only active transform, or if all rows have few candidates and no other
+        transform is active before the top-k. Otherwise, a copy of the logits passes through the
+        chain.
         """
         cut, is_greedy_N = self._where_few(), self.is_greedy(at)
         is_read = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
         none = jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
 
         def in_full(x_NV: Array) -> _Found:
-            # A new array, because XLA would otherwise copy the logits before the branch. The logits
-            # of its padding are distinct, because ties take additional passes.
+            # This creates a new array, because XLA would otherwise copy the logits before the
+            # branch. The logits in the padding are distinct, because ties need additional passes.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
             x_NV = run_all(steps[:cut], x_NV, at)
@@ -230,7 +232,8 @@ class Chain:
             def draw(x_NV: Array) -> tuple[Array, Array]:
                 x_NV = run_all([] if cut is None else steps[cut:], x_NV, rest)
                 ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
-                # New functions: JAX caches the trace of a branch for the lifetime of its function.
+                # These are new functions each time, because JAX caches the trace of a branch for
+                # the lifetime of its function.
                 score = (lambda x, ids: drawing.log_prob(x, ids), lambda x, ids: none[1])
                 return ids_N, jax.lax.cond(is_read, *score, x_NV, ids_N)
 
@@ -263,7 +266,7 @@ class Chain:
     def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
         """True `[N]` for real positions that continue with few candidates.
 
-        Greedy rows and rows with a later controller are excluded.
+        Greedy rows and rows with a feedback controller later in the chain are excluded.
         """
         top_k_N = self.transforms[cut].count()[at.row_N]
         is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))

@@ -1,7 +1,7 @@
-"""Mirostat: truncations that control the surprise of a row towards a target.
+"""Mirostat: truncations that steer the surprise of a row's tokens towards a target.
 
-They carry one number per row, mu in bits, and correct it after each commit by the mean surprise
-of the tokens committed in that step: `mu -= eta * (surprise - tau)`. The surprise of a token is
+Each row has one number, mu in bits. After each step with commits, mu is corrected by the mean
+surprise of the committed tokens: `mu -= eta * (surprise - tau)`. The surprise of a token is
 measured after truncation and renormalisation. Source: Basu et al. 2021, "Mirostat".
 """
 
@@ -46,11 +46,11 @@ class _Controller(LogitTransform):
         return is_greedy(row)
 
     def as_settings(self) -> dict[str, Any]:
-        """The settings of its fields, and its version."""
+        """The settings of the fields, and the mirostat version."""
         return super().as_settings() | {"mirostat": self.version}
 
     def init(self, num_rows: int) -> Array:
-        """`mu = 2 tau` of each row."""
+        """The initial mu of each row, `2 tau`."""
         return 2.0 * self.tau_B
 
     def prepare(self, state: Array, context: Context) -> Array:
@@ -71,7 +71,7 @@ class _Controller(LogitTransform):
 
 @rule
 class MirostatV1(_Controller):
-    """Top-k with a k computed from mu and from the slope of the 100 most likely tokens.
+    """Top-k, with k computed from mu and from the slope over the 100 most likely tokens.
 
     `t_i = ln((i+2)/(i+1))`, `b_i = ln(p_i/p_{i+1})`, `s = sum(t b)/sum(t t)`, `eps = s - 1`,
     `k = floor(((eps * 2**mu) / (1 - V**-eps))**(1/s))`, at least 1.
@@ -89,7 +89,7 @@ class MirostatV1(_Controller):
         size = min(_NUM_FITTED, logits_NV.shape[1])
         top_NK, _ = vocab.largest(logits_NV, size)
         is_pair_NK = top_NK[:, 1:] > -jnp.inf
-        # Denormals that compare equal may still differ.
+        # Denormals that compare as equal may still differ.
         lead_NK = jnp.maximum(top_NK[:, :-1] - top_NK[:, 1:], 0.0)
         ratio_NK = jnp.where(is_pair_NK, lead_NK, 0.0)
         step_1K = jnp.log1p(1.0 / jnp.arange(1.0, size))[None]
@@ -111,9 +111,7 @@ class MirostatV1(_Controller):
 
 @rule
 class MirostatV2(_Controller):
-    """Drops the tokens whose surprise `-log2 p` is above mu; the most likely token is always
-    kept.
-    """
+    """Drops the tokens whose surprise `-log2 p` is above mu, but never the most likely token."""
 
     name = "mirostat_v2"
     version = 2

@@ -1,6 +1,6 @@
 """Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both are computed from the context of each step and have no state, so remasked tokens are no longer
+Both are computed anew from the context of each step, so tokens that have been remasked are not
 counted.
 """
 
@@ -72,8 +72,9 @@ DRY_BREAKERS = Setting(
 class Penalties(LogitTransform):
     """Repetition, frequency and presence penalties over the newest `last_n` visible tokens.
 
-    A token seen before: `x > 0 ? x/r : x*r`, then `x -= count*f + c`. A `last_n` of -1 is the whole
-    row and 0 is off; r = 1, f = 0 and c = 0 are neutral. Newest means committed last.
+    The logit x of a token among them becomes `x > 0 ? x/r : x*r`, and then `x -= count*f + c`. A
+    `last_n` of -1 means the whole row, and 0 disables the penalties; r = 1, f = 0 and c = 0 are
+    neutral. The newest tokens are those committed last.
     """
 
     repetition_B: Array = per_row(REPETITION_PENALTY)
@@ -87,7 +88,7 @@ class Penalties(LogitTransform):
         return is_set_B & (self.last_n_B != 0)
 
     def prepare(self, state: Any, context: Context) -> Array:
-        """Count of each token among the newest `last_n`, float32 `[B, V]`."""
+        """Number of occurrences of each id among the newest `last_n_B` tokens, float32 `[B, V]`."""
         B = context.tokens_BL.shape[0]
 
         def nothing():
@@ -99,7 +100,7 @@ class Penalties(LogitTransform):
             seen_BL = is_counted_BL.astype(jnp.float32)
             return nothing().at[rows_B1, context.tokens_BL].add(seen_BL, mode="drop")
 
-        # Created inside the branch: as an operand, the empty table would be written and then
+        # The empty table is created inside the branch. As an operand, it would be written and then
         # copied.
         return jax.lax.cond(self.is_active().any(), count, nothing)
 
@@ -120,11 +121,12 @@ class Penalties(LogitTransform):
 class Dry(LogitTransform):
     """Penalises tokens that would extend a repetition ("don't repeat yourself").
 
-    The text is the run of visible tokens that ends directly before the position, or its newest
-    `last_n`. For each candidate t, L is the length of the longest suffix of the run that also
-    occurs earlier in it followed by t, without crossing a breaker; where `L >= allowed_length`,
-    `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not penalised. A multiplier of 0
-    or a `last_n` of 0 disables it. `breakers_BK` is padded with -1.
+    DRY searches the run of visible tokens that ends directly before the position, or the last
+    `last_n` tokens of this run. For each candidate t, let L be the length of the longest suffix of
+    the run that contains no breaker and also occurs earlier in the run, followed by t. If
+    `L >= allowed_length`, then `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not
+    penalised. A multiplier of 0 or a `last_n` of 0 disables the penalty. `breakers_BK` is padded
+    with -1.
     """
 
     multiplier_B: Array = per_row(DRY_MULTIPLIER)
@@ -137,7 +139,7 @@ class Dry(LogitTransform):
         return (self.multiplier_B != 0) & (self.last_n_B != 0)
 
     def prepare(self, state: Any, context: Context) -> tuple[Array, ...]:
-        """Visible tokens of each row, and True at those that DRY does not cross."""
+        """The tokens of each row, True where a token is visible, and True at breakers."""
         is_breaker_BL = (context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]).any(-1)
         return context.tokens_BL, context.is_visible_BL, is_breaker_BL
 
@@ -156,14 +158,14 @@ class Dry(LogitTransform):
         x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
         smallest = float(jnp.finfo(jnp.float32).min)
         lowered_NL = jnp.where(x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf)
-        # the longest match of a token has the largest penalty, so the minimum applies
+        # The longest match of a token has the largest penalty, so the minimum logit is taken.
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
     def _match_lengths(self, prepared: tuple[Array, ...], at: At) -> tuple[Array, Array]:
-        """The length of the match that ends before each position of the run, and the token there,
-        `[N, L]`.
+        """The length of the match that ends before each position of the run, and the token at that
+        position, `[N, L]` each.
 
-        0 outside the run and at breakers.
+        The length is 0 outside the run and at breakers.
         """
         tokens_NL, is_visible_NL, is_breaker_NL = (x_BL[at.row_N] for x_BL in prepared)
         N, L = tokens_NL.shape
@@ -178,7 +180,8 @@ class Dry(LogitTransform):
 
         def grow(carry):
             depth, is_alive_NL, length_NL = carry
-            # the suffix token at this depth, and the token at this depth before each position
+            # The token at this depth of the suffix is compared with the token at the same distance
+            # before each position.
             suffix_N1 = index_N1 - 1 - depth
             clipped_N1 = jnp.clip(suffix_N1, 0, L - 1)
             token_N1 = jnp.take_along_axis(tokens_NL, clipped_N1, axis=1)
@@ -194,7 +197,7 @@ class Dry(LogitTransform):
 
 
 def _is_newest(context: Context, last_n_B: Array) -> Array:
-    """True `[B, L]` at the newest `last_n` visible tokens; at all of them if it is negative."""
+    """True `[B, L]` at the newest `last_n_B` visible tokens; at all if `last_n_B` is negative."""
     B, L = context.tokens_BL.shape
     place_BL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (B, L))
     order_BL = jnp.where(context.is_visible_BL, context.order_BL.astype(jnp.int32), -(2**31))

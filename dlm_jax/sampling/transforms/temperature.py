@@ -18,7 +18,9 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting, without values that are too small for float32 or equal to the sentinel -1."""
+    """The setting, which rejects values that are too small for float32 and negative values except
+    the sentinel -1.
+    """
 
     def parse(value: Any) -> float:
         value = setting.checked(value)
@@ -63,7 +65,7 @@ class _Moving(LogitTransform):
     last_B: Array | None
 
     def at_progress(self, progress_B: Array) -> Any:
-        """The temperature of a step, `T + (last - T) s / (S - 1)`."""
+        """The transform with the temperature of a step, `T + (last - T) s / (S - 1)`."""
         if self.last_B is None:
             return self
         moved_B = (self.last_B - self.temperature_B) * progress_B
@@ -82,7 +84,7 @@ class Temperature(_Moving):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
-        """The temperature of each row without dynamic temperature."""
+        """The temperatures of rows without dynamic temperature; other rows are neutral."""
         first_B, last_B = _ends(rows)
         is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
         plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
@@ -103,9 +105,9 @@ class DynamicTemperature(_Moving):
     """`x / T'`, where T' follows the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
-    is the entropy in nats over the n candidates. A position with one candidate is unchanged. T' = 0
-    keeps only the best candidate. T = 0 makes the row greedy; delta = 0 is plain temperature.
-    Source: llama.cpp, ``temp_ext``.
+    is the entropy in nats of the n candidates. A position with one candidate is unchanged. If
+    T' = 0, only the best candidate is kept. T = 0 makes the row greedy; delta = 0 is plain
+    temperature. Source: llama.cpp, ``temp_ext``.
     """
 
     name = "dynatemp"
@@ -116,7 +118,7 @@ class DynamicTemperature(_Moving):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
-        """The temperature of each row with dynamic temperature."""
+        """The temperatures of rows with dynamic temperature; other rows are neutral."""
         first_B, last_B = _ends(rows)
         is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
         one, zero = np.float32(1), np.float32(0)
@@ -150,7 +152,7 @@ class DynamicTemperature(_Moving):
 
 
 def _ends(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Temperatures of the first and the last step of each row."""
+    """Temperatures at the first and at the last step of each row."""
     first_B, last_B = (of_rows([getattr(row, name) for row in rows])
                        for name in ("temperature", "temperature_end"))  # fmt: skip
     return first_B, np.where(last_B < 0, first_B, last_B)

@@ -16,11 +16,12 @@ class At(NamedTuple):
     """The N positions of a chunk of logits.
 
     Attributes:
-      row_N: int32 row of each position, in [0, B).
-      index_N: int32 position in the canvas, in [0, L).
-      key_N: typed key of each position, for its own draw.
+      row_N: int32, row of each position, in [0, B).
+      index_N: int32, index of each position on the canvas, in [0, L).
+      key_N: typed random key of each position.
       is_real_N: False for the padding of a chunk, which does not activate transforms.
-      is_grown_N: True where the sampler head computed the logits; None if it computed none.
+      is_grown_N: True where the sampler head computed the logits; None if the LM head computed all
+        of them.
     """
 
     row_N: Array
@@ -35,11 +36,11 @@ class Context(NamedTuple):
 
     Attributes:
       tokens_BL: int32 canvas.
-      order_BL: int32, the step that committed each token; given tokens come first (-1), ties are
-          ordered by position.
+      order_BL: int32, the step that committed each token; -1 for given tokens. Ties are ordered by
+          position.
       is_visible_BL: True where a token is visible: live, not a hole, and not written by an edit or
         re-noise.
-      length_B: int32 live positions of each row.
+      length_B: int32, number of live positions in each row.
     """
 
     tokens_BL: Array
@@ -51,11 +52,11 @@ class Context(NamedTuple):
 class LogitTransform(Rule):
     """A function of the logits of N positions, with parameters in `[B]` leaves of a pytree.
 
-    The logits of a disabled row are returned unchanged, bit for bit, `-inf` stays `-inf`, and at
-    least one candidate per position remains. Logits arrive as float32 without NaN or +inf.
+    A disabled row's logits are returned bitwise unchanged. In other rows, `-inf` stays `-inf`, and
+    at least one candidate per position remains. Inputs are float32 without NaN or +inf.
 
-    Only `apply` is required. The defaults of the other methods are no state, no context, the same
-    transform at every step, and no fast path.
+    Only `apply` is required. By default, a transform has no state, reads no context, is the same at
+    every step and has no fast path.
     """
 
     required: ClassVar[tuple[str, ...]] = ("apply",)
@@ -64,7 +65,8 @@ class LogitTransform(Rule):
     """Whether `update` reads ``proposal.final_logprob_BL``."""
 
     ignores_ids: ClassVar[bool] = False
-    """Whether the transform depends on ids only through ties, so that it may run on candidates."""
+    """Whether ids matter only for breaking ties, so that the transform may run on a few
+    candidates instead of the whole vocabulary."""
 
     @classmethod
     def yields(cls, row: Any) -> bool:
@@ -73,7 +75,7 @@ class LogitTransform(Rule):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The transform with the settings of each row, neutral where it `yields`."""
+        """The transform with the settings of each row; neutral in rows where it `yields`."""
         off = SimpleNamespace(**neutral(cls.settings()))
         return super().columns([off if cls.yields(row) else row for row in rows], facts)
 
@@ -92,8 +94,8 @@ class LogitTransform(Rule):
         return ()
 
     def at_progress(self, progress_B: Array) -> Any:
-        """The transform of a step; `progress_B` is the share of the row's steps taken so far, in
-        [0, 1].
+        """The transform for a step; `progress_B` is the fraction of the row's steps taken so far,
+        in [0, 1].
         """
         return self
 
@@ -106,7 +108,7 @@ class LogitTransform(Rule):
         raise NotImplementedError
 
     def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
-        """State after the commit of a step; the log-probabilities are
+        """State after the commits of a step. The tokens' log-probabilities are
         `proposal.final_logprob_BL`.
         """
         return state
@@ -116,22 +118,20 @@ class LogitTransform(Rule):
         return None
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
-        """True `[N]` where the row never writes the id; None if it forbids no ids."""
+        """True `[N]` where the row never writes the id; None if no ids are forbidden."""
         return None
 
     def banned(self, vocab_size: int) -> Array | None:
-        """True `[B, V]` where `forbids` is True; None if it forbids no ids."""
+        """True `[B, V]` where `forbids` is True; None if no ids are forbidden."""
         return None
 
     def divisor(self) -> Array | None:
-        """The divisor `[B]` of the logits of each row if the transform only divides, and None
-        otherwise.
-        """
+        """The divisor `[B]` of each row's logits if the transform only divides; otherwise None."""
         return None
 
     def count(self) -> Array | None:
-        """The number of largest candidates to keep, 0 for all, if the transform only truncates by
-        count, and None otherwise.
+        """The number `[B]` of largest candidates to keep (0 for all) if the transform only
+        truncates by count; otherwise None.
         """
         return None
 
@@ -142,10 +142,10 @@ def is_greedy(row: Any) -> bool:
 
 
 def is_steered(row: Any) -> bool:
-    """Whether mirostat replaces the truncations of a row with these settings."""
+    """Whether mirostat replaces the truncations in a row with these settings."""
     return row.mirostat > 0 and not is_greedy(row)
 
 
 def of_rows(values: Sequence[Any]) -> np.ndarray:
-    """float32 column."""
+    """The values as a float32 array."""
     return np.asarray(values, np.float32)

@@ -1,17 +1,19 @@
 """Truncations: transforms that set some candidates to -inf.
 
 Each keeps at least `min_keep` candidates per position, or all if there are fewer. Among equal
-values the lowest ids are kept. The semantics are those of the host samplers of llama.cpp.
+values, the lowest ids are kept. The semantics match those of llama.cpp's samplers on the host.
 
 The cut is computed exactly, without sorting the vocabulary. A truncation keeps a prefix of the
-vocabulary sorted by some value, largest first, lower ids first among equals. The value at its end
-is found by narrowing a bracket until it contains a single token. Each bound takes one pass over the
-vocabulary, and about fifteen passes suffice. Bounds are chosen by false position on the logarithm
-of the mass above the ends, or by bisection of float32 bit patterns where false position is
-unreliable. Several bounds per pass are not faster on CPU, because XLA loops over each accumulator
-separately. Where whole-row sorts are fast, the sorted largest values give two candidate bounds. One
-pass verifies them, and the search runs only if they fail. Both methods give the same cut bit for
-bit.
+vocabulary, sorted by some value in descending order, with lower ids first among equals. The value
+at the end of the prefix is found by narrowing a bracket until the bracket contains a single token.
+Testing a bound takes one pass over the vocabulary, and about fifteen passes suffice. Bounds are
+chosen by false position on the logarithm of the mass above the ends, or, where false position is
+unreliable, by bisection of float32 bit patterns. On CPU, testing several bounds per pass is not
+faster, because XLA loops over each accumulator separately.
+
+Where whole-row sorts are fast, the sorted largest values give two candidate bounds. One pass
+verifies the bounds, and the search runs only if they are wrong. Both methods give exactly the same
+cut.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ _NUM_LARGEST = 1024
 class _Search(NamedTuple):
     """Bracket of the key of the cut, with the mass and count above each end.
 
-    `streak` is the number of consecutive moves of the upper end, or minus that of the lower end;
-    `turn` is the number of passes.
+    `streak` is positive if the upper end moved last and negative if the lower end did; its
+    magnitude is the number of consecutive moves. `turn` is the number of passes.
     """
 
     low_N: Array
@@ -67,17 +69,16 @@ def keeps_prefix(
     mass_N: Array,
     count_N: Array,
 ) -> Array:
-    """True `[N, V]` where the mass before a token is < `mass_N` or their number < `count_N`.
+    """True `[N, V]` at tokens preceded by a mass < `mass_N` or by fewer than `count_N` tokens.
 
     Args:
       logits_NV: float32.
       value: elementwise function of a block of logits by which tokens are ordered, largest first;
-          -inf
-        for non-candidates, which are never kept.
-      weight: elementwise mass of a logit, at least 0; None when only the count matters.
-      top_N: float32 that no value exceeds.
+        -inf for non-candidates, which are never kept.
+      weight: elementwise mass of a logit, at least 0; None if only the count matters.
+      top_N: float32 upper bound on all values.
       mass_N: strict upper bound on the mass before a kept token.
-      count_N: float32 number of tokens to keep regardless of mass, at least 1.
+      count_N: float32, number of tokens to keep regardless of mass, at least 1.
     """
     logits_NV = vocab.flushed(logits_NV)
     value_NV = value(logits_NV)
@@ -97,7 +98,7 @@ def keeps_prefix(
 def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
     """Cumulative mass and count before each of a few tokens.
 
-    It is a matrix product, because masked sums are not vectorised on CPU.
+    They are computed by a matrix product, because masked sums are not vectorised on CPU.
     """
     K = value_NK.shape[1]
     is_lower_1KK = jnp.tri(K, K, -1, dtype=bool)[None]
@@ -126,7 +127,7 @@ def _search(
     V = logits_NV.shape[1]
     all_key = _key(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
-    # the lower end starts below -inf, because a search may end at -inf
+    # The lower end starts below -inf, because a search may end at -inf.
     low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
     high_N = jnp.where(keeps_all_N, all_key, _key(vocab.flushed(top_N)))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
@@ -177,10 +178,10 @@ def _expected_bounds(
     mass_N: Array,
     count_N: Array,
 ) -> list[Array]:
-    """The largest value after the prefix and the smallest in it, computed from only the largest
-    values.
+    """The largest value after the prefix and the smallest value in it, according to the largest
+    values alone.
 
-    The sums use a different order than a pass, so a pass must verify the result.
+    The masses are summed in a different order than in a pass, so a pass must verify the result.
     """
     size = min(_NUM_LARGEST, logits_NV.shape[1])
     value_NK, ids_NK = jax.lax.top_k(value(logits_NV), size)
@@ -198,11 +199,12 @@ def _expected_bounds(
 def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
     """The next key to measure inside each bracket.
 
-    It uses false position on the logarithms of the mass above the ends, shifted past the estimate
-    by half of its expected deviation so that both ends move. An end that does not move is halved in
-    weight each time (the "Illinois" rule). Where this is unreliable, it uses the middle value.
-    Every fourth bound, wide brackets and the last passes use the middle key, which closes any
-    bracket in 32 passes and terminates on many equal values.
+    The key is chosen by false position on the logarithms of the mass above the ends. It is shifted
+    past the estimate by half of the expected deviation, so that both ends move. The weight of an
+    end is halved each time that the end does not move (the "Illinois" rule). Where false position
+    is unreliable, the middle value is used. Every fourth bound, wide brackets and the last passes
+    use the middle key, which closes any bracket in 32 passes and terminates even if many values are
+    equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
@@ -226,14 +228,14 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
 def _settle_ties(
     logits_NV: Array, s: _Search, *, value: Elementwise, mass_N: Array, count_N: Array
 ) -> tuple[Array, Array]:
-    """The cut inside a bracket with one token or several equal tokens."""
+    """The cut inside a bracket that contains one token or several tokens with equal values."""
     V = logits_NV.shape[1]
     ties_N = s.count_low_N - s.count_high_N
     weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
     by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
     kept_N = jnp.clip(jnp.maximum(by_mass_N, count_N - s.count_high_N), 1.0, ties_N)
     is_single_N = ties_N <= 1
-    # one token in the bracket: everything above the lower end is kept
+    # If the bracket contains one token, everything above its lower end is kept.
     value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
     is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= _key(jnp.float32(-jnp.inf)))
 
@@ -283,7 +285,7 @@ def _above(
 
 
 def _count_ties(logits_NV: Array, value: Elementwise, value_N: Array, last_N: Array) -> Array:
-    """Number of tokens at the cut with ids up to `last_N`."""
+    """Number of tokens whose value is at the cut and whose id is at most `last_N`."""
 
     def fn(count_NC, block_NC, ids_1C):
         is_tie_NC = (value(block_NC) == value_N[:, None]) & (ids_1C <= last_N[:, None])
@@ -293,7 +295,7 @@ def _count_ties(logits_NV: Array, value: Elementwise, value_N: Array, last_N: Ar
 
 
 def _key(value: Array) -> Array:
-    """A uint32 with the order of the float32 value."""
+    """uint32 numbers in the same order as the float32 values."""
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -337,7 +339,7 @@ TOP_N_SIGMA = Setting(
 
 
 class Truncation(LogitTransform):
-    """A truncation. A truncation that mirostat replaces and that does not depend on ids."""
+    """A truncation that does not depend on ids and that mirostat replaces."""
 
     ignores_ids = True
 
@@ -348,14 +350,14 @@ class Truncation(LogitTransform):
 
 @rule
 class TopK(Truncation):
-    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all logits."""
+    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, and k >= V keeps all logits."""
 
     k_B: Array = per_row(TOP_K)
     min_keep_B: Array = per_row(MIN_KEEP)
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> TopK:
-        """The k of each row, at most the vocabulary size."""
+        """The transform with the k of each row, at most the vocabulary size."""
         packed = super().columns(rows, facts)
         return replace(packed, k_B=np.clip(packed.k_B, 0, np.int32(facts.vocab_size)))
 
@@ -387,7 +389,7 @@ class TopP(Truncation):
         return (self.p_B < 1) | (self._grown_p() < 1)
 
     def _grown_p(self) -> Array:
-        """The p of tokens that the sampler head draws."""
+        """The p for tokens that the sampler head draws."""
         return jnp.where(self.grown_p_B == 0, self.p_B, self.grown_p_B)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
@@ -395,7 +397,7 @@ class TopP(Truncation):
         if at.is_grown_N is not None:
             p_N = jnp.where(at.is_grown_N, self._grown_p()[at.row_N], p_N)
         is_off_N = p_N >= 1
-        # The kept set has no derivative, and the search is not differentiable.
+        # The search is not differentiable, and the set of kept tokens has no derivative anyway.
         seen_NV = jax.lax.stop_gradient(logits_NV)
         count_N = jnp.where(is_off_N, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
         max_N, weight_NC = vocab.exp_columns(seen_NV)
@@ -438,7 +440,7 @@ class TypicalP(Truncation):
             value=typicality,
             weight=lambda block: jnp.exp(logprob(block)),
             top_N=jnp.zeros_like(max_N),
-            # a token is kept while the mass before it is <= q, not < q
+            # A token is kept if the mass before it is <= q, not < q.
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
             count_N=_count_or_all(self, logits_NV, at),
         )
@@ -460,8 +462,8 @@ class MinP(Truncation):
 
 @rule
 class TopNSigma(Truncation):
-    """Keeps `x >= max(x) - n * std(x)`, with the population standard deviation over the candidates;
-    n <= 0 is off.
+    """Keeps logits `x >= max(x) - n * std(x)`, where std is the population standard deviation over
+    the candidates; n <= 0 is off.
 
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """
@@ -488,7 +490,7 @@ class TopNSigma(Truncation):
 
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
-    """Logits with all but the `count` (at least 1) largest set to -inf; lower ids first on ties."""
+    """Logits with all but the `count_N` (at least 1) largest set to -inf; lower ids win ties."""
     seen_NV = jax.lax.stop_gradient(logits_NV)
     is_kept_NV = keeps_prefix(
         seen_NV,
@@ -502,9 +504,10 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
 
 
 def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
-    """Logits with values below `floor` set to -inf in active rows. The `min_keep` largest are kept.
+    """Logits with values below `floor_N` set to -inf in active rows, except for the `min_keep_N`
+    largest.
 
-    `min_keep` is at most `MAX_CANDIDATES`.
+    `min_keep_N` is at most `MAX_CANDIDATES`.
     """
 
     def fn(acc_NC, block_NC, ids_1C):
@@ -517,7 +520,7 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
     def keep_few(x_NV):
-        # The same order as elsewhere, where denormals are treated as 0.
+        # Denormals are treated as 0, so that the order is the same as elsewhere.
         seen_NV = vocab.flushed(x_NV)
         seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
         # Lower ids come first among equals, so the last kept id determines the kept ones.
@@ -533,7 +536,7 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
 
 
 def _sums(logits_NV: Array, fn: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Number of candidates and the sum of `fn` over them, `[N]` each."""
+    """Number of candidates, and the sum of `fn` over the candidates; `[N]` each."""
 
     def step(acc, block_NC, ids_1C):
         count_NC, sum_NC = acc
@@ -561,13 +564,15 @@ def _half_range(logits_NV: Array) -> tuple[Array, Array]:
 
 
 def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
-    """`min_keep` in active rows, and the vocabulary size in others, which ends their search."""
+    """`min_keep` in active rows, and the vocabulary size in other rows, where it ends the
+    search.
+    """
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Logits with dropped tokens set to -inf, in rows where the transform is active."""
+    """Logits with dropped tokens set to -inf in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)

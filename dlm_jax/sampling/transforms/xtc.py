@@ -29,8 +29,9 @@ XTC_THRESHOLD = Setting(
 class Xtc(Truncation):
     """With probability P, drops all tokens with `p >= t` except the least likely one.
 
-    There is one draw per position, from its own key. The transform has no effect if fewer than two
-    tokens reach t, if fewer than `min_keep` would remain, or if P = 0 or t > 0.5.
+    The decision is drawn independently for each position, from the position's key. The transform
+    has no effect if fewer than two tokens reach t, if fewer than `min_keep` tokens would remain, or
+    if P = 0 or t > 0.5.
     """
 
     probability_B: Array = per_row(XTC_PROBABILITY)
