@@ -798,7 +798,7 @@ def problem(
 def _continued(
     task: Task, meta: dict[str, Any], checkpoints: Checkpoints, *, report: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The newest state of the existing run, and its metadata. `meta` gets the identity of that run."""
+    """The newest state and metadata of the existing run, whose identity is copied to `meta`."""
     theirs = checkpoints.read_meta(report=report)
     check_same_run(meta, theirs)
     meta["run"] = theirs["run"]

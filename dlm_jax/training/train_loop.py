@@ -388,7 +388,7 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text. All evaluations use the same windows and noise."""
+        """Records an evaluation on held-out text. All evaluations use equal windows and noise."""
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
