@@ -123,7 +123,7 @@ class Accepting(Protocol):
     """A host sampler that is notified of commits."""
 
     def accept(self, written: Written, /) -> None:
-        """Called for each committed token of a row with this sampler, from left to right.
+        """Called for each token committed to a row with this sampler, from left to right.
 
         Remasking and edits may remove the token later; ``candidates.tokens`` is the current canvas.
         """

@@ -56,7 +56,7 @@ Choices = Labels | Mapping[str, Labels]
 class Row(NamedTuple):
     """A row of tokens, int32 ``[n]``, and the positions that are decoded, in order.
 
-    MASK at other positions stays a hole.
+    MASK at any other position remains a hole.
     """
 
     ids: np.ndarray
@@ -254,7 +254,7 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
 
     Args:
       model: model with the tokenizer and canvas.
-      prompt: text, or ids with one slot after them.
+      prompt: text, or ids that are followed by a single slot.
       choices: as in `decide`.
     """
     encode = model.tokenizer.encode
@@ -690,7 +690,7 @@ def _check(
 
 
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
-    """The choices of each prompt."""
+    """The choices for each prompt."""
     if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
         raise SettingError("choices", choices, "are not a list of labels", "pass at least two")
     are_several = not isinstance(choices, Mapping) and any(

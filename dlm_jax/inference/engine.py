@@ -200,7 +200,7 @@ class Engine:
         is_watched: bool = False,
         number: int | None = None,
     ) -> Ticket:
-        """Queues a request for a slot.
+        """Queues a request for a slot. An error does not affect other requests.
 
         Args:
           request: from `make_requests`.

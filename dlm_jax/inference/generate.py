@@ -78,16 +78,16 @@ def generate(
         ``model.max_length``.
       batch_size: number of rows that run at once.
       host_sampler: Python function that selects the tokens of all rows from
-        `dlm_jax.inference.candidates.Candidates`, the candidates after the chain of the row.
+        `dlm_jax.inference.candidates.Candidates`, which remain after the chain of the row.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
-      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). It takes 25
+      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). A trace takes 25
         bytes per canvas position and step. All rows must then run in one program.
       max_candidates: maximum number of candidates per position for host samplers and
         read-back.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
-        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields hold one
-        value for all rows or one per row (``commit=Threshold(0.9)``,
+        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields contain
+        one value for all rows or one per row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
         ``rules=[...]`` registers custom rules, which then have settings like built-in rules.
         Settings in a mapping take precedence over these settings, which take precedence over those
@@ -191,7 +191,7 @@ def all_requests(
     num_samples: int,
     common: Mapping[str, Any],
 ) -> list[Request]:
-    """The rows of all prompts, in the order of the result."""
+    """The requests for all prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
         raise SettingError("num_samples", num_samples, "must be an integer of at least 1")
     if isinstance(prompts, str | Mapping):

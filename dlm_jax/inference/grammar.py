@@ -29,8 +29,8 @@ class _Part(NamedTuple):
     Attributes:
       kind: ``any`` of the parts, ``all`` of them in order, ``text``, ``name`` or ``times``.
       text: a regular expression, the name of a rule, or the number of repetitions of the part.
-      parts: its parts.
-      line: line number.
+      parts: nested parts.
+      line: line number in the grammar.
     """
 
     kind: str

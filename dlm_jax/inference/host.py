@@ -50,7 +50,7 @@ class ReadBack(NamedTuple):
       num_candidates_N: int32, number of finite logits. If it exceeds K, the `top_*` arrays contain
         only the K largest.
       top_ids_NK: int32, the K largest candidates, largest first; padded with V.
-      top_logits_NK: their logits, padded with -inf.
+      top_logits_NK: logits of these candidates, padded with -inf.
     """
 
     token_N: Array
@@ -265,14 +265,14 @@ class HostLoop:
         max_candidates: int,
         failed: dict[int, Exception] | None,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
-        """The inputs with the host samplers' choices at `places`, and their tokens."""
+        """The inputs with the host samplers' choices at `places`, and the read-back records."""
         size = min(max_candidates, self.program.network.vocab_size)
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
-        # A padding position of the chunk may have a token with probability 0.
+        # At padding positions of the chunk, the token may have probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):

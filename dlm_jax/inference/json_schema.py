@@ -343,7 +343,7 @@ def _members(value: str | None, low: int, high: int | None) -> str:
 
 
 def _sequence(pairs: Sequence[tuple[str, bool]]) -> str:
-    """An object of pairs in this order, where optional pairs may be missing."""
+    """An object with these pairs in this order. Optional pairs may be missing."""
     rests = [""]
     for pair, is_needed in reversed(pairs):
         rests.append(f"([ ]?,{pair}){'' if is_needed else '?'}{rests[-1]}")
@@ -538,7 +538,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """Non-empty digits of at least this value."""
+    """Non-empty digits that are at least these digits."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -547,7 +547,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """Non-empty digits of at most this value."""
+    """Non-empty digits that are at most these digits."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]

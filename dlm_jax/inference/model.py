@@ -100,7 +100,7 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """Whether ``fill="auto"`` resolves to the wavefront. This requires a trained sampler
+        """Whether ``fill="auto"`` resolves to ``wavefront``, which requires a trained sampler
         head.
         """
         return "sampler" in self.heads and "sampler" not in self.untrained
@@ -299,7 +299,7 @@ def _published(
 def _placed(
     name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
 ) -> jax.ShapeDtypeStruct:
-    """The dtype and sharding of a stored parameter."""
+    """The dtype and sharding with which a stored parameter is loaded."""
     kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
     sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
     return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)
@@ -329,8 +329,8 @@ def export(
     atomically.
 
     Args:
-      model: from `dlm_jax.load`: a published model, or a run initialised from one.
-      path: a directory that does not exist.
+      model: a published model, or a run initialised from one, as loaded by `dlm_jax.load`.
+      path: path of the directory, which must not exist yet.
       family: output family (`docs/published.md`). None selects the family of the loaded model, or
         otherwise the first family that can express all settings of the model.
       max_shard_bytes: maximum size in bytes of a weights file.

@@ -60,9 +60,9 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
     """Converts ``rules`` and the rule objects of a call into settings by name.
 
     Args:
-      layers: settings by name. Later layers take precedence. ``rules`` holds custom classes or a
-        module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
-        ``edit`` and ``renoise`` may be rule objects, whose fields hold one value for all rows or
+      layers: settings by name. Later layers take precedence. ``rules`` contains custom classes, or
+        is a module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
+        ``edit`` and ``renoise`` may be rule objects, whose fields contain one value for all rows or
         one per row.
       num_rows: number of rows.
     """
@@ -174,7 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
-    """The rule classes of a sequence, or those that a module defines."""
+    """The rule classes in a sequence, or those that a module defines."""
     if isinstance(rules, ModuleType):
         values = [value for value in vars(rules).values() if isinstance(value, type)]
         found = [
@@ -200,7 +200,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
 
 @functools.lru_cache(maxsize=64)
 def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
-    """The table of built-in rules and these rules."""
+    """A table with the built-in rules and these rules."""
     table = BUILT_IN
     for cls in classes:
         kind = _kind(cls)

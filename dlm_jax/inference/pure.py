@@ -51,11 +51,11 @@ class Sampled(NamedTuple):
     Attributes:
       tokens: int32 ``[B, L]``, PAD beyond the length of each row.
       lengths: int32 ``[B]``, number of tokens up to and including the first generated EOS.
-      logprobs: float32 ``[B, L]`` nats, under the clean logits.
+      logprobs: float32 ``[B, L]``, log-probabilities in nats under the clean logits.
       committed: int32 ``[B, L]``, index of the step that wrote each token; -1 if no step did.
       steps: int32 ``[B]``, number of steps taken.
       status: int32 ``[B]``, value of `dlm_jax.Status`.
-      counters: int32 ``[B]`` each.
+      counters: counters of each row, int32 ``[B]`` each.
       trace: all draws; None without ``trace=True``.
     """
 
@@ -341,7 +341,7 @@ def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
       lengths: int ``[B]``, number of live positions in each row; None if all are live.
 
     Raises:
-      ValueError: the network does not provide them, or tokens or lengths are out of range.
+      ValueError: the network does not have `inside`, or tokens or lengths are out of range.
     """
     if model.network.inside is None:
         raise ValueError(

@@ -53,7 +53,7 @@ def make_canvas(
     """The canvas of a request.
 
     Args:
-      tokenizer: text to ids.
+      tokenizer: converts text to ids.
       asked: one of ``prompt`` (text before the generated tokens), ``template`` (text with `HOLE`
         markers) or ``tokens`` (ids). If ``infill`` is true, MASK among the tokens is a hole and no
         tokens are appended. ``draft`` is a text to refine that follows the prompt.
@@ -424,8 +424,8 @@ def static_of(request: Request) -> Static:
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
     """The parameters of requests with equal static settings, one row each.
 
-    They are host arrays, passed directly to compiled functions. Separate transfers to the device
-    would dominate the time to refill a slot.
+    The parameters are host arrays, which are passed directly to compiled functions. With separate
+    transfers to the device, these transfers would dominate the time to refill a slot.
 
     A row ends at its EOS, because tokens after EOS would be discarded. Edits can still move EOS, so
     a row with edits ends at EOS only with ``stop_at_eos``.
@@ -442,7 +442,7 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
 
 
 def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
-    """Indices of the requests that can run in the same program."""
+    """Indices of the requests that can run in the same program, by static settings."""
     groups: dict[Static, list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(static_of(request), []).append(index)
@@ -494,10 +494,10 @@ def make_requests(
     num_rows: int | None = None,
     known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
-    """The rows of one prompt; `first` is added to the seed unless the prompt has its own seed.
+    """The requests for one prompt. `first` is added to the seed unless the prompt has its own seed.
 
     `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
-    other prompts under the same `model` and `common`.
+    other prompts with the same `model` and `common`.
     """
     if not isinstance(prompt, str | Mapping):
         raise SettingError(

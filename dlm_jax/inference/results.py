@@ -34,7 +34,7 @@ class Row:
       counters: counters of the row.
       origin: int32 ``[n]``, index of each position before the last call of the loop, or on the
         canvas that was shown last; -1 for new positions. None without edits.
-      read_back: read-back records of its tokens, in commit order.
+      read_back: read-back records of the tokens, in commit order.
       error: exception of the host sampler or the program, or None.
       is_lost: whether the program raised `error`, so that the state of the row is lost.
       waited: seconds that the row waited for a slot.

@@ -71,14 +71,14 @@ class Queue:
     Attributes:
       bucket: bucket of the requests, with a unique ``key``.
       sizes: possible numbers of slots, ascending.
-      is_reserved: whether `Engine.reserve` created it.
+      is_reserved: whether `Engine.reserve` created the queue.
       size: number of slots of its program; None if it has no program.
       program: its program.
       num_own: number of slots of its program in this process.
       slots: `Slots` object that runs the program.
       running: running requests by slot.
       evicted: slots of cancelled requests, cleared when the queue is served next.
-      totals: work of all processes at the last call.
+      totals: total work of all processes at the last call.
       is_draining: whether new requests are held back to free the program for another queue.
       since: time at which it got its program, counted in calls that served a queue.
     """
@@ -93,7 +93,7 @@ class Queue:
         self.release()
 
     def release(self) -> None:
-        """Releases its program and slots."""
+        """Releases the program and the slots of the queue."""
         self.size: int | None = None
         self.program: Any = None
         self.slots: Any = None

@@ -98,7 +98,7 @@ def score(
 
     Args:
       model: from `dlm_jax.load`, or custom.
-      texts: not empty.
+      texts: one or more texts, none of which is empty.
       prompts: one per text, visible to the model but not scored.
       num_draws: number of masks drawn per window; not used by a causal model.
       batch_size: number of windows that run at once.
@@ -269,7 +269,7 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
 
     Args:
       model: a sequence scorer, from `dlm_jax.load`.
-      texts: not empty.
+      texts: one or more texts, none of which is empty.
       batch_size: number of windows that run at once.
     """
     _check_scorer(model)

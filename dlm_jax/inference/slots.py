@@ -1,6 +1,6 @@
 """The slots of a program: a batch of rows as arrays.
 
-Requests of one bucket run in the same programs. The parameter layout for steps with a cache is
+Requests in the same bucket run in the same programs. The parameter layout for steps with a cache is
 computed once per model.
 """
 
@@ -40,7 +40,7 @@ Loop = Advance | HostLoop
 
 _LAST_USED = 64
 _ALONE = 4
-"""Traces are copied one by one if at most one in this many rows has ended."""
+"""Traces are copied one by one if at most one row in this many has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
@@ -107,7 +107,7 @@ class Bucket:
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     def holds(self, request: Request) -> bool:
-        """Whether a request with equal static settings fits the canvas and the widths."""
+        """Whether a request with equal static settings fits the canvas and the list widths."""
         if request.room > self.canvas:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:
@@ -167,7 +167,8 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 class Layout:
     """Parameters, and their layout from `CachedTrunk.ready`.
 
-    Each pair of network and parameter dict has a single `Layout` as long as that is referenced.
+    There is a single `Layout` for each pair of network and parameter dict as long as the `Layout`
+    is referenced.
     """
 
     def __init__(self, plain: Params, ready: Params):
@@ -400,8 +401,8 @@ class Slots:
     def advance(self, num_steps: int, num_ends: int | None = None) -> Taken:
         """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
-        It returns early when `num_ends` rows have ended. A row whose host sampler fails ends with
-        `Status.FAILED`. Its state is the one before that step, or after that step if `accept`
+        The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
+        with `Status.FAILED`. Its state is the one before that step, or after that step if `accept`
         failed.
         """
         state = self._state
@@ -409,7 +410,7 @@ class Slots:
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A Python number is replicated; an array would be placed on one device.
+                # A host number is replicated, whereas an array would be placed on one device.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:
@@ -534,7 +535,7 @@ class Slots:
         return state._replace(cache=state.cache._replace(kept=kept, valid_B=valid_B))
 
     def _params_read(self, state: State) -> Any:
-        """The parameters for the loop, in the cache layout if it has a cache."""
+        """The parameters for the loop, in the cache layout if the loop has a cache."""
         if state.cache is None:
             return self._params
         self._layout = self._layout or layout_of(self.loop.program, self._params)

@@ -40,7 +40,7 @@ class Characters(NamedTuple):
     Attributes:
       class_of: class of each character of the alphabet.
       next_SK: int32 ``[S, K]``, next state for each character class; state 0 is dead.
-      is_final_S: bool ``[S]``.
+      is_final_S: bool ``[S]``, whether each state accepts.
       start: state before the first character.
     """
 

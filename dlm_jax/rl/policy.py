@@ -29,7 +29,7 @@ class Rollout(NamedTuple):
     """Samples for a step, as rows of a batch.
 
     Attributes:
-      tokens_BL: int32, the whole canvas: prompt, answer, EOS after the answer, PAD from
+      tokens_BL: int32, the whole canvas: prompt, answer, EOS after the answer, and PAD beyond
         ``length_B``.
       length_B: int32, number of positions on each canvas.
       given_B: int32, number of leading positions that are the prompt.

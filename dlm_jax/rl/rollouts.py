@@ -166,7 +166,7 @@ class Rollouts:
         Args:
           params: parameters of the policy.
           step: step of the run.
-          rows: P rows of the corpus. Their given tokens are the prompts.
+          rows: P rows of the corpus. The given tokens of each row are its prompt.
         """
         settings = self._setup.config.rl
         made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)

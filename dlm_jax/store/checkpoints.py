@@ -333,7 +333,9 @@ class Checkpoints:
         self._close(together=False)
 
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
-        """The metadata of the checkpoint that `restore` would return; same arguments and errors."""
+        """The metadata of the checkpoint that `restore` would return, with the same arguments and
+        errors.
+        """
         self.wait()
         return _read_meta(self._usable(step, None, report)[1])
 

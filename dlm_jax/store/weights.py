@@ -2,8 +2,8 @@
 
 The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``). The
 header contains the JSON under ``dlm_jax`` and, under ``crc32_of_file``, the CRC32 of the whole
-file, including the header. It is computed with eight zeros in place of its own digits. Any flipped
-bit is detected.
+file, including the header. The CRC32 is computed with eight zeros in place of its own digits. Any
+flipped bit is detected.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ DEFAULT = "shakespeare"
 
 
 def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """The path itself, or the path of the shipped model of this name; None means `DEFAULT`.
+    """The path itself, or the path of the shipped model with this name; None means `DEFAULT`.
 
     Existing paths take precedence over names.
     """

@@ -111,7 +111,7 @@ def _checkpoints_beside(out_dir: Path) -> str:
 
 
 def config_of_run(out_dir: Path) -> Config:
-    """The config of the run in `out_dir` at its last save, for resuming.
+    """The config of the run in `out_dir` at its last save, for resuming the run.
 
     The checkpoints are in `out_dir` or in ``train.checkpoint_dir`` of its ``config.toml``.
 
@@ -180,10 +180,10 @@ _AXES = {"embedding": 0, "head/kernel": 1}
 def tokenizer_of(
     config: Config, *, report: Callable[[str], None]
 ) -> str | Tokenizer | MakeTokenizer:
-    """The tokenizer of ``data.tokenizer``, as an argument of `load_corpus`.
+    """The tokenizer that ``data.tokenizer`` selects, as an argument for `load_corpus`.
 
-    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. Missing characters
-    of the corpus are added to a character tokenizer and reported.
+    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. If it is a
+    character tokenizer that lacks characters of the corpus, these are added and reported.
 
     Raises:
       ValueError: the model does not exist, or the corpus has new characters that
@@ -272,7 +272,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
-    """The config with adopted settings and the vocabulary of its corpus, and the corpus.
+    """The config, with adopted settings and the vocabulary size of the corpus, and the corpus.
 
     Raises:
       ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.

@@ -102,7 +102,7 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` up to its last step. A second call resumes the run.
+    """Trains the model of `config` up to the last step. A second call resumes the run.
 
     The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
     checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
@@ -115,7 +115,7 @@ def train(
         `dlm_jax.distributed.partitions.RULES` must match the paths of its matrices.
       objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
         (resolved config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a
-        `NetworkObjective`, which runs the network itself, or a `Mixture` of several.
+        `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
       heads: custom heads in addition to those of the config: `Head` records, or functions of the
         `Setup` that create them.
       optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
@@ -489,7 +489,7 @@ def held_out(
 
 
 class StopRequest:
-    """A stop request by signal."""
+    """A request to stop the run, made by a signal."""
 
     def __init__(self) -> None:
         self._signal_number = 0
