@@ -1,1 +1,1 @@
-"""The forward process of masked diffusion, its loss, and the likelihood it bounds."""
+"""Forward processes of diffusion, training objectives and losses, and bounds of the likelihood."""

@@ -1,8 +1,8 @@
-"""The forward process: noise schedules, selected positions, and their visible tokens.
+"""The forward process: noise schedules, selected positions, and the tokens shown there.
 
-A denoising pattern selects free positions of each row. A selected position shows MASK, a random
-token or its own token. The last two also train the model on visible tokens, unlike a pure MASK
-objective.
+A denoising pattern selects free positions in each row. A selected position shows MASK, a random
+token or its own token. Random and unchanged tokens also train the model on visible tokens, unlike
+an objective that shows only MASK.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Schedule:
-    """The masked share at time ``t`` in (0, 1], and the weight of the cross-entropy.
+    """The masked fraction at time ``t`` in (0, 1], and the weight of the cross-entropy.
 
-    ``alpha(t)``, the visible share, decreases from 1 to 0. The bound is the same for every schedule
-    (Kingma et al. 2021, section 5.1). Only the variance of its estimate differs.
+    ``alpha(t)``, the visible fraction, decreases from 1 to 0. The bound is the same for every
+    schedule (Kingma et al. 2021, section 5.1); only the variance of its estimate differs.
 
     Attributes:
       masked_ratio: ``1 - alpha(t)``, the probability that a token is MASK at time ``t``.
@@ -35,17 +35,17 @@ LINEAR = Schedule(lambda t: t, lambda t: 1.0 / t)
 """``alpha(t) = 1 - t``: Shi et al. 2024 (MD4), table 1; Sahoo et al. 2024 (MDLM), section 3."""
 
 COSINE = Schedule(
-    # cos(pi/2 (1 - t)), written as a sine that is exact near 0.
+    # cos(pi/2 (1 - t)), computed as a sine, which is accurate near 0.
     lambda t: jnp.sin(0.5 * jnp.pi * t),
     lambda t: 0.5 * jnp.pi / jnp.tan(0.5 * jnp.pi * t),
 )
-"""``alpha(t) = 1 - cos(pi/2 (1 - t))``: highly masked times are more frequent (MD4)."""
+"""``alpha(t) = 1 - cos(pi/2 (1 - t))``: times with many masked tokens are more frequent (MD4)."""
 
 
 @functools.cache
 def polynomial(power: float) -> Schedule:
-    """``alpha(t) = 1 - t^power``: with a power above 1, lightly masked times are more frequent
-    (MD4).
+    """``alpha(t) = 1 - t^power``: with a power above 1, times with few masked tokens are more
+    frequent (MD4).
     """
     return Schedule(lambda t: t**power, lambda t: power / t)
 
@@ -55,15 +55,15 @@ SCHEDULES: dict[str, Callable[[float], Schedule]] = {
     "cosine": lambda power: COSINE,
     "polynomial": polynomial,
 }
-"""Noise schedules by config name. The polynomial schedule uses the power."""
+"""Noise schedules by config name. Only the polynomial schedule uses the power."""
 
 
 def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) -> jax.Array:
-    """One time per row ``[B]`` in (smallest, 1], low-discrepancy: one in each of ``B`` strata.
+    """One low-discrepancy time per row ``[B]`` in (smallest, 1]: one in each of ``B`` strata.
 
-    Row ``i`` gets ``1 - frac(u + i / B)`` of a single uniform ``u``, so every time is marginally
-    uniform and their mean has low variance (Kingma et al. 2021, appendix I.1). `smallest` bounds
-    the weight ``1 / t``. The integral below it is omitted.
+    Row ``i`` gets the time ``1 - frac(u + i / B)`` with a single uniform ``u``. Each time is
+    marginally uniform, and the mean of the times has low variance (Kingma et al. 2021, appendix
+    I.1). `smallest` limits the weight ``1 / t``; the integral below `smallest` is omitted.
     """
     offset = jax.random.uniform(key)
     spread = (offset + jnp.arange(num_rows, dtype=jnp.float32) / num_rows) % 1.0
@@ -71,18 +71,18 @@ def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) ->
 
 
 def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True ``[B, L]`` at hidden free tokens, each hidden with the probability of its row.
+    """True ``[B, L]`` at the free tokens to hide, each hidden with the probability of its row.
 
-    A `ratio` of ``[B, L]`` instead of ``[B]`` gives each position its own probability.
+    If `ratio` is ``[B, L]`` instead of ``[B]``, each position has its own probability.
     """
     ratio_BL = ratio if ratio.ndim == 2 else ratio[:, None]
     return (jax.random.uniform(key, is_free_BL.shape) < ratio_BL) & is_free_BL
 
 
 def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True at `count_B` free positions of each row, ``[B, L]``, every such set equally likely.
+    """True at `count_B` free positions in each row, ``[B, L]``. Every such set is equally likely.
 
-    If the count exceeds the number of free positions, all are hidden.
+    If the count exceeds the number of free positions, all of them are selected.
     """
     order_BL = jnp.where(is_free_BL, jax.random.uniform(key, is_free_BL.shape), jnp.inf)
     rank_BL = jnp.argsort(jnp.argsort(order_BL, axis=1), axis=1)
@@ -90,7 +90,7 @@ def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> j
 
 
 PATTERNS = ("random", "sticky", "span")
-"""Patterns of positions to restore: independent, clustered, or in spans."""
+"""Patterns that select the positions to restore: independently, in clusters, or in spans."""
 
 
 def select_sticky(
@@ -101,11 +101,11 @@ def select_sticky(
     alone: float,
     beside: float,
 ) -> jax.Array:
-    """True at ``ceil(ratio * free)`` positions of each row, ``[B, L]``, in clusters.
+    """True at ``ceil(ratio * free)`` positions in each row, ``[B, L]``, in clusters.
 
     Each round selects every free position with probability `beside` if a neighbour was selected in
-    an earlier round and `alone` (above 0) otherwise. Rounds repeat until the row has enough
-    positions. Surplus positions are dropped at random.
+    an earlier round, and with probability `alone` (above 0) otherwise. Rounds are repeated until
+    enough positions in the row are selected. Surplus positions are dropped at random.
     """
     num_free_B = jnp.sum(is_free_BL, axis=1)
     wanted_B = jnp.ceil(ratio_B * num_free_B - 1e-3).astype(jnp.int32)
@@ -129,9 +129,10 @@ def select_sticky(
 
 
 def select_spans(key: jax.Array, is_free_BL: jax.Array, *, count: int) -> jax.Array:
-    """True in `count` spans of each row's free positions, ``[B, L]``.
+    """True in `count` spans of free positions in each row, ``[B, L]``.
 
-    ``2 * count`` sorted uniform positions are the inclusive ends of the spans, in pairs.
+    Of ``2 * count`` uniformly drawn, sorted positions, each pair is the inclusive start and end of
+    a span.
     """
     num_free_B1 = jnp.sum(is_free_BL, axis=1, keepdims=True)
     uniform_BE = jax.random.uniform(key, (is_free_BL.shape[0], 2 * count))
@@ -153,8 +154,9 @@ def show(
 ) -> jax.Array:
     """The canvas ``[B, L]`` with its selected positions corrupted independently.
 
-    A share `mask_share` of them shows MASK, and `random_share` shows one of `random_ids`, drawn
-    uniformly (possibly the true token). The rest show their own token.
+    A selected position shows MASK with probability `mask_share`, one of `random_ids`, drawn
+    uniformly (possibly the true token), with probability `random_share`, and otherwise its own
+    token.
     """
     kind_key, id_key = jax.random.split(key)
     kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)

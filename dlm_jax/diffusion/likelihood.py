@@ -1,7 +1,7 @@
 """The negative log-likelihood of a text under the model, or an upper bound.
 
-With given tokens it is the conditional likelihood of the other tokens. Given tokens are always
-visible and never counted.
+If some tokens are given, this is the conditional likelihood of the other tokens. Given tokens are
+always visible and never counted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dlm_jax.diffusion.objectives import Batch, noised_at, process_costs
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.types import Network, Params
 
-# Multiples of an irrational number are spread evenly over [0, 1): of the golden ratio over rows, of
-# the square root of 2 over the blocks of a row. Units of 2^-32 wrap around exactly.
+# Multiples of an irrational number, modulo 1, are spread evenly over [0, 1). Rows use multiples of
+# the golden ratio, and the blocks of a row use multiples of the square root of 2. In units of 2^-32
+# they wrap around exactly.
 _BETWEEN_ROWS, _BETWEEN_BLOCKS = 0x9E3779B9, 0x6A09E667
 
 
 class Costs(NamedTuple):
-    """Nats of the free tokens of each row, and their variance over the mask draws.
+    """The cost of the free tokens in each row in nats, and its variance due to the mask draws.
 
     The text fields exclude EOS. Variances are 0 for exact likelihoods and NaN for a single draw.
     """
@@ -52,32 +53,32 @@ def costs(
     process: Process | None = None,
     noise_ids: tuple[int, ...] = (),
 ) -> Costs:
-    """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
+    """The cost of each row: exact for a causal model, otherwise an unbiased estimate of its bound.
 
-    For processes other than the masked one, the bound is that of `process_elbo`: a draw is a time
-    and the noise of that time. It uses the linear schedule, because the bound is the same for all
-    schedules.
+    For processes other than the masked one, the bound is that of `process_elbo`, and a draw
+    consists of a time and the noise at that time. The linear schedule is used, because the bound is
+    the same for all schedules.
 
     The masks of a row depend only on the key and the index of the row. Mask counts are stratified
     over the draws of a row and spread evenly over consecutive rows, so even one draw per row covers
     all noise levels. In a block-causal model this applies to blocks instead of rows.
 
-    The bound of a row is a sum over its positions of the cross-entropy where they are hidden. The
-    cost of the text is the sum over the text positions. The EOS after it is hidden as often as the
-    text positions.
+    The bound of a row is the weighted sum of the cross-entropy over its hidden positions. The cost
+    of the text is the part of that sum at text positions. The EOS after the text is hidden as often
+    as the text positions.
 
     Args:
       network: the model.
-      params: its parameters.
+      params: parameters of the model.
       batch: the rows.
       number_B: int32, index of each row in the data set.
       key: key for the masks; unused by a causal model.
       is_causal: whether the model is causal.
       mask_id: the id of MASK.
       eos_id: the id of EOS, which is not text.
-      num_draws: masks per row.
-      process: the forward process of the model; None: the masked one.
-      noise_ids: ids of its noise.
+      num_draws: number of masks per row.
+      process: the forward process of the model; None is the masked process.
+      noise_ids: ids that the process uses as noise.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
@@ -128,7 +129,9 @@ def costs(
 
 
 def _levels(key: jax.Array, number_B: jax.Array, block_1N: jax.Array) -> jax.Array:
-    """A level in [0, 1) for each block of each row, spread over consecutive rows and blocks."""
+    """A level in [0, 1) for each block in each row. Levels are spread evenly over consecutive rows
+    and blocks.
+    """
     place_BN = (
         jax.random.bits(key, (1, 1), jnp.uint32)
         + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
@@ -146,9 +149,7 @@ def _noised(
     process: Process,
     ids: dict[str, Any],
 ) -> jax.Array:
-    """The contribution of each position to the bound at the times of the blocks of its row, ``[B,
-    L]``.
-    """
+    """The contribution of each position to the bound, ``[B, L]``, with one time per block."""
     num_positions = batch.tokens_BL.shape[1]
     t_BL = jnp.repeat(t_BN, network.block_length or num_positions, axis=1)[:, :num_positions]
     noised = noised_at(process, batch, key_B, t_BL, schedule=LINEAR, **ids)
@@ -158,15 +159,15 @@ def _noised(
 def bound_at(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Bound in nats of each block at given masks, ``[B, blocks]``. Without blocks, a row is one
+    """Bound in nats of each block for given masks, ``[B, blocks]``. Without blocks, a row is one
     block.
 
-    It is ``free / count`` times the cross-entropy of the hidden tokens of the block. Averaged over
-    counts uniform on 1..free and sets uniform of that count, this is the negative ELBO of masked
-    diffusion for every noise schedule, which is also the mean over all orders of revealing one
-    token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). In a
-    block-causal model each block is conditioned on the true tokens before it, and one call of the
-    trunk covers all blocks. A block without a masked position has cost 0.
+    The bound of a block is ``free / count`` times the cross-entropy of its hidden tokens. Averaged
+    over counts that are uniform on 1..free and over uniform sets of that size, it is the negative
+    ELBO of masked diffusion for every noise schedule. This is also the mean cost over all orders in
+    which one token is revealed at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025,
+    equation 6). In a block-causal model, each block is conditioned on the true tokens before it,
+    and one call of the trunk covers all blocks. A block without a masked position has a cost of 0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
@@ -183,8 +184,8 @@ def _weighed(
 
 
 def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
-    """Exact negative log-likelihood in nats ``[B]`` of the free tokens of each row, for causal
-    models.
+    """Exact negative log-likelihood in nats ``[B]`` of the free tokens in each row, for a causal
+    model.
     """
     return jnp.sum(_causal_nll(network, params, batch, mask_id=mask_id), axis=1)
 
@@ -198,7 +199,7 @@ def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int)
 def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
     """Rows split into blocks, ``[B, blocks, block_length]``, padded with 0 or False.
 
-    With a block length of 0 a row is one block.
+    If the block length is 0, a row is one block.
     """
     unit = block_length or x_BL.shape[1]
     padded_BP = jnp.pad(x_BL, ((0, 0), (0, -x_BL.shape[1] % unit)))
@@ -218,10 +219,10 @@ def _hidden_nll(
 
 
 def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:
-    """Nats per token over all rows and its standard error, with rows treated as independent.
+    """Nats per token over all rows, and its standard error. Rows are treated as independent.
 
-    The tokens may be characters or another count. Rows without tokens are ignored. The error of a
-    single row is NaN.
+    `tokens_N` may count characters or other units instead. Rows without tokens are ignored. The
+    error is NaN for a single row.
     """
     total, num_rows = float(tokens_N.sum()), int((tokens_N > 0).sum())
     ratio = float(nats_N.sum()) / total
@@ -232,9 +233,10 @@ def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, fl
 
 
 def half_width(error: float, count: int) -> float:
-    """Half of the 95% interval (Student's t) of a mean of `count` values, from its standard error.
+    """Half-width of the 95% confidence interval (Student's t) of a mean of `count` values with this
+    standard error.
 
-    NaN for fewer than two values.
+    The result is NaN for fewer than two values.
     """
     return error * float(stdtrit(count - 1, 0.975)) if count > 1 else math.nan
 

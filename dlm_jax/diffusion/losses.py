@@ -1,4 +1,4 @@
-"""Training losses as (sum, weight), divided once after the global reduction."""
+"""Training losses as pairs (sum, weight), which are divided once after the global reduction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ACCELERATOR_LOGITS = 2**26
 class Loss(NamedTuple):
     """A loss as two float32 scalars. ``sum / weight`` is its value in nats per token.
 
-    ``figures`` are further (sum, weight) pairs by name, used only in metrics.
+    ``figures`` contains additional (sum, weight) pairs by name, which are used only in metrics.
     """
 
     sum: jax.Array
@@ -35,10 +35,10 @@ def hidden_of(
     clean_BL: jax.Array,
     length_B: jax.Array,
 ) -> jax.Array:
-    """The output ``[B, L, D]`` of the trunk for a shown canvas with known clean tokens.
+    """The output ``[B, L, D]`` of the trunk for a shown canvas whose clean tokens are known.
 
-    A block-causal model reads each shown block after the clean tokens of earlier blocks. Other
-    models read the shown canvas.
+    In a block-causal model, each block of the shown canvas follows the clean tokens of earlier
+    blocks. Other models read only the shown canvas.
     """
     if network.cached is not None and network.cached.beside_clean is not None:
         return network.cached.beside_clean(params, shown_BL, clean_BL, length_B)
@@ -56,19 +56,19 @@ def cross_entropy(
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
-    MASK is never predicted: its logit is -inf. Each device applies the head to its own positions,
-    and the parameters of the head are gathered once. If the logits exceed 2^24 numbers per device
-    (2^26 on accelerators), they are computed in slices of positions and recomputed in the backward
-    pass.
+    MASK is never predicted, because its logit is set to -inf. Each device applies the head to its
+    own positions, and the parameters of the head are gathered once. If there are more than 2^24
+    logits per device (2^26 on accelerators), they are computed in slices of positions and
+    recomputed in the backward pass.
 
     Args:
       network: the model.
-      params: its parameters.
+      params: parameters of the model.
       hidden_BLD: the output of the trunk.
       targets_BL: int32 tokens.
       mask_id: the id of MASK.
-      is_read_BL: True where the result is needed; None for all positions. Elsewhere the result is
-        undefined (but not NaN), and accelerators skip it.
+      is_read_BL: True where the result is needed; None for all positions. At other positions, the
+        result is undefined (but not NaN) and is not computed on accelerators.
     """
     return cross_entropy_of(
         network.readout, params, (hidden_BLD,), targets_BL,
@@ -86,7 +86,7 @@ def cross_entropy_of(
     mask_id: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """`cross_entropy` of any head: ``read(params, *inputs) -> logits [N, V]``.
+    """`cross_entropy` for any head ``read(params, *inputs) -> logits [N, V]``.
 
     The inputs are ``[B, L, ...]``.
     """
@@ -109,8 +109,8 @@ def read_out(
 ) -> jax.Array:
     """``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
-    As in `cross_entropy_of`; `given` are ``[B, L]``, and a call gets some of their positions in any
-    shape.
+    The other arguments are as in `cross_entropy_of`. The arrays in `given` are ``[B, L]``, and each
+    call of `cost` gets some of their positions, in any shape.
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
@@ -132,13 +132,14 @@ def divergence(
 ) -> jax.Array:
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
-    ``sum_v p(v) (ln p(v) - ln q(v))`` where p is the teacher's distribution, which has no gradient.
-    MASK has probability 0 under both. Positions are processed as in `cross_entropy`.
+    The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution,
+    through which no gradient flows. MASK has probability 0 under both distributions. Positions are
+    processed as in `cross_entropy`.
 
     Args:
       reads: functions of the teacher and of the head, each ``read(params, *inputs) -> logits [N,
-          V]``.
-      params: of each.
+        V]``.
+      params: parameters of each function.
       inputs: inputs of each function, ``[B, L, ...]``.
       is_read_BL: True where the result is needed.
       vocab_size: number of logits.
@@ -162,7 +163,7 @@ def divergence(
 
 
 def log_probs(logits_NV: jax.Array, *, mask_id: int) -> jax.Array:
-    """``ln softmax`` in nats, float32 ``[N, V]``, where MASK has probability 0."""
+    """``ln softmax`` in nats, float32 ``[N, V]``. MASK has probability 0."""
     is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
     return jax.nn.log_softmax(jnp.where(is_mask_1V, -jnp.inf, logits_NV.astype(jnp.float32)))
 
@@ -175,19 +176,19 @@ def at_positions(
     vocab_size: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """``measure(params, *arrays)`` of positions that do not depend on each other, ``[B, L]``.
+    """``measure(params, *arrays)`` at positions that do not depend on each other, ``[B, L]``.
 
-    Devices, slices and read positions are as in `cross_entropy`.
+    Positions are divided among devices and slices and skipped as in `cross_entropy`.
 
     Args:
-      measure: a float32 value per position, of the shape of the last array, which has one or two
-          axes.
+      measure: returns a float32 value per position, in the shape of the last array, which has one
+        or two axes.
       params: a pytree of parameters.
       arrays: ``[B, L, ...]``, and the last one ``[B, L]``.
-      vocab_size: logits of a position.
-      is_read_BL: True where the result is needed; None: everywhere.
+      vocab_size: number of logits per position.
+      is_read_BL: True where the result is needed; None if it is needed everywhere.
     """
-    # On CPU, skipping a few positions makes matrix products slower because of their shapes.
+    # On a CPU, if a few positions are skipped, the shapes of the matrix products make them slower.
     if platform() == "cpu":
         is_read_BL = None
 
@@ -208,7 +209,7 @@ def _at_logits(
     num_given: int,
     *arrays: jax.Array,
 ) -> jax.Array:
-    """The costs, of the shape of the last array."""
+    """The costs, in the shape of the last array."""
     inputs, given = arrays[:-num_given], arrays[-num_given:]
     lead = given[-1].ndim
     logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
@@ -226,7 +227,7 @@ def _nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
 def _in_slices(
     nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """``nll(*arrays)``, ``[B, L]`` on one device, in slices of positions."""
+    """``nll(*arrays)``, ``[B, L]`` on one device, computed in slices of positions."""
     num_rows, num_positions = arrays[-1].shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
@@ -252,7 +253,7 @@ def at_read_positions(
 ) -> jax.Array:
     """``nll(*arrays)`` at read positions and 0 elsewhere, ``[B, L]`` on one device.
 
-    Read positions are moved to the front, and later slices are skipped.
+    Positions that are read are moved to the front, and the slices after them are skipped.
     """
     num = is_read_BL.size
     size = min(num, max(8, _MAX_ACCELERATOR_LOGITS // vocab_size // 8 * 8))

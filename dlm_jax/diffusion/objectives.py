@@ -1,9 +1,9 @@
 """Training objectives: network inputs and targets of a batch.
 
 An objective draws all of its noise for the whole batch before the network runs. The noise therefore
-does not depend on the microbatches, and the weights are known before the first microbatch runs. A
-`NetworkObjective` runs the network itself. A `Mixture` divides the rows of a batch among several
-objectives.
+does not depend on how the batch is split into microbatches, and the weights are known before the
+first microbatch runs. A `NetworkObjective` runs the network itself. A `Mixture` divides the rows of
+a batch among several objectives.
 """
 
 from __future__ import annotations
@@ -217,17 +217,17 @@ _MASKED_ALONE = {
     "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
     "time_weight": True, "normaliser": "tokens",
 }  # fmt: skip
-"""Settings of losses that read holes, and their values for other processes."""
+"""Settings of losses that read holes, and the values that other processes require."""
 
 
 class Batch(NamedTuple):
     """Rows to train on.
 
     Attributes:
-      tokens_BL: int32 clean tokens.
-      length_B: int32 live tokens of each row.
-      given_B: int32 leading tokens that are given, such as a prompt: shown unchanged and not
-          predicted.
+      tokens_BL: int32, clean tokens.
+      length_B: int32, number of live tokens in each row.
+      given_B: int32, number of leading tokens that are given, such as a prompt. They are shown
+        unchanged and not predicted.
     """
 
     tokens_BL: jax.Array
@@ -243,9 +243,10 @@ class Example(NamedTuple):
     """The network inputs and targets of a batch.
 
     Attributes:
-      shown_BL: int32 canvas that the trunk reads.
-      weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
-      total: float32 scalar divisor of the weighted sum.
+      shown_BL: int32, canvas that the trunk reads.
+      weight_BL: float32, weight of the cross-entropy at each position; 0 where nothing is
+        predicted.
+      total: float32 scalar, divisor of the weighted sum.
       truth: the target rows, if they differ from the batch.
     """
 
@@ -274,12 +275,12 @@ def elbo(
 ) -> Example:
     """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
 
-    ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
-    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
-    per block of a block-causal model. The bound of a block-causal model is the sum over its blocks,
-    each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion, equation
-    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The last two
-    arguments select other losses.
+    The bound is ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``,
+    with one low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation
+    11), or per block in a block-causal model. The bound of a block-causal model is the sum over its
+    blocks, each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion,
+    equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The
+    last two arguments select other losses.
 
     Args:
       batch: rows with free tokens to hide.
@@ -287,11 +288,11 @@ def elbo(
       schedule: noise schedule.
       mask_id: the id of MASK.
       block_length: block length of a block-causal model, else 0.
-      over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
-        Nie et al. 2025, algorithm 1); ``rows``: each row is divided by its own tokens, followed by
-        the mean over rows (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens
-        (Dream).
-      is_weighted: whether tokens are weighted by time as in the ELBO; LLaDA2 and Fast-dLLM v2
+      over: divisor of the sum. ``tokens``: the number of all tokens that are not given
+        (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``: for each row the number of
+        its tokens that are not given, followed by the mean over rows (instruction tuning of LLaDA,
+        algorithm 2); ``masked``: the number of hidden tokens (Dream).
+      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2
         weight them equally.
     """
     time_key, mask_key = jax.random.split(key)
@@ -311,7 +312,7 @@ def _times(
         return stratified_times(key, num_rows, smallest=smallest)
     num_blocks = -(-num_positions // block_length)
     t_P = stratified_times(key, num_rows * num_blocks, smallest=smallest)
-    # The blocks of a row are far apart in the strata, so each row covers all times.
+    # The strata of the blocks in a row are far apart, so that each row covers all times.
     t_BN = t_P.reshape(num_blocks, num_rows).T
     return jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
 
@@ -324,7 +325,7 @@ def elbo_at(
     mask_id: int,
     over: str = "tokens",
 ) -> Example:
-    """The example of given masks: ``weight`` times the cross-entropy of the hidden tokens.
+    """The example for given masks: ``weight`` times the cross-entropy of the hidden tokens.
 
     Weights are per row, ``[B]``, or per position, ``[B, L]``. `over` is as in `elbo`.
     """
@@ -351,9 +352,9 @@ def denoising(
 ) -> Example:
     """Plain cross-entropy at the positions that a corruption pattern selects.
 
-    Each row uses one pattern, drawn uniformly. ``random`` and ``sticky`` select a share of the row
-    that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
-    selected or not.
+    Each row uses one pattern, drawn uniformly. ``random`` and ``sticky`` select a fraction of the
+    row that is uniform on (0, max_ratio]. With identity targets, every free position is predicted,
+    whether or not it is selected.
     """
     is_free_BL = batch.is_free_BL()
     num_rows = is_free_BL.shape[0]
@@ -390,9 +391,10 @@ class Misprints(NamedTuple):
 
     Attributes:
       shown_BL: int32 canvas.
-      true_BL: int32 target of each position: the missing token at the position after it, the
-        following token at a stray token, and otherwise the token of the position.
-      length_B: int32 live tokens of each row, cut at the canvas.
+      true_BL: int32, target of each position. At the position after a missing token, the target is
+        the missing token. At a stray token, it is the next correct token. At other positions, it is
+        the correct token of the position.
+      length_B: int32, number of live tokens in each row, limited by the canvas.
     """
 
     shown_BL: jax.Array
@@ -401,7 +403,9 @@ class Misprints(NamedTuple):
 
 
 class _Damage(NamedTuple):
-    """The corruption of each clean token. The last two fields are None if they do not occur."""
+    """How each clean token is corrupted. Each of the last two fields is None if its kind of
+    misprint is not used.
+    """
 
     is_missing_BL: jax.Array
     is_wrong_BL: jax.Array
@@ -419,21 +423,21 @@ def misprint(
     *,
     kinds: Sequence[str] = USUAL_MISPRINTS,
 ) -> Misprints:
-    """Each free position is misprinted with its row's probability, in one of several ways.
+    """Each free position is misprinted with the probability of its row, in one of several ways.
 
-    The kinds are: the token is removed (*missing*), replaced (*wrong*), preceded by an extra token
-    (*stray*), or swapped with the next token (*transposed*). *missing_pair* and *wrong_pair* also
-    apply to the next token, and *stray_pair* inserts two tokens. Half of the stray tokens repeat
-    the preceding tokens. Other stray and wrong tokens are drawn from the row. No stray token
-    follows a missing token, and a stray token equal to its successor is not a misprint. A next
-    token that is given or itself misprinted is not changed, and no transposition takes place there.
+    A token is removed (*missing*), replaced (*wrong*), preceded by an extra token (*stray*), or
+    swapped with the next token (*transposed*). *missing_pair* and *wrong_pair* also apply to the
+    next token, and *stray_pair* inserts two tokens. Half of the stray tokens repeat the preceding
+    tokens. The other stray tokens and all wrong tokens are drawn from the row. A stray token never
+    follows a missing token, and a stray token that equals its successor is not a misprint. If the
+    next token is given or is itself misprinted, it is not changed and no transposition occurs.
 
     Args:
       key: key for all draws.
-      tokens_BL: int32 clean rows.
-      length_B: int32 live tokens of each row.
+      tokens_BL: int32, clean rows.
+      length_B: int32, number of live tokens in each row.
       is_free_BL: True at live tokens that may be misprinted.
-      ratio_B: float32 in [0, 1].
+      ratio_B: float32 probability for each row, in [0, 1].
       kinds: names from `MISPRINTS`, equally likely. A name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
@@ -465,14 +469,14 @@ def misprint(
         first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
         pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
         shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
-    # A kept token after a stray one is correct.
+    # The target of a kept token that follows a stray token is that token itself.
     return Misprints(shown_BL, true_BL, jnp.minimum(until_BL[:, -1], num_positions))
 
 
 def _damage(
     is_hit_BL: jax.Array, kind_BL: jax.Array, is_free_BL: jax.Array, kinds: Sequence[str]
 ) -> _Damage:
-    """The corruptions, from the misprinted positions and their kinds."""
+    """The corruptions at the misprinted positions, given their kinds."""
     unknown = sorted(set(kinds) - set(MISPRINTS))
     if unknown:
         raise ValueError(f"kinds has {unknown[0]!r}; known are {', '.join(MISPRINTS)}")
@@ -483,7 +487,7 @@ def _damage(
         numbers = [number for number, kind in enumerate(kinds) if kind == name]
         return is_hit_BL & jnp.isin(kind_BL, jnp.array(numbers))
 
-    # The second of a pair must be free and not misprinted itself.
+    # The second token in a pair must be free and not misprinted itself.
     is_second_BL = is_free_BL & ~is_hit_BL
 
     def with_pairs(name: str) -> jax.Array:
@@ -502,8 +506,8 @@ def _damage(
 
 
 def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.Array:
-    """The visible token for each token that is not missing: the token, a wrong token, or its
-    neighbour.
+    """The shown token for each token that is not missing: the token itself, a wrong token, or the
+    neighbour with which it is swapped.
     """
     printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
     if damage.is_swapped_BL is None:
@@ -521,7 +525,9 @@ def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
-    """The array with new values at these positions of each row. Positions outside are ignored."""
+    """The array with new values at these positions in each row. Positions beyond the row are
+    ignored.
+    """
 
     def one_row(old_L: jax.Array, at_L: jax.Array, new_L: jax.Array) -> jax.Array:
         return old_L.at[at_L].set(new_L, mode="drop")
@@ -550,9 +556,9 @@ def proofreading(
 ) -> Example:
     """Plain cross-entropy of the correct token at every free position of misprinted rows.
 
-    The misprinted share of each row is uniform on (0, max_ratio]. A share `masked_rows` of the rows
-    also shows MASK, at a share of positions that is uniform on (0, 1]. The targets are those of
-    `Misprints`. Rows that grow are cut at the canvas.
+    The probability of a misprint in each row is uniform on (0, max_ratio]. A fraction `masked_rows`
+    of the rows also shows MASK, at a fraction of positions that is uniform on (0, 1]. The targets
+    are those of `Misprints`. Rows that become longer than the canvas are truncated.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
     num_rows = batch.tokens_BL.shape[0]
@@ -579,7 +585,7 @@ def next_token(batch: Batch) -> Example:
 
 
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
-    """The batch. With probability `share` its rows are cut to one length, uniform on 1..L.
+    """The batch, whose rows are cut to one length, uniform on 1..L, with probability `share`.
 
     This also trains the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1% of
     its batches.
@@ -602,13 +608,13 @@ class NetworkObjective:
       draw: ``(batch, key) -> noise``, a pytree of all random values, drawn for the whole batch
         before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
         divisor of a loss. Rows of other objectives have length 0.
-      loss: ``(network, params, noise) -> Loss``, differentiated for all parameters that train.
-        With a teacher, its parameters are a fourth argument.
+      loss: ``(network, params, noise) -> Loss``, differentiated with respect to all parameters that
+        train. If the objective needs a teacher, the teacher's parameters are a fourth argument.
       anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
-        computed once at the parameters before the updates of a step and at the reference. None
-        leaves the noise unchanged.
-      needs_teacher: whether the run keeps the parameters of a teacher, as reference: those of
-          ``objective.teacher``, or the initial ones of the run.
+        that are computed once per step, with the parameters before the updates of the step and with
+        the reference. None leaves the noise unchanged.
+      needs_teacher: whether the run keeps the parameters of a teacher as the reference: those of
+        ``objective.teacher``, or the initial parameters of the run.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
@@ -643,11 +649,11 @@ def noised_at(
     mask_id: int,
     noise_ids: tuple[int, ...],
 ) -> Noised:
-    """The batch noised at the times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
+    """The batch noised at times in [0, 1], given per row ``[B]`` or per position ``[B, L]``.
 
-    With a key for each row, ``[B]``, the noise of a row depends only on the row's key. At times
-    below 1e-3, the term is that of a single step to time 0, divided by 1e-3, so that the mean over
-    uniform times is a bound for any network.
+    If there is a key for each row, ``[B]``, the noise of a row depends only on its own key. At
+    times up to 1e-3, the term is that of a single step to time 0, divided by 1e-3, so that the mean
+    over uniform times is a bound for any network.
     """
     is_first = t <= _SMALLEST_TIME
     t = jnp.maximum(t, _SMALLEST_TIME)
@@ -675,7 +681,7 @@ def process_costs(
     mask_id: int,
     noise_ids: tuple[int, ...],
 ) -> jax.Array:
-    """The contribution of each position to the bound at its time, nats ``[B, L]``; see
+    """The contribution of each position to the bound at its time, in nats ``[B, L]``. See
     `divergence`.
     """
     batch, shown_BL, noise = noised.batch, noised.shown_BL, noised.noise
@@ -703,7 +709,7 @@ def process_elbo(
 ) -> NetworkObjective:
     """One-sample estimate of the continuous-time negative ELBO of any process, per token.
 
-    Times are low-discrepancy as in `elbo`; `noised_at` documents times below 1e-3.
+    Times are low-discrepancy, as in `elbo`. `noised_at` describes the terms at times below 1e-3.
     """
 
     def draw(batch: Batch, key: jax.Array) -> Noised:
@@ -727,9 +733,10 @@ class MixedExample(NamedTuple):
     Attributes:
       batch: the rows to predict.
       shown_BL: int32 canvas that the trunk reads.
-      weights: by objective, float32 ``[B, L]`` as in `Example`; 0 in the rows of the others.
-      totals: by objective, float32 scalar as in `Example`.
-      noise: the draws of each `NetworkObjective`.
+      weights: weights as in `Example` by objective, float32 ``[B, L]``; 0 in the rows of other
+        objectives.
+      totals: divisors as in `Example` by objective, float32 scalars.
+      noise: the noise of each `NetworkObjective`.
     """
 
     batch: Batch
@@ -739,19 +746,19 @@ class MixedExample(NamedTuple):
     noise: dict[str, Any]
 
     def is_supervised_BL(self) -> jax.Array:
-        """True where some objective reads the LM head."""
+        """True where an objective reads the LM head."""
         weights = [weight_BL > 0 for weight_BL in self.weights.values()]
         return jnp.any(jnp.stack(weights or [jnp.zeros(self.shown_BL.shape, bool)]), axis=0)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Objectives that share every batch. Each has a share of the rows and of the loss.
+    """Objectives that share every batch. Each objective has a fraction of the rows and of the loss.
 
     Attributes:
-      objectives: by name.
-      shares: by name, share of the rows (rounded) and of the loss; they add up to 1.
-      random_length_share: share of batches that are cut, see `at_random_length`.
+      objectives: objectives by name.
+      shares: fraction of the rows (rounded) and of the loss, by name. The fractions add up to 1.
+      random_length_share: fraction of batches that are cut; see `at_random_length`.
     """
 
     objectives: Mapping[str, Objective | NetworkObjective] = field(default_factory=dict)
@@ -796,9 +803,9 @@ class Mixture:
     ) -> dict[str, Loss]:
         """The loss of each objective over the example.
 
-        `hidden_BLD` is the output of the trunk for ``example.shown_BL``, if the mixture
-        `reads_trunk`. `teacher` holds the parameters of the teacher, if it `needs_teacher`. MASK is
-        never predicted.
+        `hidden_BLD` is the output of the trunk for ``example.shown_BL`` if `reads_trunk` is True.
+        `teacher` contains the parameters of the teacher if `needs_teacher` is True. MASK is never
+        predicted.
         """
         found = {}
         if hidden_BLD is not None:
@@ -808,7 +815,7 @@ class Mixture:
                 mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
             )  # fmt: skip
             for name, weight_BL in example.weights.items():
-                # Positions without a prediction may hold MASK, which has infinite cost.
+                # Positions that are not predicted may contain MASK, whose cost is infinite.
                 weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
                 found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
         for name, objective in self.objectives.items():
@@ -818,26 +825,26 @@ class Mixture:
         return {name: found[name] for name in self.objectives}
 
     def without_rows(self, num_rows: int) -> list[str]:
-        """Names of the objectives whose shares round to no row of a batch."""
+        """Names of the objectives that get no row of a batch after rounding."""
         counts = np.bincount(self._owners(num_rows), minlength=len(self.objectives))
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
     def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Whether every objective has a row in each microbatch of a batch with interleaved rows."""
+        """Whether every objective has a row in each microbatch of a batch."""
         owner_B, names = self._owners(num_rows), range(len(self.objectives))
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 
     def _owners(self, num_rows: int) -> np.ndarray:
         """Index of the objective of each row, interleaved."""
         middle = (np.arange(num_rows) + 0.5) / num_rows
-        # The order of rows spreads every objective over the batch (golden ratio).
+        # Multiples of the golden ratio spread the rows of every objective over the batch.
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
         bounds = np.cumsum(list(self.shares.values()))[:-1]
         return np.searchsorted(bounds, middle[spread], side="right")
 
 
 def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: Any) -> MixedExample:
-    """`mixed` with the example of one objective in its rows."""
+    """`mixed` with the example of one objective in the rows of that objective."""
 
     def choose(own: jax.Array, other: jax.Array) -> jax.Array:
         return jnp.where(is_own_B.reshape(-1, *[1] * (own.ndim - 1)), own, other)

@@ -1,16 +1,16 @@
 """Self-distillation through time (Deschenaux & Gulcehre 2024): one step replaces several steps of a
 teacher.
 
-A share t of each row is hidden, with t uniform on (0, 1]. From this canvas ``z_t`` the teacher
-takes m ancestral steps of length ``1 / (m N)``. The student learns the same in one step of length
-``1 / N``::
+A fraction t of each row is hidden, with t uniform on (0, 1]. From this canvas ``z_t``, the teacher
+takes m ancestral steps of length ``1 / (m N)``. The student learns to get the same result in one
+step of length ``1 / N``::
 
     loss = E_t,z  mean_{i hidden in z_t}  KL( p_teacher(x_i | z at the step that wrote i)
                                               || p_student(x_i | z_t) ),
 
-where positions that are still hidden use the teacher's prediction at its last step (algorithm 1
-with the Kullback-Leibler divergence). A step from t to s writes each hole with probability ``(t -
-s) / t``.
+where ``p_teacher`` at positions that are still hidden is the teacher's prediction at its last step
+(algorithm 1 with the Kullback-Leibler divergence). A step from t to s fills each hole with
+probability ``(t - s) / t``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dlm_jax.types import Network, Params
 def sdtt(
     *, steps: int, teacher_steps: int, mask_id: int, banned_ids: tuple[int, ...]
 ) -> NetworkObjective:
-    """The objective of a student that samples in `steps` steps.
+    """The objective for a student that samples in `steps` steps.
 
     Args:
-      steps: N, steps of the student.
-      teacher_steps: m, steps of the teacher per step of the student.
+      steps: N, number of steps of the student.
+      teacher_steps: m, number of teacher steps per step of the student.
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
     """

@@ -12,12 +12,12 @@ from dlm_jax.types import Network, Params
 
 
 class Walk(NamedTuple):
-    """A canvas after steps of a teacher.
+    """A canvas after ancestral steps of a teacher.
 
     Attributes:
       tokens_BL: int32 canvas.
-      hidden_BLD: the trunk's output at the step that filled each hole; at other positions, at the
-        last step.
+      hidden_BLD: the output of the trunk at the step that filled each hole, or at the last step for
+        holes that are left; 0 at positions that were never holes.
     """
 
     tokens_BL: jax.Array
@@ -42,7 +42,7 @@ def walk(
     banned_ids: tuple[int, ...],
     temperature: float = 1.0,
 ) -> Walk:
-    """K ancestral steps of a teacher, one forward each, without gradients.
+    """K ancestral steps of a teacher, with one forward pass each and without gradients.
 
     Step k fills each hole with probability ``chance_BK[:, k]``. The tokens of a step are drawn
     independently.
@@ -51,8 +51,8 @@ def walk(
       network: the model.
       params: parameters of the teacher.
       shown_BL: int32 canvas; MASK at its holes.
-      length_B: int32 live tokens.
-      chance_BK: float32 in [0, 1].
+      length_B: int32, number of live tokens in each row.
+      chance_BK: float32 probabilities in [0, 1].
       draws_BKL2: result of `draws`.
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
@@ -69,8 +69,8 @@ def walk(
             ids_N = jnp.argmax(logits_NV, axis=1)
         else:
             below_NV = jnp.cumsum(jax.nn.softmax(logits_NV / temperature), axis=1)
-            # The uniform is below 1, so at least one id is above the threshold and has positive
-            # probability.
+            # The uniform number is below 1, so the cumulative sum of at least one id exceeds the
+            # threshold, and the first such id has a positive probability.
             threshold_N1 = uniform.reshape(-1, 1) * below_NV[:, -1:]
             ids_N = jnp.argmax(below_NV > threshold_N1, axis=1)
         return ids_N.reshape(uniform.shape).astype(jnp.float32)

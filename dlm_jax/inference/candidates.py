@@ -1,6 +1,6 @@
-"""Candidates of a position for a host sampler, and the read-back record of a commit.
+"""Candidates at a position for a host sampler, and the read-back record of a commit.
 
-The chain runs on the device; the caller gets the remaining candidates with their logits.
+The chain runs on the device, and the caller gets the remaining candidates with their logits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ class Candidates(NamedTuple):
     Attributes:
       row: index of the row in the result, or in the batch of a custom loop.
       index: position on the canvas.
-      step: step of the row, from 0.
+      step: index of the step of this row, starting at 0.
       tokens: int32, live canvas of the row at the start of the step; MASK at holes.
       is_hole: True at the holes of `tokens`.
       first: position of the first token that was not given.
-      ids: int32 ``[n]`` candidates.
+      ids: int32 ``[n]``, ids of the candidates.
       logits: float32 ``[n]``, after the chain.
-      logprobs: float32 ``[n]``, log-probability in nats of each candidate over all remaining
-          candidates.
+      logprobs: float32 ``[n]``, log-probability of each candidate in nats, normalised over all
+        remaining candidates.
       num_survivors: number of remaining candidates; more than ``n`` if the list is truncated.
       is_greedy: whether the temperature of the row is 0.
-      uniform: a number in [0, 1), derived from the seed of the row, the position and the step.
+      uniform: uniform random number in [0, 1), derived from the seed of the row, the position and
+        the step.
     """
 
     row: int
@@ -46,10 +47,10 @@ class Candidates(NamedTuple):
     uniform: float
 
     def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
-        """One of the allowed ids: the most likely id for a greedy row, otherwise a draw.
+        """One of the allowed ids: the most likely one for a greedy row, otherwise a random one.
 
-        The draw is proportional to the probabilities and uses `uniform`, so the same seed gives the
-        same row, independent of other rows.
+        The random id is drawn in proportion to the probabilities, by `uniform`. The same seed
+        therefore gives the same row, independently of other rows.
         """
         (places,) = np.nonzero(np.asarray(is_allowed, bool))
         if not places.size:
@@ -73,8 +74,8 @@ class Written(NamedTuple):
       candidates: the candidates at the position.
       token: id of the token that was written.
       probability: probability of the token after the whole chain.
-      place: position in the returned row; edits may have moved it from ``candidates.index``. -1:
-        deleted.
+      place: position of the token in the returned row, which may differ from ``candidates.index``
+        after edits; -1 if the token was deleted.
     """
 
     candidates: Candidates
@@ -106,7 +107,9 @@ def _short(value: float) -> float:
 
 
 def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
-    """The records after edits; `origin` is the previous position of each position, or -1."""
+    """The records with their positions after edits. `origin` contains the previous index of each
+    position, or -1 for a new position.
+    """
     places = {int(before): place for place, before in enumerate(origin) if before >= 0}
     return [record._replace(place=places.get(record.place, -1)) for record in records]
 
@@ -120,7 +123,7 @@ class Accepting(Protocol):
     """A host sampler that is notified of commits."""
 
     def accept(self, written: Written, /) -> None:
-        """Called for each committed token of a row with this sampler, from left to right.
+        """Called for each token committed to a row with this sampler, from left to right.
 
         Remasking and edits may remove the token later; ``candidates.tokens`` is the current canvas.
         """
@@ -132,7 +135,7 @@ class Resetting(Protocol):
     """A host sampler with state per row."""
 
     def reset(self, row: int, /) -> None:
-        """Called before the first step of a row, with its ``Candidates.row``."""
+        """Called before the first step of a row; `row` is the same as in `Candidates`."""
         ...
 
 

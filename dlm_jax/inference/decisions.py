@@ -1,9 +1,9 @@
 """Decisions: the exact probability of each of several labels under one decoding order.
 
 The canvas of a label has one hole per token, so labels of different lengths have different
-canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas with
-the earlier ones. Labels share the canvases of their common prefixes, and all labels of one token
-share one forward.
+canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas that
+contains the tokens decoded before it. Labels share the canvases of their common prefixes, and all
+labels of one token share one forward pass.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ORDERS = ("left_to_right", "mean")
 """Orders in which the tokens of a label are decoded: left to right, or the mean over all orders."""
 
 MOST_ORDERED = 8
-"""Maximum tokens of a combination of labels with ``order="mean"``, which takes ``2^n - 1``
-forwards."""
+"""Maximum number of tokens in a combination of labels with ``order="mean"``, which takes
+``2^n - 1`` forward passes."""
 
 MOST_JOINT = 4096
-"""Maximum number of combinations of labels that are enumerated; above it, combinations are
-drawn."""
+"""Maximum number of combinations of labels that are enumerated. If there are more, a sample of the
+combinations is drawn."""
 
 YES_NO = ("yes", "no")
 
@@ -56,7 +56,7 @@ Choices = Labels | Mapping[str, Labels]
 class Row(NamedTuple):
     """A row of tokens, int32 ``[n]``, and the positions that are decoded, in order.
 
-    MASK at other positions stays a hole.
+    MASK at any other position remains a hole.
     """
 
     ids: np.ndarray
@@ -89,15 +89,15 @@ class Decision:
     """The probabilities of the labels of one prompt.
 
     Attributes:
-      choices: labels of each slot by name; ``""`` is the slot after the prompt.
-      combinations: ``C`` combinations of one label per slot: all combinations, or the drawn ones.
-      logprobs: float64 ``[C]``, log-probability of each in nats under the order. The probabilities
-        may sum to less than 1, because other texts are possible.
+      choices: labels by slot name; ``""`` is the slot after the prompt.
+      combinations: ``C`` combinations of one label per slot: all of them, or those that were drawn.
+      logprobs: float64 ``[C]``, log-probability of each combination in nats under the decoding
+        order. The probabilities may sum to less than 1, because other texts are possible.
       probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
         model are not finite.
-      num_draws: number of drawn combinations, with repeats; 0: all are enumerated.
-      squares: float64 ``[C]``, sum of the squared weights of the draws of each combination; 0 if
-          enumerated.
+      num_draws: number of combinations drawn, including repeats; 0 if all are enumerated.
+      squares: float64 ``[C]``, sum of the squared weights of all draws of each combination; 0 if
+        all combinations are enumerated.
       num_tokens: int ``[C]``, number of tokens in each combination.
     """
 
@@ -115,7 +115,7 @@ class Decision:
 
     @property
     def best(self) -> dict[str, str]:
-        """The labels of the most likely combination by slot; the first wins ties."""
+        """The label of each slot in the most likely combination; the first one in a tie."""
         return dict(
             zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
         )
@@ -127,18 +127,18 @@ class Decision:
         return dict(zip(labels, map(float, found), strict=True))
 
     def interval(self, slot: str = "") -> dict[str, float]:
-        """Half of the 95% interval of each probability in `of`; 0 if exact."""
+        """Half-width of the 95% confidence interval of each probability in `of`; 0 if exact."""
         return {
             label: self._half(self._holds(slot, label).astype(float))
             for label in self._labels(slot)
         }
 
     def mean(self, slot: str = "", values: Sequence[float] | None = None) -> tuple[float, float]:
-        """The mean of the labels of a scale, and half of its 95% interval.
+        """The mean label on a numeric scale, and the half-width of its 95% confidence interval.
 
         Args:
           slot: name of the slot.
-          values: value of each label; None: the labels are parsed as numbers.
+          values: value of each label; if None, the labels are parsed as numbers.
         """
         labels = self._labels(slot)
         if values is None:
@@ -164,7 +164,7 @@ class Decision:
         return np.array([one[place] == label for one in self.combinations])
 
     def _half(self, values_C: np.ndarray) -> float:
-        """Half of the interval of a mean, from the draws with their weights (Owen 2013, 9.2)."""
+        """Half-width of the confidence interval of a mean of weighted draws (Owen 2013, 9.2)."""
         if not self.num_draws:
             return 0.0
         error = math.sqrt(float(self.squares @ (values_C - self.probabilities @ values_C) ** 2))
@@ -190,17 +190,17 @@ def decide(
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
     holes at the others)``, from the LM head at temperature 1 without bans. Probabilities are the
     softmax of ``log p / (temperature n ** length_penalty)`` over the choices, where n is the number
-    of tokens of a label. All label lengths have the same prior, as in an infilling of given length.
-    Each label is tokenised separately.
+    of tokens in a label. All label lengths have the same prior, as in infilling with a given
+    length. Each label is tokenised separately.
 
     With named slots, a prompt contains ``<slot:NAME>`` once per slot, with any text between and
-    after them, and the tokens of all slots are decoded as one label. Up to 4096 combinations of
-    labels are enumerated. Above that, `num_draws` combinations are drawn slot by slot from the
-    scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte Carlo
-    theory, methods and examples, 9.2).
+    after the slots. The tokens of all slots are decoded as one label. Up to 4096 combinations of
+    labels are enumerated. If there are more, `num_draws` combinations are drawn slot by slot from
+    the scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte
+    Carlo theory, methods and examples, 9.2).
 
-    Results do not depend on the other prompts, bit for bit in programs with the same number of rows
-    and to float tolerance otherwise.
+    The result of a prompt does not depend on the other prompts. It is bitwise the same in programs
+    with the same number of rows, and otherwise the same up to floating-point tolerance.
 
     Args:
       model: from `dlm_jax.load`, or custom.
@@ -214,13 +214,14 @@ def decide(
       task: name of a task in `calibration`, with its temperature and length penalty.
       calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a `Scale` or a temperature
         by task.
-      num_draws: number of drawn combinations per prompt, if they are not enumerated.
-      batch_size: maximum number of rows that run at once; programs have a power of two of rows.
+      num_draws: number of combinations drawn per prompt, if they are not enumerated.
+      batch_size: maximum number of rows that run at once. The number of rows of a program is a
+        power of two.
       seed: random seed of the draws.
 
     Raises:
-      ValueError: empty or equal labels, a prompt with a label that exceeds the canvas, or a setting
-        out of range.
+      ValueError: labels are empty or equal, a prompt with its labels exceeds the canvas, or a
+        setting is out of range.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
@@ -246,7 +247,7 @@ class Question(NamedTuple):
     """A prompt with its slots, as ids.
 
     Attributes:
-      choices: labels of each slot by name, in the order of the prompt.
+      choices: labels by slot name, in the order of the prompt.
       labels: ids of each label of each slot.
       parts: given ids before, between and after the slots.
     """
@@ -265,7 +266,7 @@ class Question(NamedTuple):
         return sum(max(map(len, own)) for own in self.labels)
 
     def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
-        """The row with these tokens in the slots; its places cover all slots or one slot."""
+        """The row with these tokens in the slots. Its `places` cover one slot, or all if None."""
         pieces, places, at = [self.parts[0]], [], len(self.parts[0])
         for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
             if slot in (None, number):
@@ -276,11 +277,11 @@ class Question(NamedTuple):
 
 
 def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
-    """A prompt, as text or ids, with its choices, validated.
+    """The validated question of a prompt with its choices.
 
     Args:
       model: model with the tokenizer and canvas.
-      prompt: text, or ids with one slot after them.
+      prompt: text, or ids that are followed by a single slot.
       choices: as in `decide`.
     """
     encode = model.tokenizer.encode
@@ -324,7 +325,8 @@ def answers(
 ) -> list[Decision]:
     """The decision of each question; arguments as for `decide`.
 
-    If `goes_on` is false before a batch, no further batch runs, and `Stopped` is raised.
+    Before each batch, `goes_on` is called. If it returns False, no further batch runs, and
+    `Stopped` is raised.
     """
     _check(model, asked, order, scale, num_draws)
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
@@ -356,11 +358,13 @@ def _drawn(
     asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
     scale: Scale, num_draws: int, mask_id: int,
 ) -> Decision:  # fmt: skip
-    """A decision from drawn combinations: first their lengths, then the labels of each slot."""
+    """A decision from combinations that are drawn: first the lengths of their labels, then the
+    labels slot by slot.
+    """
     chosen = np.zeros((num_draws, len(asked.labels)), int)
     weight, told = np.zeros(num_draws), np.zeros(num_draws)
     sizes = [np.array(list(map(len, own))) for own in asked.labels]
-    # Lengths are drawn in proportion to their number of labels; the weights correct for this.
+    # A length is drawn in proportion to its number of labels, which the weights correct for.
     length = np.stack([rng.choice(size, num_draws) for size in sizes], axis=1)
     for slot, size in enumerate(sizes):
         weight -= np.log((size[None] == length[:, slot, None]).mean(axis=1))
@@ -411,18 +415,18 @@ def logprobs(
     num_rows: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> np.ndarray:
-    """Log-probability in nats of the tokens at the places of each row, float64 ``[N]``.
+    """Log-probability in nats of the tokens at the `places` of each row, float64 ``[N]``.
 
-    ``left_to_right`` decodes the places in their order. ``mean`` is the log of the mean over all
-    orders, from ``2^n - 1`` canvases. Equal canvases run once.
+    ``left_to_right`` decodes the places in the given order. ``mean`` is the log of the mean
+    probability over all orders, computed from ``2^n - 1`` canvases. Equal canvases run once.
 
     Args:
       model: the model.
       rows: the rows.
       order: one of `ORDERS`.
       batch_size: maximum number of rows that run at once.
-      num_rows: rows of every program; None: the smallest sufficient power of two, up to
-        `batch_size`.
+      num_rows: number of rows of every program; None uses the smallest sufficient power of two, up
+        to `batch_size`.
       goes_on: as in `answers`.
     """
     mask_id = model.tokenizer.mask_id
@@ -448,7 +452,8 @@ def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
 
 
 def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
-    """Indices ``[2^n - 1, n]`` of the read of each place, for each set of decoded places.
+    """Indices ``[2^n - 1, n]`` of the log-probability at each place, for each set of decoded
+    places.
 
     Bit i of a set is 1 if place i is decoded. Entries of decoded places are 0 and unused.
     """
@@ -486,7 +491,7 @@ class _Canvases:
         self._reads: dict[tuple[int, int, int], int] = {}
 
     def read(self, shown: np.ndarray, place: int, id_: int) -> int:
-        """Index of the log-probability of an id at a place of a canvas."""
+        """Index of the log-probability of an id at a position on a canvas."""
         number = self._known.setdefault(shown.tobytes(), len(self._tokens))
         if number == len(self._tokens):
             self._tokens.append(shown)
@@ -545,7 +550,9 @@ def _read(
     network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
     place_PB: jax.Array, ids_PBK: jax.Array, *, mask_id: int,
 ) -> jax.Array:  # fmt: skip
-    """Log-probability in nats of ids at places, ``[P, B, K]``, with MASK excluded as in losses."""
+    """Log-probabilities in nats of ids at positions, ``[P, B, K]``. MASK is excluded, as in the
+    losses.
+    """
     hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
 
     def at(asked: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -564,8 +571,8 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
     """The temperature with the lowest negative log-likelihood of the correct labels, in [0.01,
     100].
 
-    The cost is convex in its inverse (Guo et al. 2017, On calibration of modern neural networks,
-    4.2).
+    The cost is convex in the inverse temperature (Guo et al. 2017, On calibration of modern neural
+    networks, 4.2).
 
     Args:
       logprobs: `Decision.logprobs` of each line.
@@ -610,7 +617,7 @@ def calibrate_lengths(
 
 
 def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The mean negative log-probability of the correct labels, nats per line."""
+    """The mean negative log-probability of the correct labels, in nats per line."""
     chosen = np.array([own[k] for own, k in zip(probabilities, right, strict=True)])
     return float(-np.log(np.maximum(chosen, np.finfo(np.float64).tiny)).mean())
 
@@ -621,7 +628,8 @@ def expected_calibration_error(
     """Mean difference between the confidence in the most likely label and its accuracy, in [0, 1].
 
     Lines are sorted by confidence into bins of equal width, ``((b - 1) / n, b / n]``. The result is
-    the absolute difference of each bin, weighted by its lines (Guo et al. 2017, equation 3).
+    the mean absolute difference over all bins, weighted by the number of lines in each bin (Guo et
+    al. 2017, equation 3).
     """
     sure = np.array([own.max() for own in probabilities])
     hit = np.array([own.argmax() == k for own, k in zip(probabilities, right, strict=True)])
@@ -651,12 +659,12 @@ def write_calibration(
 def read_calibration(
     path: str | os.PathLike[str], model: Model, *, order: str | None = None
 ) -> dict[str, Scale]:
-    """The scales of a file by task.
+    """The scales in a file, by task.
 
     Args:
       path: file from `write_calibration`.
       model: model that the file must match.
-      order: order of the fitted scales to return; None: all.
+      order: decoding order; only scales fitted for it are returned. None returns all.
     """
     tasks = _calibrated(path, model)
     return {
@@ -749,7 +757,7 @@ def _check(
 
 
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
-    """The choices of each prompt."""
+    """The choices for each prompt."""
     if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
         raise SettingError("choices", choices, "are not a list of labels", "pass at least two")
     are_several = not isinstance(choices, Mapping) and any(

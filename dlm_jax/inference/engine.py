@@ -1,8 +1,8 @@
 """The sampling engine. It accepts requests at any time and returns rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
-runs the rows. The engine combines them across threads and processes. Each call of `Engine.step`
-serves one queue by one call of its compiled loop.
+runs the rows. The engine combines both across threads and processes. Each call of `Engine.step`
+serves one queue with one call of its compiled loop.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class Engine:
     """Accepts requests at any time, runs them in batches, and returns each row when it ends.
 
     The tokens of a row depend only on its request, not on the time of submission, other requests,
-    cancellations or slots. They are equal bit for bit in programs of the same size, and equal to
-    float tolerance otherwise. `step` returns every ticket exactly once.
+    cancellations or slots. They are bitwise equal in programs of the same size, and otherwise equal
+    up to floating-point tolerance. `step` returns every ticket exactly once.
 
     `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
-    of the model belong to several processes, each process has an engine and a share of the slots.
-    All processes reserve the same requests, submit any of them, and then call `step` until
-    `is_busy` is false.
+    of the model belong to several processes, each process has an engine and an equal part of the
+    slots. All processes must reserve the same requests. Each process may then submit any of these
+    requests, and must call `step` until `is_busy` is False.
 
     Args:
       model: from `load`, or a custom one.
-      batch_size: maximum number of rows of one program that run at once, rounded up to a multiple
-        of the devices that shard them.
+      batch_size: maximum number of rows that run at once in one program, rounded up to a multiple
+        of the number of devices that the rows are sharded over.
       sizes: allowed slot counts of programs. Each size is compiled on first use. With
-        ``(batch_size,)`` every row is reproducible bit for bit. Default: `batch_size` divided by
+        ``(batch_size,)`` every row is bitwise reproducible. Default: `batch_size` divided by
         powers of 8.
       canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
         Default: powers of two from 64.
@@ -67,9 +67,9 @@ class Engine:
         If all are busy, one is drained so that a different kind of request can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
-        ``cache="exact"`` and the same beginning reuse them. A row that finds its prefix equals one
-        that does not, bit for bit. The model must be causal or block-causal and on one device. 0:
-        off.
+        ``cache="exact"`` and the same beginning reuse them. A row is bitwise the same whether or
+        not its prefix was cached. The model must be causal or block-causal and on one device. 0
+        disables the cache.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is unfinished, here or in another process."""
+        """Whether any request is unfinished, in this process or in another one."""
         return bool(self._entries) or self._scheduler.is_together and self._scheduler.is_busy
 
     @property
@@ -142,9 +142,9 @@ class Engine:
         return sum(queue.num_waiting for queue in self.queues)
 
     def results(self, requests: Iterable[Request]) -> Iterator[tuple[int, Row]]:
-        """Yields the index of each request and its row, as rows end.
+        """Yields the index and the row of each request when the row ends.
 
-        Requests are read lazily, up to the queue limit, so their number is unlimited.
+        Requests are read lazily, up to the queue limit, so there may be any number of them.
         """
         places: dict[Ticket, int] = {}
         coming = enumerate(requests)
@@ -160,14 +160,14 @@ class Engine:
                     yield places.pop(ticket), row
 
     def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
-        """Sizes programs for the slots of these future requests.
+        """Chooses program sizes for requests that will be submitted later.
 
-        Reserving all requests in advance gives fewer and smaller programs.
+        Fewer and smaller programs are needed if all requests are reserved in advance.
 
         Args:
           requests: the requests that will be submitted.
           on_one_canvas: whether requests with equal static settings share the canvas of the longest
-            request. Otherwise each uses the shortest canvas that holds it.
+            request. Otherwise each request uses the shortest canvas that fits it.
         """
         with self._lock:
             for static, members in group(requests).items():
@@ -206,20 +206,19 @@ class Engine:
         is_watched: bool = False,
         number: int | None = None,
     ) -> Ticket:
-        """Queues a request for a slot.
+        """Queues a request for a slot. An error does not affect other requests.
 
         Args:
           request: from `make_requests`.
           priority: requests of higher priority are served first within a queue.
           is_watched: whether `step` returns the row while it runs.
-          number: ticket number, which host samplers and errors use to identify the row. It must
-              exceed
-            all earlier ticket numbers. Default: the next number.
+          number: ticket number, which identifies the row in host samplers and errors. It must
+            exceed all earlier ticket numbers. Default: the next number.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
-              it, or the number is too small. `EngineFullError` if the queue is full. Other requests
-            are not affected.
+            it, or the number is too small.
+          EngineFullError: the queue is full.
         """
         check_canvas(request, self._facts, mask_id=self._mask_id)
         with self._lock:
@@ -269,8 +268,7 @@ class Engine:
 
         Args:
           num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
-              rows have ended while other requests wait. With 0 it only fills free slots. Default:
-              8,
+            rows have ended while other requests wait. With 0 it only fills free slots. Default: 8,
             or 1 if a row is watched.
         """
         if num_steps is not None and num_steps < 0:
@@ -312,7 +310,7 @@ class Engine:
             )
 
     def num_committed(self) -> int:
-        """Tokens that the running rows have written."""
+        """Number of tokens that the running rows have written."""
         return sum(q.slots.num_committed() for q in self.queues if q.slots is not None)
 
     def close(self) -> None:
@@ -354,7 +352,9 @@ class Engine:
         return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
 
     def _add(self, queue: Queue) -> Queue:
-        """The existing queue of the bucket, or this one, which is added."""
+        """The existing queue of the same bucket. If there is none, `queue` is added and
+        returned.
+        """
         queues = self._queues.setdefault(queue.bucket.static, [])
         same = next((other for other in queues if other.bucket.key == queue.bucket.key), None)
         if same is not None:
@@ -384,15 +384,15 @@ class Engine:
         return 1 if static.needs_host else num_shares(self._rows)
 
     def _agree(self) -> None:
-        """The work in each queue, summed over all processes. The result is the same in each
-        process.
+        """Gives the scheduler the work in each queue, summed over all processes. The totals are the
+        same in each process.
         """
         own = np.array(self._scheduler.counts(), np.int32)
         everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
         self._scheduler.agree(everywhere.tolist())
 
     def _evicted(self, entry: Entry, queue: Queue) -> Row:
-        """The row of a cancelled request. Its slot becomes free."""
+        """The row of a cancelled request, whose slot becomes free."""
         if entry.slot is None:
             row = self._unstarted(entry, Status.CANCELLED)
         else:
@@ -409,7 +409,9 @@ class Engine:
     def _serve(
         self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]
     ) -> dict[Ticket, Row]:
-        """Runs one call and returns the watched rows. Ended rows are added even if others fail."""
+        """Runs one call of the loop and returns the watched rows. Rows that end are added to
+        `ended`, even if other rows fail.
+        """
         before = len(ended)
         try:
             self._advance(queue, num_steps, ended)
@@ -460,7 +462,7 @@ class Engine:
             self._fill(queue)
 
     def _slots(self, queue: Queue) -> Slots:
-        """The slots of a queue: new or resized for its chosen program."""
+        """The slots of a queue, created or resized for its chosen program."""
         slots, size = queue.slots, queue.size
         assert size is not None
         if slots is None:
@@ -503,7 +505,7 @@ class Engine:
 
 
 def _eighths(batch_size: int) -> list[int]:
-    """The number divided by powers of 8, down to 1."""
+    """`batch_size` and its quotients by powers of 8, down to 1."""
     sizes = [batch_size]
     while isinstance(batch_size, int) and sizes[-1] > 1:
         sizes.append(max(1, sizes[-1] // 8))
@@ -538,9 +540,9 @@ class AsyncEngine:
     requests.
 
     Args:
-      engine: the engine, which only this object may step; leaving the context closes it.
-      steps_per_call: number of steps between checks for new requests. It bounds the wait of a
-        request when a slot is free.
+      engine: the engine. Only this object may step it, and leaving the context closes it.
+      steps_per_call: number of steps between checks for new requests. It bounds how long a new
+        request waits if a slot is free.
     """
 
     def __init__(self, engine: Engine, *, steps_per_call: int = 2):
@@ -604,7 +606,9 @@ class AsyncEngine:
                     return
 
     async def close(self) -> None:
-        """Closes the engine after the running call. Waiting callers get a ValueError."""
+        """Closes the engine after the current call of `Engine.step`. Waiting callers get a
+        ValueError.
+        """
         self._is_closing = True
         try:
             if self._driver is not None:
@@ -620,7 +624,9 @@ class AsyncEngine:
     async def _submitted(
         self, request: Request, priority: int, *, is_watched: bool
     ) -> AsyncIterator[asyncio.Queue[Row | Exception]]:
-        """The updates of a request, which is cancelled if the block exits before its end."""
+        """Yields a queue with the updates of a request. The request is cancelled if the ``async
+        with`` block exits before the row ends.
+        """
         told: asyncio.Queue[Row | Exception] = asyncio.Queue()
         ticket = await self._submit(request, priority, is_watched, told)
         try:
@@ -642,8 +648,8 @@ class AsyncEngine:
         while True:
             if self._is_closing:
                 raise ValueError("the engine is closed, or has failed; create a new one")
-            # No other task runs between these two statements, so that tasks waiting for room wake
-            # up.
+            # The lock is held from a failed `submit` until `wait`, so that no notification is
+            # missed.
             async with self._room:
                 try:
                     ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
@@ -696,8 +702,8 @@ class AsyncEngine:
     def _until_told(self) -> Step:
         """Runs calls of `Engine.step` in the engine thread until one yields an update for a caller.
 
-        Requests submitted or cancelled in the meantime are handled by the next call. This saves the
-        round trip through the event loop.
+        Requests submitted or cancelled in the meantime are handled by the next call. Calls without
+        an update save the round trip through the event loop.
         """
         while True:
             step = self.engine.step(self._steps_per_call)

@@ -1,4 +1,4 @@
-"""The main entry point of sampling: texts from a model, with settings per prompt."""
+"""The main entry point for sampling: texts from a model, with settings per prompt."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 
 MOST_ROWS = 1 << 20
-"""Maximum rows of one call."""
+"""Maximum number of rows per call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts(Generation):
     """A `Generation` with its rows decoded.
 
-    Rows end with the first generated EOS, which decodes to no text.
+    Rows end with the first generated EOS, which decodes to an empty text.
 
     Attributes:
       texts: prompt and continuation of each row.
@@ -66,31 +66,32 @@ def generate(
 
     Args:
       model: from `load`, or a custom `Model`.
-      prompts: strings, which are kept unchanged, or mappings. A mapping has ``prompt`` and any
-        settings of this prompt, including ``seed`` (of its first sample), ``max_length``,
+      prompts: strings, which are used unchanged, or mappings. A mapping has ``prompt`` and any
+        settings for this prompt, including ``seed`` (of its first sample), ``max_length``,
         ``host_sampler`` and ``read_back``. Instead of ``prompt`` it may have ``template``, a text
         with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK is a
-        gap if ``infill`` is true. ``draft`` is a text after the prompt to refine. See
+        gap if ``infill`` is true. ``draft`` is a text to refine that follows the prompt. See
         `dlm_jax.inference.request.make_canvas`.
-      num_samples: rows of each prompt, next to each other in the result.
+      num_samples: number of rows per prompt. They are adjacent in the result.
       seed: random seed of the first row.
-      max_length: maximum number of tokens of a row, including its prompt. Default: the model's.
-      batch_size: rows that run at once.
+      max_length: maximum number of tokens per row, including the prompt. Default:
+        ``model.max_length``.
+      batch_size: number of rows that run at once.
       host_sampler: Python function that selects the tokens of all rows from
-        `dlm_jax.inference.candidates.Candidates`, the candidates after the chain of the row.
+        `dlm_jax.inference.candidates.Candidates`, which remain after the chain of the row.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
-      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). It takes 25
+      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). A trace takes 25
         bytes per canvas position and step. All rows must then run in one program.
       max_candidates: maximum number of candidates per position for host samplers and
         read-back.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
-        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields hold one
-        value for all rows or one per row (``commit=Threshold(0.9)``,
+        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields contain
+        one value for all rows or one per row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
         ``rules=[...]`` registers custom rules, which then have settings like built-in rules.
-        Settings of a mapping take precedence over these, and these over the recommendations of the
-        model.
+        Settings in a mapping take precedence over these settings, which take precedence over those
+        recommended by the model.
 
     Raises:
       ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
@@ -112,7 +113,7 @@ def _made(
     max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
-    """The texts of all requests. Each process generates its share and receives all texts."""
+    """The texts of all requests. Each process generates a part of them and receives all texts."""
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:
@@ -161,12 +162,12 @@ def stream(
 ) -> Iterator[dict[int, Row]]:
     """Yields the canvases of `generate` during denoising, by row index.
 
-    The first canvas precedes all steps. Others follow every `every` steps, or each finished block
-    with ``every="block"``. Rows that wait for a slot are not yielded. The last canvas of a row has
-    the tokens that `generate` returns.
+    The first canvas is yielded before the first step. Later canvases are yielded after every
+    `every` steps, or after each finished block with ``every="block"``. Rows that wait for a slot
+    are not yielded. The last canvas of a row has the tokens that `generate` returns.
 
-    The arguments are those of `generate` and ``every``: the number of steps between two canvases,
-    at least 1, or "block".
+    The arguments are those of `generate` and ``every``, which is "block" or the number of steps
+    between two canvases, at least 1.
     """
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
@@ -190,7 +191,7 @@ def all_requests(
     num_samples: int,
     common: Mapping[str, Any],
 ) -> list[Request]:
-    """The rows of all prompts, in the order of the result."""
+    """The requests for all prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
         raise SettingError("num_samples", num_samples, "must be an integer of at least 1")
     if isinstance(prompts, str | Mapping):
@@ -247,7 +248,7 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     """Where each part of a chain runs (device or host), one line per part.
 
     Args:
-      model: source of recommended settings, used where no value is given.
+      model: its recommended settings are used where no value is given.
       host_sampler: host sampler of the row, if any.
       **settings: as for `generate`.
     """
@@ -269,8 +270,8 @@ def canvases(
 ) -> Iterator[dict[int, Row]]:
     """Yields rows by request index, before the first step and after every `every` steps.
 
-    With ``"block"`` it yields a row after each finished block. The last yield of a row is its final
-    result, cut at its first EOS. Programs take turns.
+    With ``"block"`` it yields a row after each finished block. The last value yielded for a row is
+    its final result, truncated after the first EOS. Programs take turns.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":

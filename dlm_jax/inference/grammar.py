@@ -1,7 +1,7 @@
-"""Grammars as regular expressions: GBNF, the notation of llama.cpp for EBNF.
+"""Converts grammars in GBNF, the EBNF notation of llama.cpp, to regular expressions.
 
 A rule that refers to itself only at its end or only at its beginning becomes a loop. Other
-recursion is expanded to a depth, so deeper texts of the grammar do not match.
+recursion is expanded to a limited depth, so texts that are nested deeper do not match.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Part(NamedTuple):
     Attributes:
       kind: ``any`` of the parts, ``all`` of them in order, ``text``, ``name`` or ``times``.
       text: a regular expression, the name of a rule, or the number of repetitions of the part.
-      parts: its parts.
-      line: line number.
+      parts: nested parts.
+      line: line number in the grammar.
     """
 
     kind: str
@@ -45,11 +45,11 @@ def is_grammar(text: str) -> bool:
 
 
 def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15) -> str:
-    """The regular expression of the texts that the rule ``root`` of a grammar matches.
+    """The regular expression for the texts that the rule ``root`` of a grammar matches.
 
     Args:
-      grammar: rules ``name ::= ...`` of ``"text"``, ``[sets]``, ``.``, names of rules, groups,
-        ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
+      grammar: rules ``name ::= ...``, which may contain ``"text"``, ``[sets]``, ``.``, names of
+        rules, groups, ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
       depth: maximum nesting of a rule inside itself.
       longest: maximum length of the expression in characters.
 
@@ -159,7 +159,7 @@ def _regex(kind: str, text: str) -> str:
     if kind == "name":
         return text
     if kind == "set":
-        # The only character of a set that `re` interprets differently.
+        # ``[`` is the only character in a set that `re` interprets differently.
         return "[" + text[1:-1].replace("[", "\\[") + "]"
     if kind == "sign":
         return "(.|\\n)"
@@ -173,7 +173,7 @@ def _regex(kind: str, text: str) -> str:
 
 
 class _Written:
-    """Rules expanded to expressions; None for a rule without a text within the depth."""
+    """Expands rules to expressions. A rule that matches no text within the depth becomes None."""
 
     def __init__(self, rules: dict[str, _Part], depth: int, longest: int):
         self._rules, self._depth, self._longest = rules, depth, longest

@@ -2,8 +2,8 @@
 
 The chain runs on the device for all rows. For a row with a host sampler (a Python function), only
 the candidates after the chain are copied to the host. The draws of other rows stay on the device.
-Read-back returns, for each position, the sampled token, its probability, the number of candidates
-that remain after the chain, and the largest of them with their logits.
+For each position, read-back returns the sampled token, its probability, the number of candidates
+that remain after the chain, and the most likely of these candidates with their logits.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ReadBack(NamedTuple):
     Attributes:
       token_N: int32 ids.
       probability_N: probability of the token under the softmax of the final logits.
-      num_candidates_N: int32, number of finite logits. If it exceeds K, `top_*` holds only the
-        largest.
+      num_candidates_N: int32, number of finite logits. If it exceeds K, the `top_*` arrays contain
+        only the K largest.
       top_ids_NK: int32, the K largest candidates, largest first; padded with V.
-      top_logits_NK: their logits, padded with -inf.
+      top_logits_NK: logits of these candidates, padded with -inf.
     """
 
     token_N: Array
@@ -97,7 +97,7 @@ def open_places(
     *,
     mask_id: int,
 ) -> list[Place]:
-    """Every open position of the rows at `slots` whose logits are finite."""
+    """Every open position in the rows in `slots` whose logits are finite."""
     rows = jnp.asarray(slots, jnp.int32)
     canvas = state.canvas
     is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
@@ -173,7 +173,9 @@ class HostLoop:
         return state, look(self.program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Temporary memory of the first half of a step, without its arguments; compiles it."""
+        """Bytes of temporary memory in the first half of a step, without its arguments. This
+        compiles the first half.
+        """
         plan: Any = self._look.lower(params, state).compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
 
@@ -193,15 +195,15 @@ class HostLoop:
         Args:
           params: parameters of the program's network.
           state: on one device, or replicated.
-          samplers: host sampler of each row that has one. Before a row's first step its `reset` is
-            called, and after a step its `accept`, if it has them.
-          read_back: rows to read back. Their commits are returned row by row, from left to right,
-            with positions before the edits of the step.
+          samplers: host samplers by row. If a sampler has `reset`, it is called before the first
+            step of its row; if it has `accept`, it is called after a step for each committed token.
+          read_back: rows to read back. Their commits are returned row by row and from left to
+            right. The positions are those before the edits of the step.
           max_candidates: maximum number of candidates per position that are copied to the host.
           names: number of each row for host samplers and errors; None uses the slot index.
-          failed: receives the exception of the sampler of a row. This row ends without a commit in
-            this step (at the next step if `accept` failed), and other rows continue. Without it the
-            exception propagates.
+          failed: receives the exceptions of failed samplers by row. A row with a failed sampler
+            ends without a commit in this step (at the next step if `accept` failed), and other rows
+            continue. If None, the exception propagates.
         """
         if max_candidates < 1:
             raise SettingError("max_candidates", max_candidates, "must be at least 1")
@@ -263,14 +265,14 @@ class HostLoop:
         max_candidates: int,
         failed: dict[int, Exception] | None,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
-        """The inputs with the host samplers' choices at `places`, and their tokens."""
+        """The inputs with the host samplers' choices at `places`, and the read-back records."""
         size = min(max_candidates, self.program.network.vocab_size)
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
-        # A padding position of the chunk may have a token with probability 0.
+        # At padding positions of the chunk, the token may have probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):
@@ -301,7 +303,7 @@ class HostLoop:
 def _call_hook(
     hook: Callable[[], None], slot: int, name: int, what: str, failed: dict[int, Exception] | None
 ) -> None:
-    """Calls a hook of the sampler of a row, unless the row has failed."""
+    """Calls a hook of a row's host sampler, unless the row has failed."""
     if failed is not None and slot in failed:
         return
     try:
@@ -319,7 +321,7 @@ def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """The remaining candidates at the position with this index."""
+    """The remaining candidates at `place`, which is entry `number` of the arrays in `left`."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -356,7 +358,9 @@ def _survivors(
     *,
     size: int,
 ) -> _Survivors:
-    """The `size` largest logits after the chain at each position, and the draw of the device."""
+    """The `size` largest logits after the chain at each position, and the token that the device
+    drew.
+    """
     at = _at(inputs, places_P, is_real_P)
     clean_PV = inputs.output.logits(program.network, params, places_P)
     chain = chain_now(state)
@@ -401,21 +405,21 @@ PATIENCE = 10.0
 def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
     """A host sampler that constrains a row to full matches of `pattern`.
 
-    Each position gets a candidate with which the text is still a prefix of a match.
-    `Candidates.choose` selects it, by the temperature and seed of the row. The last position, and
-    any id without text, such as EOS, must complete the match. There is no look-ahead: a pattern
-    that needs more or fewer tokens than remain in the row raises an error. Given tokens at the
-    start of the row are not part of the text.
+    At each position, a candidate is allowed if the text that ends with it is still a prefix of a
+    match. `Candidates.choose` selects one of them according to the temperature and seed of the row.
+    At the last position, and for any id without text, such as EOS, the text must be a full match.
+    There is no look-ahead, so an error is raised if the pattern needs more or fewer tokens than
+    remain in the row. Given tokens at the start of the row are not part of the text.
 
-    A row with such a sampler needs ``order="left_to_right"`` and a step for every new token.
-    If tokens are parts of characters, an unfinished character is read as U+FFFD.
+    A row with such a sampler needs ``order="left_to_right"`` and one step for every new token.
+    If a token is only part of a character, the unfinished character is read as U+FFFD.
 
     Args:
       pattern: regular expression of the module `regex`, which accepts the syntax of `re`.
-      decode: maps ids to text, as `Tokenizer.decode`.
+      decode: maps ids to text, like `Tokenizer.decode`.
 
-    The time of some patterns, such as ``(a|a)*[bc]``, doubles with every character. The limit is
-    `PATIENCE` seconds per position.
+    For some patterns, such as ``(a|a)*[bc]``, the matching time doubles with every character. It is
+    limited to `PATIENCE` seconds per position.
     """
     try:
         compiled = regex.compile(pattern)

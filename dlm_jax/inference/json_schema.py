@@ -1,8 +1,8 @@
-"""JSON schemas as regular expressions (JSON Schema 2020-12).
+"""Converts JSON schemas (JSON Schema 2020-12) to regular expressions.
 
 A pattern matches a subset of the texts that the schema allows: properties keep the order of the
-schema, and no other properties are added. ``oneOf`` is treated as ``anyOf``. Unsupported keywords
-are refused with their path in the schema.
+schema, and no other properties are added. ``oneOf`` is treated as ``anyOf``. An unsupported keyword
+raises an error with the path of the keyword in the schema.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _BOUNDS = {"minimum": max, "maximum": min, "exclusiveMinimum": max, "exclusiveMa
 
 
 def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> str:
-    """The regular expression of texts that a JSON schema allows.
+    """The regular expression for texts that a JSON schema allows.
 
     Args:
       schema: the schema.
@@ -86,7 +86,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
 
 
 def regex_of_objects() -> str:
-    """The regular expression of JSON objects nested up to two levels deep."""
+    """The regular expression for JSON objects nested up to two levels deep."""
     text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
     plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
     value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
@@ -159,7 +159,7 @@ class _Schema:
         return _either([self._typed(kind, schema, where) for kind in kinds])
 
     def _guessed(self, schema: Mapping[str, Any]) -> list[str]:
-        """The types of a schema without a type: those implied by its keywords, or any."""
+        """The types of a schema without a type: those that its keywords imply, or else all."""
         found = [
             kind
             for kind, names in _OF_TYPE.items()
@@ -334,7 +334,7 @@ def _listing(item: str | None, low: int, high: int | None) -> str:
 
 
 def _members(value: str | None, low: int, high: int | None) -> str:
-    """An object with this number of pairs with arbitrary names."""
+    """An object with this number of members, whose names are arbitrary."""
     if value is None or high == 0:
         return r"\{[ ]?\}"
     pair = f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
@@ -343,7 +343,7 @@ def _members(value: str | None, low: int, high: int | None) -> str:
 
 
 def _sequence(pairs: Sequence[tuple[str, bool]]) -> str:
-    """An object of pairs in this order, where optional pairs may be missing."""
+    """An object with these pairs in this order. Optional pairs may be missing."""
     rests = [""]
     for pair, is_needed in reversed(pairs):
         rests.append(f"([ ]?,{pair}){'' if is_needed else '?'}{rests[-1]}")
@@ -483,8 +483,8 @@ def _negated(bound: _Bound) -> _Bound:
 
 
 def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
-    """Digits of the non-negative numbers between two bounds; each bound states whether it is
-    excluded.
+    """Digits of the non-negative numbers between two bounds. Each bound includes a flag that states
+    whether the bound itself is excluded.
     """
     if low is None or low[0] < 0:
         low = Decimal(0), False
@@ -507,7 +507,7 @@ def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
     last, rest = _split(high[0])
     top = _fraction(rest, high[1], is_up=False)
     if first == last:
-        # Short fractions between both bounds, by the first digit that differs.
+        # Short fractions between the two bounds, by the first digit in which the bounds differ.
         return _with(first, _within(after, low[1], rest, high[1]))
     middle = f"({_between(first + 1, last - 1)}){many}" if last - first > 1 else None
     return _either([_with(first, bottom), middle, _with(last, top)])
@@ -523,8 +523,8 @@ def _with(whole: int, fraction: str | None) -> str | None:
 
 
 def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """Fractions with their decimal point, at least or at most these digits; at most includes
-    none.
+    """Fractions of at least or at most these digits, including the decimal point. "At most" also
+    allows no fraction.
     """
     if is_up:
         found = _up(digits, is_excluded)
@@ -538,7 +538,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """Non-empty digits of at least this value."""
+    """Non-empty digits that are at least these digits."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -547,7 +547,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """Non-empty digits of at most this value."""
+    """Non-empty digits that are at most these digits."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]
@@ -559,7 +559,7 @@ def _down(digits: str, is_excluded: bool) -> str | None:
 
 
 def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
-    """Fractions between two bounds, with their decimal point."""
+    """Fractions between two bounds, including the decimal point."""
     size = max(len(low), len(high))
     shared = 0
     low, high = low.ljust(size, "0"), high.ljust(size, "0")
@@ -581,7 +581,7 @@ def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
 
 
 def _between(low: int, high: int | None) -> str:
-    """Integers from `low`, 0 or more, to `high`, without leading zeros."""
+    """Integers from `low` (at least 0) to `high`, without leading zeros."""
     if high is None:
         if low <= 1:
             return "[1-9][0-9]*" if low else "(0|[1-9][0-9]*)"
@@ -597,7 +597,7 @@ def _between(low: int, high: int | None) -> str:
 
 
 def _same_size(low: str, high: str) -> str:
-    """Digit strings of equal length from one to the other."""
+    """Digit strings from `low` to `high`, which have the same length."""
     if low == high:
         return low
     size = len(low)
@@ -663,7 +663,7 @@ _PRIVATE = 0x10F000
 
 
 class _Printed:
-    """Parsed patterns as text, with sets that exclude what a JSON string escapes."""
+    """Writes parsed patterns as text. Sets exclude the characters that a JSON string escapes."""
 
     def __init__(self, kept: list[str], where: str):
         self._kept, self._where = kept, where
@@ -714,7 +714,7 @@ class _Printed:
                 found.append(f"[^{member}{_UNSAFE}]")
             elif kind == "CATEGORY":
                 member = self._member((kind, value))
-                # Only the white space that a JSON string contains unescaped.
+                # Only the white space that a JSON string can contain without an escape.
                 found.append(r"[^\S\x00-\x1F]" if member == r"\s" else member)
             else:
                 found.append(self._between(*value))

@@ -46,24 +46,25 @@ from dlm_jax.types import Network, Params
 class Model:
     """A network with its parameters, its tokenizer, and recommended sampling settings.
 
-    Construct one from custom functions to sample from any network; see docs/own_rules.md.
+    To sample from any other network, construct a `Model` from its functions; see
+    docs/own_rules.md.
 
     Attributes:
       network: the model as pure functions.
-      params: their parameters.
-      tokenizer: text to ids and back.
-      sample: default settings of a call.
-      max_length: length in tokens of the longest training canvas.
-      is_causal: whether it is autoregressive and has exact likelihoods.
+      params: parameters of the network.
+      tokenizer: converts between text and ids.
+      sample: default sampling settings.
+      max_length: length of the longest training canvas, in tokens.
+      is_causal: whether the model is autoregressive and therefore has exact likelihoods.
       config: the training config; None for a custom network.
       more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
-      presets: settings by name, such as the decoding loops of the reference code of a published
-        model. `PRESETS` are available for every model.
+      presets: named sets of settings, such as those for the decoding loops in the reference code
+        of a published model. `PRESETS` are available for every model.
       chat: chat template of an instruction-tuned model; None if there is none.
       family: the family of a published model; empty for other models.
       untrained: heads (``sampler``, ``critic``) that are not trained yet.
-      corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
-      compiler_options: compiler options of its programs, as in ``mesh.compiler_options``.
+      corpus_sha256: checksum of the training text (`dlm_jax.data.Corpus`); empty if unknown.
+      compiler_options: options for compiling programs, as in ``mesh.compiler_options``.
     """
 
     network: Network
@@ -85,7 +86,7 @@ class Model:
         check_settings()
 
     def preset(self, name: str) -> dict[str, Any]:
-        """The settings of a preset of this model or of every model."""
+        """The settings of a preset, either of this model or common to all models."""
         known = {**PRESETS, **self.presets}
         if name not in known:
             raise SettingError("preset", name, "is unknown", f"this model has {', '.join(known)}")
@@ -99,31 +100,31 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """Whether ``fill="auto"`` resolves to the wavefront. This requires a trained sampler
+        """Whether ``fill="auto"`` resolves to ``wavefront``, which requires a trained sampler
         head.
         """
         return "sampler" in self.heads and "sampler" not in self.untrained
 
     @property
     def noise(self) -> Schedule:
-        """The noise schedule of the training; linear for a custom network."""
+        """The noise schedule used in training; linear for a custom network."""
         asked = ObjectiveConfig() if self.config is None else self.config.objective
         return SCHEDULES[asked.schedule](asked.schedule_power)
 
     @property
     def process(self) -> Process:
-        """The forward process of the training; the masked one for a custom network."""
+        """The forward process used in training; the masked process for a custom network."""
         return (ObjectiveConfig() if self.config is None else self.config.objective).noise_process
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
-        """Ids that the noise of the process may contain."""
+        """Ids that the forward process may use as noise."""
         return noise_ids(self.tokenizer)
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that are never written: MASK, banned ids of the tokenizer, and logits without a
-        token.
+        """Ids that are never written: MASK, ids that the tokenizer bans, and ids of logits that
+        have no token.
         """
         beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
         return tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond)))
@@ -196,7 +197,7 @@ def load(
     quantize: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """Loads the model of a run, a weights file, a published directory, the Hub or this package.
+    """Loads a model from a run, a weights file, a published directory, the Hub or this package.
 
     Args:
       path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
@@ -204,20 +205,20 @@ def load(
         (docs/published.md); the name of a model that ships with the package; or a Hub id,
         ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
         precedence over the Hub. None loads ``shakespeare``.
-      mesh: devices that shard the parameters and the sampled rows, or their number along each axis.
-        Each shard of a parameter is read directly onto its device. None is a single device.
-      dtype: dtype of the parameters, one of `DTYPES`, and of the computation of a published model.
-        None is float32, or the stored dtype of a published model.
-      quantize: keeps the matrices of the blocks in 8 bits for sampling and scoring: ``int8``, or
-          ``int8_dynamic``, which also rounds the inputs of their products. Matrices of a published
-          directory are quantised one by one as they are read.
-      report: called with a line about each skipped damaged checkpoint, and with a line that lists
-          the recommended settings of a published directory.
+      mesh: devices over which the parameters and the sampled rows are sharded, or the number of
+        devices along each axis. Each shard of a parameter is read directly onto its device. None
+        uses a single device.
+      dtype: dtype of the parameters, one of `DTYPES`. A published model also computes in this
+        dtype. None means float32, or the stored dtype of a published model.
+      quantize: stores the matrices of the blocks in 8 bits for sampling and scoring: ``int8``, or
+        ``int8_dynamic``, which also rounds the inputs of the matrix products. The matrices of a
+        published directory are quantised one at a time as they are read.
+      report: called with one line for each damaged checkpoint that is skipped, and with one line
+        that lists the recommended settings of a published directory.
 
     Raises:
       ValueError: the path has no usable model, the mesh does not fit the devices, the dtype is
-        unknown, or JAX has settings that change results. The message names the problem and the
-        remedy.
+        unknown, or a JAX setting changes results. The message names the problem and the remedy.
     """
     check_settings()
     path = path_of_model(path)
@@ -300,7 +301,7 @@ def _published(
 def _placed(
     name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
 ) -> jax.ShapeDtypeStruct:
-    """The dtype and sharding of a stored parameter."""
+    """The dtype and sharding with which a stored parameter is loaded."""
     kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
     sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
     return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)
@@ -324,15 +325,16 @@ def export(
     """Writes a published directory (config.json, safetensors, tokenizer) and returns its file
     names.
 
-    `dlm_jax.load` and the reference code of the family can read it. Parameters keep their dtype,
-    and adapters are merged into the matrices. Heads other than the LM head are omitted. Recommended
-    settings are written to generation_config.json. The directory is created atomically.
+    Both `dlm_jax.load` and the reference code of the family can read the directory. Parameters keep
+    their dtype, and adapters are merged into the matrices. Heads other than the LM head are
+    omitted. Recommended settings are written to generation_config.json. The directory is created
+    atomically.
 
     Args:
-      model: from `dlm_jax.load`: a published model, or a run initialised from one.
-      path: a directory that does not exist.
-      family: output family (`docs/published.md`). None is the family of the loaded model, or the
-        first that can express all of its settings.
+      model: a published model, or a run initialised from one, as loaded by `dlm_jax.load`.
+      path: path of the directory, which must not exist yet.
+      family: output family (`docs/published.md`). None selects the family of the loaded model, or
+        otherwise the first family that can express all settings of the model.
       max_shard_bytes: maximum size in bytes of a weights file.
     """
     if model.config is None:

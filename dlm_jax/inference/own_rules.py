@@ -29,11 +29,11 @@ RESERVED = frozenset((
 
 
 class OwnRules(NamedTuple):
-    """The settings of a call, with its rules as settings.
+    """The settings of a call, including those converted from rule objects.
 
     Attributes:
       table: all rules, including custom rules.
-      settings: by name.
+      settings: values of the settings by name.
       rows: names of settings with one value per row.
       transforms: names of custom transforms in the chain.
     """
@@ -57,12 +57,12 @@ def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
 
 
 def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
-    """Resolves ``rules`` and rule objects of a call into settings by name.
+    """Converts ``rules`` and the rule objects of a call into settings by name.
 
     Args:
-      layers: settings by name. Later layers take precedence. ``rules`` holds custom classes or a
-        module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
-        ``edit`` and ``renoise`` may be rule objects, whose fields hold one value for all rows or
+      layers: settings by name. Later layers take precedence. ``rules`` contains custom classes, or
+        is a module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
+        ``edit`` and ``renoise`` may be rule objects, whose fields contain one value for all rows or
         one per row.
       num_rows: number of rows.
     """
@@ -94,7 +94,7 @@ def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy scalar as a Python number; other values unchanged."""
+    """Converts a NumPy scalar to a Python number and returns other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -141,7 +141,7 @@ def _settings(
                 raise ValueError(f"{name} is given twice, also by {kind}; pass it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
-            # A field at its default is treated as not given if another rule sets it.
+            # A field with its default value counts as not given if another rule sets the setting.
             if np.array_equal(told[name], table.settings[name].default):
                 told.pop(name)
             elif not np.array_equal(fields[name], table.settings[name].default):
@@ -159,7 +159,7 @@ def _settings(
             settings |= {"edit": True} if kind == "edit" else {}
     settings |= told
     if layer.get("transforms") is not None:
-        # Only these transforms are active: recommended values of others are disabled.
+        # Only these transforms are active, so the settings of all others are reset to defaults.
         parts = (cls for classes in table.transforms.values() for cls in classes)
         off = {s.name: s.default for cls in parts for s in cls.settings()}
         settings = off | settings | {"chain": tuple(chain)}
@@ -174,7 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
-    """The rule classes of a sequence, or those that a module defines."""
+    """The rule classes in a sequence, or those that a module defines."""
     if isinstance(rules, ModuleType):
         values = [value for value in vars(rules).values() if isinstance(value, type)]
         found = [
@@ -200,7 +200,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
 
 @functools.lru_cache(maxsize=64)
 def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
-    """The table of built-in rules and these rules."""
+    """A table with the built-in rules and these rules."""
     table = BUILT_IN
     for cls in classes:
         kind = _kind(cls)
@@ -215,7 +215,7 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
         table = replace(table, **{kind: {**known, cls.name: entry}})
     # A boolean setting also has a negated flag.
     opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
-    for name in table.settings:  # which refuses those that are declared twice
+    for name in table.settings:  # raises an error if a setting is declared twice
         is_taken = name in RESERVED or name in opposites or not name.isidentifier()
         if name not in BUILT_IN.settings and is_taken:
             raise ValueError(f"a setting cannot have the name {name!r}; choose another")

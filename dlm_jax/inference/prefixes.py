@@ -1,9 +1,9 @@
-"""Reuse of prompts: keys and values of their chunks, found by the tokens.
+"""Prompt caching: keys and values of prompt chunks, looked up by a digest of the tokens.
 
-In a causal or block-causal model the keys and values of a prefix depend on its tokens alone. They
-are computed in chunks of a fixed size, by one program for each canvas, and kept by the digest of
-all tokens up to the end of the chunk. A row therefore starts from the same bits whether its chunks
-were found or computed.
+In a causal or block-causal model, the keys and values of a prefix depend only on its tokens. They
+are computed in chunks of a fixed size, by one program for each canvas length, and cached under the
+digest of all tokens up to the end of the chunk. A row therefore starts from bitwise identical keys
+and values, whether its chunks were cached or computed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ _AT_LEAST = 64
 
 
 class Prefixes:
-    """Keys and values of chunks of prompts, on the device; the least recently used go first.
+    """Keys and values of prompt chunks on the device. The least recently used chunks are evicted
+    first.
 
     Args:
-      cached: of a causal or block-causal network.
-      max_bytes: most bytes of the chunks.
+      cached: cached trunk of a causal or block-causal network.
+      max_bytes: maximum total size of the chunks in bytes.
 
     Attributes:
-      size: positions of a chunk, a multiple of the blocks of the network.
-      found: positions that were found so far.
-      computed: positions that were computed so far.
+      size: number of positions per chunk, a multiple of the network's block length.
+      found: number of positions found in the cache so far.
+      computed: number of positions computed so far.
     """
 
     def __init__(self, cached: CachedTrunk, max_bytes: int):
@@ -46,14 +47,14 @@ class Prefixes:
         self._put = jax.jit(_in_slot, donate_argnums=0)
 
     def fill(self, params: Params, kept: Any, slot: int, tokens: np.ndarray, canvas: int) -> Any:
-        """`kept` with the keys and values of these tokens at the start of the row of a slot.
+        """`kept` with the keys and values of these tokens written to the start of a slot's row.
 
         Args:
           params: parameters, as `CachedTrunk.ready` returns them.
           kept: the cache of all slots, which is donated.
           slot: index of the row.
-          tokens: int32, whole blocks of the network.
-          canvas: positions of a row of `kept`.
+          tokens: int32, a whole number of the network's blocks.
+          canvas: number of positions per row of `kept`.
         """
         row, digest = self._init(params, 1, canvas), np.int64(canvas).tobytes()
         size = min(self.size, canvas)

@@ -1,5 +1,5 @@
-"""Sampling as pure functions over pytrees, for use under `jax.jit`, with replay and hidden
-vectors.
+"""Sampling as pure functions over pytrees, for use under `jax.jit`. This module also replays traces
+and returns hidden vectors.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Sampled(NamedTuple):
 
     Attributes:
       tokens: int32 ``[B, L]``, PAD beyond the length of each row.
-      lengths: int32 ``[B]``, up to the first generated EOS.
-      logprobs: float32 ``[B, L]`` nats, under the clean logits.
-      committed: int32 ``[B, L]``, the step that wrote each token; -1 if none.
-      steps: int32 ``[B]``, steps taken.
-      status: int32 ``[B]``, a `dlm_jax.Status`.
-      counters: int32 ``[B]`` each.
+      lengths: int32 ``[B]``, number of tokens up to and including the first generated EOS.
+      logprobs: float32 ``[B, L]``, log-probabilities in nats under the clean logits.
+      committed: int32 ``[B, L]``, index of the step that wrote each token; -1 if no step did.
+      steps: int32 ``[B]``, number of steps taken.
+      status: int32 ``[B]``, value of `dlm_jax.Status`.
+      counters: counters of each row, int32 ``[B]`` each.
       trace: all draws; None without ``trace=True``.
     """
 
@@ -73,13 +73,13 @@ class Sampled(NamedTuple):
 class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
-    The functions run the steps of the engine and return the texts of `dlm_jax.generate`. They
-    compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the
-    log-probabilities of the trace have derivatives in `params` through `step`, also in a
-    ``lax.scan``, and through `run`.
+    The functions run the same steps as the engine and return the same texts as `dlm_jax.generate`.
+    They compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the
+    log-probabilities of the trace are differentiable with respect to `params`, through `run` and
+    through `step`, including in a ``lax.scan``.
 
     Attributes:
-      model: source of network, tokenizer and recommended settings; its parameters are not used.
+      model: provides network, tokenizer and recommended settings; its parameters are not used.
       program: static part of the compiled functions.
       request: the settings of every row.
     """
@@ -90,8 +90,8 @@ class Sampler:
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """Compiler options of the engine. With them, ``jax.jit`` reproduces the log-probabilities
-        of the engine bit for bit.
+        """Compiler options of the engine. With these options, ``jax.jit`` reproduces the
+        log-probabilities of the engine bitwise.
         """
         return compiler.options("sample", self.program.rows, self.model.compiler_options)
 
@@ -102,7 +102,7 @@ class Sampler:
           tokens: int32 ``[B, L]``, MASK at holes. Values beyond the length of a row are ignored.
           lengths: int32 ``[B]``.
           seeds: uint32 ``[B]``.
-          is_draft: True ``[B, L]`` at tokens that may be rewritten; None: nowhere.
+          is_draft: bool ``[B, L]``, True at tokens that may be rewritten; None if there are none.
 
         Raises:
           ValueError: shapes do not match, or a concrete row does not fit the settings.
@@ -147,7 +147,7 @@ class Sampler:
         return with_gradient(self.program, params, before, state)
 
     def finish(self, state: State) -> Sampled:
-        """The current rows, cut after their first generated EOS."""
+        """The current rows, truncated after their first generated EOS."""
         canvas, eos_ids = state.canvas, jnp.array(self.program.eos_ids, jnp.int32)
         place_1L = jnp.arange(canvas.tokens_BL.shape[1])[None]
         is_live_BL = place_1L < canvas.length_B[:, None]
@@ -215,7 +215,7 @@ def sampler(
     Args:
       model: from `dlm_jax.load`, or custom.
       trace: whether all draws are recorded (`Trace`).
-      max_length: maximum number of tokens of a row after edits. Default: the model's.
+      max_length: maximum number of tokens per row after edits. Default: ``model.max_length``.
       **settings: as for `dlm_jax.generate`, one value for all rows.
 
     Raises:
@@ -243,23 +243,24 @@ def sampler(
 def replay(
     model: Model | Network, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
-    """Log-probabilities of the tokens written in a trace under `params`, float32 ``[B, S, L]`` in
+    """Log-probabilities under `params` of the tokens written in a trace, float32 ``[B, S, L]`` in
     nats.
 
-    With the sampling parameters the result equals ``trace.logprobs`` where ``trace.is_written`` and
-    0 elsewhere. The equality is bit for bit in float32 on CPU with the same number of rows as in
-    sampling. Otherwise, for example in a ``jax.jit`` without `Sampler.compiler_options`, it holds
-    up to rounding. The function is differentiable in `params` and compiled once per shape. Each
-    step is one forward of all rows, recomputed for the gradient, so memory does not grow with the
-    steps.
+    With the parameters that sampled the trace, the result equals ``trace.logprobs`` where
+    ``trace.is_written`` is True, and is 0 elsewhere. The equality is bitwise in float32 on CPU with
+    the same number of rows as in sampling. Otherwise, for example in a ``jax.jit`` without
+    `Sampler.compiler_options`, it holds up to rounding. The function is differentiable with respect
+    to `params` and compiled once per shape. Each step is one forward pass of all rows. It is
+    recomputed for the gradient, so memory does not grow with the number of steps.
 
     Args:
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
-      params: parameters of the network. If they are sharded over devices, the rows are too.
+      params: parameters of the network. If they are sharded over devices, so are the rows.
       trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether discarded draws are also counted. The probability of a trace includes all
-        draws if draws determine which tokens are written (for example ``order="low_confidence"``)
-        or condition other draws (``fill="wavefront"``).
+      every_draw: whether to include draws that were discarded. They are part of the probability of
+        a trace if draws determine which tokens are written (for example
+        ``order="low_confidence"``) or if other draws are conditioned on them
+        (``fill="wavefront"``).
 
     Raises:
       ValueError: the trace has a different vocabulary, needs a head that the model lacks, or has
@@ -328,18 +329,19 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
 
 
 def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
-    """Hidden vectors and attention weights of every block for some canvases.
+    """Hidden vectors and attention weights of every block for the given canvases.
 
-    The maps take ``B E H L^2`` numbers. With a trace, ``inside(model, trace.canvas[:, 0])``
-    analyses the first forward; guidance and caches are not applied.
+    The attention maps contain ``B E H L^2`` numbers. With a trace,
+    ``inside(model, trace.canvas[:, 0])`` analyses the first forward pass; guidance and caches are
+    not applied.
 
     Args:
-      model: model whose `dlm_jax.Network` provides them, like those of the package.
-      tokens: int ``[B, L]`` canvases with MASK at holes.
-      lengths: int ``[B]`` live positions; None: all.
+      model: model whose `dlm_jax.Network` has `inside`, as all networks of this package do.
+      tokens: int ``[B, L]``, canvases with MASK at holes.
+      lengths: int ``[B]``, number of live positions in each row; None if all are live.
 
     Raises:
-      ValueError: the network does not provide them, or tokens or lengths are out of range.
+      ValueError: the network does not have `inside`, or tokens or lengths are out of range.
     """
     if model.network.inside is None:
         raise ValueError(

@@ -35,13 +35,14 @@ class Piece(NamedTuple):
 class Reader:
     """The text of one row as it grows.
 
-    *Settled* tokens will not change: tokens before the first hole if nothing is rewritten; finished
-    blocks in rows that remask or resample; no tokens in rows with edits.
+    *Settled* tokens no longer change. If nothing is rewritten, these are the tokens before the
+    first hole. In rows that remask or resample, they are the tokens of finished blocks. A running
+    row with edits has no settled tokens.
 
     Args:
       model: the model of the row.
       request: the request of the row.
-      stops: stop texts.
+      stops: stop strings.
       keeps_stop: whether the text includes the stop string.
 
     Attributes:
@@ -67,7 +68,9 @@ class Reader:
 
     @property
     def _block_ends(self) -> tuple[int, int]:
-        """The end of the first block, and the length of later ones; 0 if there is one block."""
+        """The end of the first block, and the length of later blocks. The length is 0 if there is
+        only one block.
+        """
         length = self._sample.block_length
         first = self.start // self._unit * self._unit if self._unit else self.start
         return first + length, length
@@ -87,8 +90,8 @@ class Reader:
     def pieces(self, row: Row) -> list[Piece]:
         """New text since the last call: one piece for each finished block.
 
-        Without blocks, a row is streamed token by token if it is decoded left to right, and
-        otherwise returned at its end.
+        Without blocks, the text is streamed token by token if the row is decoded left to right.
+        Otherwise it is returned when the row ends.
         """
         settled = self.settled(row)
         is_over = row.status != Status.RUNNING
@@ -111,7 +114,7 @@ class Reader:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
-            # The cut may be in an earlier block. Later text is not returned.
+            # The cut may be in an earlier block. Text after the cut is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
@@ -136,7 +139,7 @@ class Reader:
 
         The texts of the runs concatenate to the text of the canvas. Each run has the step that
         wrote it, -1 for tokens that no step wrote, and None for a hole, which is shown as `HOLE`. A
-        character that several steps wrote belongs to its last token.
+        character whose tokens were written at several steps belongs to the run of its last token.
         """
         tokens, ages = row.tokens[self.start : end], row.committed[self.start : end]
         ages = np.where(tokens == self._mask_id, -2, ages)
@@ -161,7 +164,7 @@ class Reader:
         begin, end = runs[0][0], runs[-1][1]
         whole = self._tokenizer.decode(tokens[begin:end])
         texts = [self._tokenizer.decode(tokens[first:last]) for first, last in runs]
-        if "".join(texts) != whole:  # a decoder that strips spaces, or a character of two runs
+        if "".join(texts) != whole:  # a decoder strips spaces, or a character spans two runs
             upto = [self._tokenizer.decode(tokens[begin:last]) for _, last in runs[:-1]]
             places = [0, *(len(text.rstrip(_UNFINISHED)) for text in upto), len(whole)]
             texts = [whole[a:b] for a, b in zip(places[:-1], places[1:], strict=True)]
@@ -187,7 +190,7 @@ class Reader:
         return list(range(end, settled + 1, length)) if length else []
 
     def _stop(self, text: str) -> int | None:
-        """The cut of a text: before or after its first stop string."""
+        """The index at which a text is cut, before or after its first stop string."""
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if not found:
             return None
@@ -205,7 +208,7 @@ class Reader:
         return size
 
     def _covering(self, tokens: np.ndarray, end: int, cut: int | None) -> int:
-        """The number of tokens of the text up to and including the stop string at `cut`."""
+        """The end of the tokens whose text contains the stop string at `cut`."""
         if cut is None:
             return end
         low, high = self.start, end

@@ -13,7 +13,7 @@ class Step(NamedTuple):
     """The rows of one `Engine.step`.
 
     Attributes:
-      finished: ended rows, cut after their first EOS.
+      finished: rows that have ended, truncated after their first EOS.
       progress: current state of watched rows that ran or entered a slot in this call.
     """
 
@@ -22,15 +22,15 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Totals over all calls so far. Every counter is also an attribute.
+    """Totals over all calls so far. The fields of `counters` are also available as attributes.
 
     Attributes:
-      rows: rows that have ended.
-      tokens: tokens that these rows generated.
-      steps: steps taken by rows.
-      slot_steps: slots times steps, busy or idle.
-      taken: the part of `steps` during which requests of the same kind waited.
-      offered: the part of `slot_steps` during which requests of the same kind waited.
+      rows: number of rows that have ended.
+      tokens: number of tokens that these rows generated.
+      steps: number of steps that rows took.
+      slot_steps: number of slots times number of steps, including idle slots.
+      taken: the part of `steps` that was taken while requests of the same kind waited.
+      offered: the part of `slot_steps` that was available while requests of the same kind waited.
       counters: counters, summed over all rows.
     """
 
@@ -55,13 +55,13 @@ class Report(NamedTuple):
 
     Attributes:
       work: totals so far.
-      waiting: requests in the queues.
-      running: rows that run.
-      slots: total slots of the running programs.
-      programs: slots and canvas of each cached program.
-      compiled: slots and canvas of every program that was compiled.
-      prefix_found: positions of prompts whose keys and values were reused.
-      prefix_computed: positions of prompts whose keys and values were computed for reuse.
+      waiting: number of requests in the queues.
+      running: number of running rows.
+      slots: total number of slots in the running programs.
+      programs: number of slots and canvas length of each cached program.
+      compiled: number of slots and canvas length of every program that was compiled.
+      prefix_found: number of prompt positions whose keys and values were reused.
+      prefix_computed: number of prompt positions whose keys and values were computed for reuse.
     """
 
     work: Work
@@ -75,7 +75,7 @@ class Report(NamedTuple):
 
     @property
     def occupancy(self) -> float:
-        """Share of slot steps that rows used while requests of the same kind waited; 1 if none
-        waited.
+        """Fraction of slot steps that rows used while requests of the same kind waited; 1 if no
+        request waited.
         """
         return self.work.taken / self.work.offered if self.work.offered else 1.0

@@ -53,12 +53,12 @@ def make_canvas(
     """The canvas of a request.
 
     Args:
-      tokenizer: text to ids.
+      tokenizer: converts text to ids.
       asked: one of ``prompt`` (text before the generated tokens), ``template`` (text with `HOLE`
-        markers) or ``tokens`` (ids). With ``infill`` true, MASK among the tokens is a hole and no
-        tokens are appended. ``draft`` is text after the prompt to refine.
+        markers) or ``tokens`` (ids). If ``infill`` is true, MASK among the tokens is a hole and no
+        tokens are appended. ``draft`` is a text to refine that follows the prompt.
       gen_length: number of new tokens after the prompt, and length of a gap without a number. 0
-        uses all remaining space, or adds no tokens after a draft.
+        uses all remaining space, or no space after a draft.
       room: maximum number of tokens of the row.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
@@ -274,7 +274,7 @@ def check_trace(sample: SampleConfig) -> None:
 
 
 def check_draft(sample: SampleConfig, given: Given) -> None:
-    """Raises ValueError for a draft without a rule that refines it."""
+    """Raises ValueError if no rule refines the draft."""
     renews = sample.table.commit[sample.order].renews
     needs = 1 if sample.resample or sample.edits or sample.renoises or renews else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
@@ -301,9 +301,9 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     """Raises ValueError if the canvas does not match the settings and the model.
 
-    The causes are fewer steps than blocks with holes or drafts, banned ids in a draft, given tokens
-      after a hole in a block-causal model, and a fill or cache rule that does not support the
-      canvas.
+    Possible causes are fewer steps than blocks with holes or draft tokens, banned ids in a draft,
+    given tokens after a hole in a block-causal model, or a fill or cache rule that does not support
+    the canvas.
     """
     sample = request.sample
     check_structure(sample, request.tokens, is_draft=request.is_draft, mask_id=mask_id)
@@ -349,13 +349,14 @@ class Request:
 
     Attributes:
       tokens: int ``[n]``, the whole canvas: given tokens, the draft, and MASK at holes.
-      sample: its settings; at least one step for each block with holes. ``fill="auto"`` is the
-        parallel fill: `make_requests` and `generate` resolve it by the model's heads.
+      sample: settings of the row, with at least one step for each block with holes. In a `Request`,
+        ``fill="auto"`` means the parallel fill, because `make_requests` and `generate` have already
+        resolved it according to the heads of the model.
       seed: random seed of the row, in [0, 2**32).
       is_draft: True at draft tokens; None if there are no draft tokens.
-      host_sampler: selects the tokens of the row from the candidates after its chain.
-      read_back: whether candidates of each token are recorded.
-      capacity: maximum number of tokens of the row after edits; 0: its current length.
+      host_sampler: selects the tokens of the row from the candidates that remain after its chain.
+      read_back: whether the candidates of each token are recorded.
+      capacity: maximum number of tokens of the row after edits; 0 means its current length.
       trace: whether each step is recorded.
     """
 
@@ -416,7 +417,7 @@ class Request:
 
 
 class Static(NamedTuple):
-    """The static settings; rows with equal static settings run together."""
+    """The static settings. Rows whose static settings are equal can run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -437,11 +438,11 @@ def static_of(request: Request) -> Static:
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
     """The parameters of requests with equal static settings, one row each.
 
-    They are host arrays, passed directly to compiled functions. Separate transfers to the device
-    would dominate the time to refill a slot.
+    The parameters are host arrays, which are passed directly to compiled functions. With separate
+    transfers to the device, these transfers would dominate the time to refill a slot.
 
-    A row ends at its EOS, because tokens after EOS are cut off. Edits may still move EOS, so rows
-    with edits end there only with ``stop_at_eos``.
+    A row ends at its EOS, because tokens after EOS would be discarded. Edits can still move EOS, so
+    a row with edits ends at EOS only with ``stop_at_eos``.
     """
     samples = [request.sample for request in requests]
     rows = [
@@ -455,7 +456,7 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
 
 
 def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
-    """Indices of the requests that can run in the same program."""
+    """Indices of the requests that can run in the same program, by static settings."""
     groups: dict[Static, list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(static_of(request), []).append(index)
@@ -466,9 +467,9 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     """The requests with unused parts of their chains removed.
 
     A part is unused if no request with the same chain uses it. Unused parts have no effect, and a
-    shorter chain compiles faster. Transforms that read ids after a truncation to a few candidates
-    are kept. Without them the rest of the chain would run on those candidates and draw other
-    tokens, so a row would depend on its neighbours.
+    shorter chain compiles faster. Unused transforms that read ids after a truncation to a few
+    candidates are kept. Without them, the rest of the chain would run on only those candidates and
+    draw other tokens, so a row would depend on the other rows of its batch.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
@@ -477,7 +478,7 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
         (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
-    # Requests share settings objects where possible, before and after.
+    # Requests that share a settings object still share one afterwards.
     shorter = {id(r.sample): r.sample for r in requests}
     shorter = {
         place: replace(sample, chain=kept[sample.table, sample.chain])
@@ -487,7 +488,7 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
 
 
 def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
-    """The names of a chain that read ids after a truncation to few candidates."""
+    """The names of transforms in a chain that read ids after a truncation to a few candidates."""
     found: set[str] = set()
     is_cut = False
     for name in chain:
@@ -507,10 +508,10 @@ def make_requests(
     num_rows: int | None = None,
     known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
-    """The rows of one prompt; `first` is added to the seed unless the prompt has its own seed.
+    """The requests for one prompt. `first` is added to the seed unless the prompt has its own seed.
 
     `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
-    other prompts under the same `model` and `common`.
+    other prompts with the same `model` and `common`.
     """
     if not isinstance(prompt, str | Mapping):
         raise SettingError(
@@ -554,8 +555,8 @@ def make_requests(
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """A key for the settings of a prompt, including types and whether the host reads its rows; None
-    unless the settings are plain.
+    """A key for the settings of a prompt, including their types and whether the host reads its
+    rows. None if a setting is not a plain value.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
@@ -567,9 +568,9 @@ def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
 def settings_of_call(
     model: Model, settings: Mapping[str, Any], *, needs_host: bool = False
 ) -> SampleConfig:
-    """The settings of a call for its first row.
+    """The settings of the first row of a call.
 
-    `needs_host` is whether its rows have a host sampler or read-back.
+    `needs_host` states whether the rows have a host sampler or read-back.
     """
     asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
     rules = own_rules(asked, num_rows=1)
@@ -622,7 +623,9 @@ def _settings(
 
 
 def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model with noise other than MASK: its own order, unless one is given."""
+    """The settings for a model whose noise is not MASK: ``order="posterior"``, unless another order
+    is recommended or given.
+    """
     own = {} if recommended["order"] != "random" else {"order": "posterior"}
     return own | dict(given)
 
@@ -630,7 +633,7 @@ def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 def _auto_fill(
     model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
 ) -> dict[str, Any]:
-    """The fill and order of a model without a recommended fill.
+    """The fill and order for a model without a recommended fill.
 
     Among random commit orders, the one that first fills every hole gave the best texts at every
     budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").

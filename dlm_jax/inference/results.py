@@ -26,18 +26,18 @@ class Row:
       is_frozen: True at given tokens.
       logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens and holes.
-      committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes,
-        tokens of a draft, and tokens of an edit or re-noise.
-      steps: steps taken so far.
-      block: index of the current block, from 0, counting only blocks with work.
-      status: its `Status`.
-      counters: its counters.
-      origin: int32 ``[n]``, previous index of each position, at the last call of the loop or on the
-          last shown canvas; -1 for new positions. None without edits.
-      read_back: read-back records of its tokens, in commit order.
+      committed: int32 ``[n]``, index of the step that wrote each token, starting at 0; -1 at given
+        tokens, holes, draft tokens, and tokens written by an edit or re-noising.
+      steps: number of steps taken so far.
+      block: index of the current block, starting at 0; blocks with nothing to write do not count.
+      status: status of the row.
+      counters: counters of the row.
+      origin: int32 ``[n]``, index of each position before the last call of the loop, or on the
+        canvas that was shown last; -1 for new positions. None without edits.
+      read_back: read-back records of the tokens, in commit order.
       error: exception of the host sampler or the program, or None.
-      is_lost: whether the program raised it, which loses the state of the row.
-      waited: seconds until the row got a slot.
+      is_lost: whether the program raised `error`, so that the state of the row is lost.
+      waited: seconds that the row waited for a slot.
       seconds: seconds spent in a slot.
       trace: trace of the ended row, or None.
     """
@@ -85,13 +85,15 @@ class Row:
 
 
 class Since:
-    """Maps positions of a row to positions on its last shown canvas."""
+    """Maps positions of a row to positions on the canvas that was shown last."""
 
     def __init__(self) -> None:
         self._origin: np.ndarray | None = None
 
     def add(self, row: Row) -> Row:
-        """The row after another call of the loop, with origins on the last shown canvas."""
+        """The row after another call of the loop, with `origin` relative to the last shown
+        canvas.
+        """
         before = self._origin
         if row.origin is not None and before is not None:
             was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
@@ -100,7 +102,7 @@ class Since:
         return row
 
     def shown(self, row: Row) -> Row:
-        """Marks the row as the last shown one and returns it."""
+        """Marks the row as shown and returns it."""
         self._origin = None
         return row
 
@@ -110,16 +112,16 @@ class Generation:
     """Finished rows, in the order of their requests.
 
     Attributes:
-      tokens: int32 ``[R, L]``, PAD from each row's length on.
-      lengths: int32 ``[R]``, live tokens, including given ones.
-      steps: int32 ``[R]``, steps taken.
+      tokens: int32 ``[R, L]``, PAD beyond the length of each row.
+      lengths: int32 ``[R]``, number of live tokens in each row, including given tokens.
+      steps: int32 ``[R]``, number of steps taken.
       counters: counters of each row, int32 ``[R]`` each.
       status: ``[R]``, status with which each row ended.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens. Unchanged draft tokens have the log-probability
-        under the second-to-last forward.
-      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens,
-        tokens of a draft, and tokens of an edit.
+        logits it was drawn from; 0 at given tokens. For unchanged draft tokens it is the
+        log-probability under the second-to-last forward pass.
+      committed: int32 ``[R, L]``, index of the step that wrote each token, starting at 0; -1 at
+        given tokens, draft tokens, and tokens written by an edit.
       read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
       trace: all draws of the rows with ``trace=True``; None otherwise.
@@ -138,7 +140,7 @@ class Generation:
 
     @property
     def forwards(self) -> np.ndarray:
-        """int32 ``[R]``, forwards of the trunk for each row."""
+        """int32 ``[R]``, number of forward passes of the trunk for each row."""
         return self.counters.forwards
 
 
@@ -172,7 +174,8 @@ def canvas_size(length: int, *, is_shared: bool = False) -> int:
     """Static canvas length for `length` tokens: the next multiple of 64, so that few programs are
     compiled.
 
-    A canvas shared by requests of any length is a power of two, which compiles even fewer programs.
+    If `is_shared` (for requests of any length), it is a power of two, so that even fewer programs
+    are compiled.
     """
     if is_shared:
         return max(_CANVAS_MULTIPLE, 1 << (length - 1).bit_length())

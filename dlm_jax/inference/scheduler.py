@@ -1,10 +1,10 @@
 """Assigns requests to slots of programs, without using devices or arrays.
 
 Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
-and then by number. A queue with work that is being served has a program with enough slots for its
-requests. A slot takes the next request when its row ends. Queues are served round robin. The number
-of programs is limited: the least recently used one is evicted, and if all are busy, one queue is
-drained.
+and then by number. A queue is served by a program with enough slots for its requests. When a row
+ends, its slot takes the next request. Queues are served round robin. The number of programs is
+limited. To make room, the least recently used program is evicted; if all programs are busy, one
+queue is drained.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Counts(NamedTuple):
     """Counts of the work in a queue.
 
     Attributes:
-      waiting: requests that wait.
-      running: requests that run.
-      fills: slots that a waiting request will fill.
-      evicted: slots whose request was cancelled.
+      waiting: number of waiting requests.
+      running: number of running requests.
+      fills: number of slots that waiting requests will fill.
+      evicted: number of slots whose request was cancelled.
     """
 
     waiting: int = 0
@@ -71,16 +71,16 @@ class Queue:
     Attributes:
       bucket: bucket of the requests, with a unique ``key``.
       sizes: possible numbers of slots, ascending.
-      is_reserved: whether `Engine.reserve` created it.
-      size: slots of its program; None if it has no program.
+      is_reserved: whether `Engine.reserve` created the queue.
+      size: number of slots of its program; None if it has no program.
       program: its program.
-      num_own: number of these slots in this process.
+      num_own: number of slots of its program in this process.
       slots: `Slots` object that runs the program.
-      running: requests by their slot.
+      running: running requests by slot.
       evicted: slots of cancelled requests, cleared when the queue is served next.
-      totals: work of all processes at the last call.
+      totals: total work of all processes at the last call.
       is_draining: whether new requests are held back to free the program for another queue.
-      since: time at which it got its program, in served queues.
+      since: time at which it got its program, counted in calls that served a queue.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -93,7 +93,7 @@ class Queue:
         self.release()
 
     def release(self) -> None:
-        """Releases its program and slots."""
+        """Releases the program and the slots of the queue."""
         self.size: int | None = None
         self.program: Any = None
         self.slots: Any = None
@@ -107,7 +107,7 @@ class Queue:
 
     @property
     def size_wanted(self) -> int:
-        """Slots for all running and waiting rows, up to the limit."""
+        """Number of slots for all running and waiting rows, up to the largest size."""
         wanted = len(self.running) + self.num_waiting
         return next((size for size in self.sizes if size >= wanted), self.sizes[-1])
 
@@ -139,7 +139,7 @@ class Queue:
         self.evicted.add(entry.slot)
 
     def admit(self) -> dict[int, Entry | None]:
-        """The slots that change, each with its next request, or None for an evicted one."""
+        """The slots that change, each with its next request, or None if it is only cleared."""
         free = [slot for slot in range(self.num_own) if slot not in self.running]
         new = dict(zip([] if self.is_draining else free, self._pop(), strict=False))
         for slot, entry in new.items():
@@ -150,7 +150,7 @@ class Queue:
         return changes
 
     def compact(self) -> None:
-        """Numbers the slots of the running requests from 0, in their order."""
+        """Renumbers the slots of the running requests from 0, without changing their order."""
         entries = [entry for _, entry in sorted(self.running.items())]
         self.running = dict(enumerate(entries))
         for slot, entry in self.running.items():
@@ -171,10 +171,10 @@ class Scheduler:
     """The queues with work, and their programs.
 
     Args:
-      load: creates the program of a bucket with that number of slots.
+      load: creates the program for a bucket with the given number of slots.
       max_programs: maximum number of cached programs.
       num_processes: number of processes that share the slots of each program equally. `agree` keeps
-        their order of queues identical.
+        the order of queues identical in all processes.
       is_together: whether there are several processes.
     """
 
@@ -194,7 +194,7 @@ class Scheduler:
 
     @property
     def programs(self) -> list[tuple[Any, int]]:
-        """Bucket and slots of each cached program, most recently used last."""
+        """Bucket and number of slots of each cached program, most recently used last."""
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:
@@ -233,7 +233,8 @@ class Scheduler:
     def leave(self, queue: Queue) -> None:
         """Releases the program of a queue without running requests; removes a queue without work.
 
-        With several processes, this requires that all of them `agree` that nothing runs.
+        With several processes it does nothing, because `agree` releases a program once no process
+        runs a request with it.
         """
         if self.is_together:
             return

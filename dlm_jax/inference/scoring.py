@@ -1,7 +1,7 @@
 """Scores texts with a loaded model: nats per token and bits per character, with standard errors.
 
 A diffusion model gives an upper bound, estimated from random masks. An autoregressive model gives
-the exact value, so it can evaluate texts of other models.
+the exact value, so it can be used to evaluate texts that other models generated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 Window = tuple[np.ndarray, int]
-"""Ids of a row, and the number of given ids."""
+"""The ids of a row, and how many of them are given."""
 
 MOST_AT_ONCE = 1 << 16
-"""Maximum rows of a batch, and maximum mask draws."""
+"""Maximum number of rows per batch, and maximum number of mask draws."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Score:
     Attributes:
       nats: float64 ``[N]``, cost of each text.
       tokens: int ``[N]``, number of scored tokens, without the prompt.
-      characters: int ``[N]``, characters of the text without the prompt.
-      draw_error: float64 ``[N]``, standard error of the nats of each text due to the mask draws; 0
-          for exact likelihoods, NaN for a text with a window that has a single draw.
-      is_exact: whether ``nats`` are exact. Otherwise they are an upper bound in expectation.
-      num_draws: masks that were drawn per window.
+      characters: int ``[N]``, number of characters of the text without the prompt.
+      draw_error: float64 ``[N]``, standard error of the cost of each text due to the mask draws; 0
+        for exact likelihoods, NaN if a window of the text has only one draw.
+      is_exact: whether ``nats`` is exact. Otherwise it is an upper bound in expectation.
+      num_draws: number of masks drawn per window.
     """
 
     nats: np.ndarray
@@ -57,19 +57,22 @@ class Score:
 
     @property
     def nats_per_token(self) -> tuple[float, float]:
-        """Mean per token, and its standard error.
+        """Mean cost per token, and its standard error.
 
-        Texts are treated as independent. The error for a single text is that of the mask draws.
+        Texts are treated as independent. For a single text, the error is that due to the mask
+        draws.
         """
         return self._per(self.tokens, 1.0)
 
     @property
     def bits_per_character(self) -> tuple[float, float]:
-        """Mean over all characters, and its standard error, as for `nats_per_token`."""
+        """Mean cost per character, and its standard error, as for `nats_per_token`."""
         return self._per(self.characters, math.log(2.0))
 
     def interval(self, error: float) -> float:
-        """Half of the 95% interval (Student's t) of a value with that standard error."""
+        """Half-width of the 95% confidence interval (Student's t) of a value with this standard
+        error.
+        """
         return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
 
     def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
@@ -90,21 +93,20 @@ def score(
 ) -> Score:
     """The score of each text, given its prompt if there is one.
 
-    A text without a prompt that is longer than the model's canvas is cut into windows, each scored
-    without the previous one. The windows are treated as one text.
+    If a text without a prompt is longer than the model's canvas, it is cut into windows, each
+    scored without the previous windows. The cost of the text is the sum over its windows.
 
     Args:
       model: from `dlm_jax.load`, or custom.
-      texts: not empty.
-      prompts: one per text, visible to the model and not scored.
-      num_draws: masks drawn per window; not used by a causal model.
-      batch_size: windows that run at once.
+      texts: one or more texts, none of which is empty.
+      prompts: one per text, visible to the model but not scored.
+      num_draws: number of masks drawn per window; not used by a causal model.
+      batch_size: number of windows that run at once.
       seed: random seed of the masks.
 
     Raises:
-      ValueError: an empty text, one that the tokenizer cannot encode, a prompt and text that
-          together exceed the canvas, a size below 1, or a sequence scorer instead of a language
-          model.
+      ValueError: a text is empty or cannot be encoded, a prompt and its text together exceed the
+        canvas, a size is below 1, or the model is a sequence scorer instead of a language model.
     """
     if model.network.scorer is not None:
         raise ValueError(
@@ -143,14 +145,14 @@ def score_rows(
     batch_size: int = 16,
     seed: int = 0,
 ) -> Costs:
-    """Cost of N rows of tokens, float64 ``[N]`` each, independent of their batches.
+    """Costs of N rows of tokens, float64 ``[N]`` arrays that do not depend on the batching.
 
     Args:
       model: from `dlm_jax.load`, or custom.
       rows: ``tokens`` int ``[N, L]``, ``length`` ``[N]`` and, if there are prompts, ``given``
         ``[N]``, as from the data pipeline.
-      num_draws: masks drawn per row; not used by a causal model.
-      batch_size: rows that run at once.
+      num_draws: number of masks drawn per row; not used by a causal model.
+      batch_size: number of rows that run at once.
       seed: random seed of the masks, in [0, 2**32).
     """
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
@@ -185,7 +187,7 @@ def _share(
 def compiled(
     fn: Callable[..., Any], network: Network, given: tuple[str, ...], **static: Any
 ) -> Callable[..., Any]:
-    """`fn` with compiler options as in `Model.compiler_options`."""
+    """`fn`, compiled with options as in `Model.compiler_options`."""
     options = compiler.options("sample", given=given)
     return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
 
@@ -197,9 +199,9 @@ def _in_batches(
     batch_size: int,
     seed: int = 0,
 ) -> Any:
-    """The results of `run` on the rows, their indices and the key of `seed`, in batches.
+    """Runs `run` in batches on the rows, their indices and the key of `seed`.
 
-    The last batch is padded with its last row, so that one shape compiles.
+    The last batch is padded with its last row, so that only one shape is compiled.
     """
     columns = [np.asarray(rows[name], np.int32) for name in ("tokens", "length", "given")]
     num_rows = len(rows["length"])
@@ -259,15 +261,16 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
 
 
 def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
-    """Predicted share of wrong tokens per text, float64 ``[N]`` in [0, 1].
+    """Predicted fraction of wrong tokens in each text, float64 ``[N]`` in [0, 1].
 
     A text that is longer than the scorer's canvas is cut into windows of equal length (within one
-    token), each scored separately. Its share is the mean over the windows, weighted by tokens.
+    token), each scored separately. The result for the text is the mean over the windows, weighted
+    by their number of tokens.
 
     Args:
       model: a sequence scorer, from `dlm_jax.load`.
-      texts: not empty.
-      batch_size: windows that run at once.
+      texts: one or more texts, none of which is empty.
+      batch_size: number of windows that run at once.
     """
     _check_scorer(model)
     if batch_size < 1:
@@ -295,9 +298,10 @@ def held_out_errors(
       model: a sequence scorer, from `dlm_jax.load`.
       rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as from the data pipeline;
           N is a multiple of `batch_size`, and rows may be empty.
-      batch_size: rows that run at once. Wrong tokens are drawn from rows of the same batch.
-      seed: random seed of the corruption; 0 with the batch size of the training run repeats its
-          corruption.
+      batch_size: number of rows that run at once. Wrong tokens are drawn from rows of the same
+        batch.
+      seed: random seed of the corruption. Seed 0 with the batch size of the training run
+        reproduces the corruption of that run.
     """
     _check_scorer(model)
     if model.config is None:
@@ -321,8 +325,8 @@ def _check_scorer(model: Model) -> None:
 
 
 def _scorer_windows(model: Model, text: str) -> list[Window]:
-    """The tokens of a text in the smallest number of windows that fit the canvas, of nearly equal
-    length.
+    """The tokens of a text, split into the fewest windows of nearly equal length that fit the
+    canvas.
     """
     if not isinstance(text, str):
         raise ValueError(f"{text!r} is not a string; use a string")

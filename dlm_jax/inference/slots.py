@@ -1,6 +1,6 @@
 """The slots of a program: a batch of rows as arrays.
 
-Requests of one bucket run in the same programs. The parameter layout for steps with a cache is
+Requests in the same bucket run in the same programs. The parameter layout for steps with a cache is
 computed once per model.
 """
 
@@ -40,7 +40,7 @@ Loop = Advance | HostLoop
 
 _LAST_USED = 64
 _ALONE = 4
-"""Traces are copied one by one if at most one in this many rows has ended."""
+"""Traces are copied one by one if at most one row in this many has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
@@ -48,8 +48,8 @@ _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     """The loop for requests of a bucket with this number of slots.
 
-    Equal arguments return the same object while it is referenced or among the 64 most recently
-    used, so no program compiles twice.
+    Equal arguments return the same loop as long as it is referenced or is one of the 64 most
+    recently used loops, so its program is not compiled again.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -72,7 +72,7 @@ _REMEMBERED = 512
 
 
 class Bucket:
-    """Requests with equal static settings, canvas, and widths of lists.
+    """Requests with the same static settings, canvas length, and list widths.
 
     The parameters of all requests are packed to the same shapes, so a slot can run another request
     without compilation. The widest request of the bucket sets these shapes.
@@ -81,12 +81,12 @@ class Bucket:
       requests: example requests with equal static settings. The longest list of a setting, such as
         a bias, sets the width.
       facts: properties of the model, for the rules.
-      canvas: positions.
+      canvas: canvas length in positions.
 
     Attributes:
       static: the static settings.
-      canvas: positions.
-      num_traced: steps of a row that are recorded: a power of two, or 0 without traces.
+      canvas: canvas length in positions.
+      num_traced: number of steps recorded per row: a power of two, or 0 without traces.
       key: equal for buckets that run in the same program.
     """
 
@@ -107,7 +107,7 @@ class Bucket:
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     def holds(self, request: Request) -> bool:
-        """Whether a request with equal static settings fits the canvas and the widths."""
+        """Whether a request with equal static settings fits the canvas and the list widths."""
         if request.room > self.canvas:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:
@@ -125,7 +125,7 @@ class Bucket:
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
         """The parameters of the requests: host arrays with one row per request.
 
-        Without requests it returns the parameters of an arbitrary request, for idle slots.
+        If `requests` is empty, it returns the parameters of an arbitrary request, for idle slots.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
@@ -148,7 +148,9 @@ class Bucket:
 
 
 def _shapes(packed: Any) -> Hashable:
-    """The key of the program for such arrays, without the number of rows."""
+    """A hashable description of these arrays: their tree, shapes and dtypes, without the number of
+    rows.
+    """
     leaves, tree = jax.tree.flatten(packed)
     return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for leaf in leaves)
 
@@ -156,7 +158,7 @@ def _shapes(packed: Any) -> Hashable:
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
     """Static number of slots for `rows` waiting rows: a power of two up to `batch_size`.
 
-    It is rounded up to a multiple of `shares`, the number of shards.
+    The number is rounded up to a multiple of `shares`, the number of shards.
     """
     slots = min(batch_size, 1 << (rows - 1).bit_length())
     return -(-slots // shares) * shares
@@ -165,7 +167,8 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 class Layout:
     """Parameters, and their layout from `CachedTrunk.ready`.
 
-    A pair of a network and a parameter dict has a single object while it is referenced.
+    There is a single `Layout` for each pair of network and parameter dict as long as the `Layout`
+    is referenced.
     """
 
     def __init__(self, plain: Params, ready: Params):
@@ -193,7 +196,9 @@ def layout_of(program: Program, params: Params) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
-    """The arrays that `ready` adds or changes. All outputs of a program are new arrays."""
+    """The arrays that `ready` adds or changes. Returning unchanged arrays would copy them, because
+    all outputs of a program are new arrays.
+    """
 
     def added(params: Params) -> Params:
         return {name: leaf for name, leaf in ready(params).items() if params.get(name) is not leaf}
@@ -202,13 +207,15 @@ def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
 
 
 _LARGE = 1 << 15
-"""Memory is checked from this total number of positions. Smaller states always fit."""
+"""Memory is checked only for states with at least this total number of positions. Smaller states
+always fit.
+"""
 
 
 def require_working_room(loop: Loop, params: Any, state: State) -> None:
     """Raises MemoryError if a device has too little free memory for the temporaries of a step.
 
-    A small state always fits.
+    Small states are not checked, because they always fit.
     """
     rows, positions = state.canvas.tokens_BL.shape
     if rows * positions < _LARGE:
@@ -225,13 +232,13 @@ class Changes(NamedTuple):
     """Compiled functions that change the rows of a state.
 
     Attributes:
-      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
-          operations.
+      begin: ``(arguments) -> state``, `start` compiled into one call, which is three times as fast
+        as separate operations.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
         the state.
-      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order and
-          idle slots where ``is_held_B`` is False.
-      trace: ``(state, slot) -> trace`` of one row of a traced loop.
+      move: ``(state, index_B, is_held_B) -> state`` with the rows at ``index_B``, in this order;
+        slots where ``is_held_B`` is False become idle.
+      trace: ``(state, slot) -> trace`` of the row in this slot, for a traced loop.
     """
 
     begin: Callable[[dict[str, Any]], State]
@@ -253,7 +260,7 @@ def changes_of(loop: Advance | HostLoop) -> Changes:
 def _changes(program: Program) -> Changes:
     mask_id, num_traced = program.mask_id, program.num_traced
 
-    # JAX caches compiled code for the lifetime of a function: each loop creates new ones.
+    # JAX caches compiled code for the lifetime of a function, so each loop creates new functions.
     def begin(arguments: dict[str, Any]) -> State:
         return start(**arguments, mask_id=mask_id, num_traced=num_traced)
 
@@ -289,9 +296,9 @@ class Job(NamedTuple):
     """The request that a slot runs.
 
     Attributes:
-      name: its number, for host samplers and errors.
+      name: number of the request, used by host samplers and in errors.
       request: the request.
-      waited: seconds until it got a slot.
+      waited: seconds that the request waited for a slot.
     """
 
     name: int
@@ -304,7 +311,7 @@ class Taken(NamedTuple):
 
     Attributes:
       ended: the slots whose rows have ended.
-      steps: int32 ``[B]``, steps that each slot's row took.
+      steps: int32 ``[B]``, number of steps that the row in each slot took.
       counted: counters summed over the rows.
     """
 
@@ -314,20 +321,20 @@ class Taken(NamedTuple):
 
 
 class Slots:
-    """A fixed number of rows of one program, each busy with a request or idle.
+    """A fixed number of rows of one program, each of which runs a request or is idle.
 
-    The tokens of a row depend only on its request. Within a program, they are bit-identical in any
-    slot and with any other rows. A slot can run another request without compilation.
+    The tokens of a row depend only on its request. Within a program, they are bitwise identical in
+    any slot and next to any other rows. A slot can run another request without compilation.
 
     Args:
       loop: the compiled loop, or the single-step loop for host samplers and read-back.
-      params: parameters of its network.
-      bucket: bucket of the requests that it may run.
-      num_slots: rows that run at once, a multiple of the devices that shard them. If the devices
-        belong to several processes, each process has an equal share of the slots, and all must call
-        `put` and `advance` together.
-      max_candidates: maximum candidates per position that are copied to the host.
-      prefixes: cached prefixes of prompts; None: every row computes its own.
+      params: parameters of the loop's network.
+      bucket: bucket to which all requests in these slots belong.
+      num_slots: number of rows that run at once, a multiple of the number of devices that the rows
+        are sharded over. If the devices belong to several processes, the slots are divided equally
+        among the processes, and all processes must call `put` and `advance` together.
+      max_candidates: maximum number of candidates per position that are copied to the host.
+      prefixes: cache of prompt prefixes; if None, every row computes its own keys and values.
     """
 
     def __init__(
@@ -357,7 +364,7 @@ class Slots:
 
     @property
     def num_slots(self) -> int:
-        """Rows that run at once, including those of other processes."""
+        """Number of rows that run at once, including rows of other processes."""
         return self._num_slots
 
     @property
@@ -377,8 +384,7 @@ class Slots:
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
         changes = changes_of(self.loop)
         if self._state is None:
-            # Each process packs only its own rows, which are then combined with those of other
-            # processes.
+            # Each process packs only its own rows; `place` then combines the rows of all processes.
             state = changes.begin(arguments)
             state = with_cache(self.loop.program, self._params, state)
             state = self._own.place(state)
@@ -394,17 +400,18 @@ class Slots:
             self._began[slot] = now
 
     def advance(self, num_steps: int, num_ends: int | None = None) -> Taken:
-        """Takes up to `num_steps` steps of every row; a `HostLoop` takes one.
+        """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
-        It returns early when `num_ends` rows have ended. A row with a failed host sampler ends with
-        `Status.FAILED`, in its state before that step, or after it if `accept` failed.
+        The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
+        with `Status.FAILED`. Its state is the one before that step, or after that step if `accept`
+        failed.
         """
         state = self._state
         assert state is not None
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A Python number is replicated; an array would be placed on one device.
+                # A host number is replicated, whereas an array would be placed on one device.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:
@@ -426,7 +433,7 @@ class Slots:
     def resized(self, loop: Loop, num_slots: int) -> Slots:
         """Moves the running rows to a different number of slots, which must fit all of them.
 
-        Do not use these slots again.
+        The old `Slots` object must not be used afterwards.
         """
         made = Slots(
             loop, self._params, self.bucket, num_slots, max_candidates=self._max_candidates,
@@ -501,7 +508,7 @@ class Slots:
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
         """Traces of the slots whose rows have ended.
 
-        If few have ended, only their traces are copied from the device.
+        If only a few rows have ended, only their traces are copied from the device.
         """
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
@@ -513,7 +520,7 @@ class Slots:
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
     def _with_prefixes(self, state: State, new: Mapping[int, Job | None]) -> State:
-        """The state with the reusable keys and values of the prompts of new rows."""
+        """The state with the keys and values of the new rows' prompts, cached where possible."""
         prefixes, rule, program = self._prefixes, state.rules.cache, self.loop.program
         if prefixes is None or rule is None or state.cache is None or program.is_guided:
             return state
@@ -529,14 +536,16 @@ class Slots:
         return state._replace(cache=state.cache._replace(kept=kept, valid_B=valid_B))
 
     def _params_read(self, state: State) -> Any:
-        """The parameters for the loop, in the cache layout if it has a cache."""
+        """The parameters for the loop, in the cache layout if the loop has a cache."""
         if state.cache is None:
             return self._params
         self._layout = self._layout or layout_of(self.loop.program, self._params)
         return self._layout.ready
 
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
-        """Arguments of `start` as host arrays: these requests in their slots, other slots idle."""
+        """Arguments of `start` as host arrays, with these requests in their slots and all other
+        slots idle.
+        """
         num_slots, size = len(self._jobs), self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)

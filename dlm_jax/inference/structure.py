@@ -1,8 +1,8 @@
 """Structures: regular expressions as automata over the tokens of a model.
 
-The regex parser of Python parses a pattern. It is converted to a nondeterministic automaton over
-characters (Thompson 1968) and then to a deterministic one by subset construction (Rabin and Scott
-1959). Equivalent states are merged (Moore 1956).
+A pattern is parsed by Python's regex parser, converted to a nondeterministic automaton over
+characters (Thompson 1968), and then to a deterministic automaton by subset construction (Rabin and
+Scott 1959). Equivalent states are merged (Moore 1956).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Aut
 from dlm_jax.settings import UNSET, SettingError
 
 MOST_NODES = 1 << 16
-"""Maximum number of nodes of a pattern with expanded repeats."""
+"""Maximum number of nodes of a pattern after its repeats are expanded."""
 
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 
 class Characters(NamedTuple):
-    """A deterministic automaton over classes of characters.
+    """A deterministic automaton over character classes.
 
     Attributes:
       class_of: class of each character of the alphabet.
       next_SK: int32 ``[S, K]``, next state for each character class; state 0 is dead.
-      is_final_S: bool ``[S]``.
+      is_final_S: bool ``[S]``, whether each state accepts.
       start: state before the first character.
     """
 
@@ -51,11 +51,12 @@ class Characters(NamedTuple):
 
 
 def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Characters:
-    r"""The automaton of the texts that a pattern matches in full.
+    r"""The automaton that accepts the texts that a pattern matches in full.
 
     Args:
-      pattern: regular expression of `re`, without look-around and back-references. ``^`` and ``$``
-          at its ends have no effect; ``\p{..}`` is a general category of Unicode.
+      pattern: regular expression in the syntax of `re`, without look-around and back-references.
+        ``^`` and ``$`` at the ends of the pattern have no effect; ``\p{..}`` matches a general
+        category of Unicode.
       alphabet: the characters that texts may consist of.
       most_states: maximum number of states.
     """
@@ -80,7 +81,7 @@ _SIGNS = {
     "AT": r"(?<!^)(?<!\[)[\^]|[$](?!$)|\\[bBAZ]", "ASSERT": r"\(\?<?=", "ASSERT_NOT": r"\(\?<?!",
     "GROUPREF": r"\\[1-9]|\(\?P=",
 }  # fmt: skip
-"""Start of the parsed items that automata do not support."""
+"""Patterns for the start of each item that automata do not support, by the parser's name for it."""
 
 
 class _Unknown(ValueError):
@@ -108,7 +109,7 @@ _CATEGORY_NAMES = frozenset({
 
 
 def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
-    r"""The pattern with ``\p{..}`` and ``\P{..}`` as the characters of the alphabet."""
+    r"""The pattern with ``\p{..}`` and ``\P{..}`` replaced by characters of the alphabet."""
     is_inside = False
 
     def written(found: re.Match[str]) -> str:
@@ -268,7 +269,7 @@ def _growing(subsets: list[frozenset[int]]):
 
 
 def _merged(found: Characters) -> Characters:
-    """The minimal automaton of the same language. The dead state stays first."""
+    """The minimal automaton that accepts the same language. The dead state stays first."""
     label = found.is_final_S.astype(np.int64)
     while True:
         told = np.column_stack([label, label[found.next_SK]])
@@ -277,7 +278,7 @@ def _merged(found: Characters) -> Characters:
         if finer.max() == label.max():
             break
         label = finer
-    # Numbered so that the class of the dead state comes first.
+    # States are numbered so that the class of the dead state comes first.
     order = np.argsort(np.where(np.arange(len(first)) == finer[0], -1, first), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -303,7 +304,7 @@ class Structures:
 
     Args:
       tokenizer: provides the ids, which are the letters of the automata.
-      vocab_size: number of the network's logits.
+      vocab_size: number of logits that the network returns.
       eos_ids: ids that end a text.
       banned_ids: ids that are never written.
     """
@@ -380,7 +381,7 @@ class Structures:
 
 
 def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
-    """The ids of each text. Ids that decode to part of a character are skipped."""
+    """The ids that decode to each text. Ids that decode to part of a character are skipped."""
     found: dict[str, list[int]] = {}
     if isinstance(tokenizer, ByteTokenizer):
         return {chr(id_): [id_] for id_ in range(128) if id_ not in left_out}
@@ -432,7 +433,7 @@ def check_structure(
 
 
 def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
-    """Whether the tokens of an ended row, from its first hole on, violate its structure."""
+    """Whether the tokens of an ended row, starting at its first hole, violate its structure."""
     return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 
@@ -459,7 +460,7 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
 def _in_classes(
     pattern: str, table_SV: np.ndarray, is_final_S: np.ndarray, start: int
 ) -> Automaton:
-    """The automaton of a table of next states by state and id."""
+    """The automaton with this table of next states, indexed by state and id."""
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 2**63, len(table_SV), dtype=np.uint64)
     marks = np.zeros(table_SV.shape[1], np.uint64)
@@ -479,7 +480,7 @@ def _in_classes(
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:
-    """Ids of any text that can precede other tokens."""
+    """The ids of a text that can precede other tokens; empty if none is found."""
     for text in ("a", "e", "0", " "):
         try:
             return tokenizer.encode(text).tolist()

@@ -22,7 +22,7 @@ ESTIMATORS = {
     "elbo": lambda setup: sequence_elbo(setup.config.rl, mask_id=setup.mask_id),
     "trace": lambda setup: trace_rl(setup.config.rl, setup.config.sample),
 }
-"""By ``rl.loss``: ``(setup) -> Estimator``."""
+"""Functions ``(setup) -> Estimator`` by ``rl.loss``."""
 
 
 def objective_of(setup: Setup) -> NetworkObjective:

@@ -1,12 +1,14 @@
 """Pairs of complementary masks: coupled-GRPO (DiffuCoder, Gong et al. 2025, section 5).
 
-Each of ``rl.masks`` pairs hides a share ``t`` of the answer, uniform on [0.2, 0.8], in one forward,
-and the rest in a second one. Every token is hidden once per pair. With one more forward for the
-fully hidden answer, the log-probability of the k-th token is (equation 7)::
+Each of ``rl.masks`` pairs hides a fraction ``t`` of the answer, uniform on [0.2, 0.8], in one
+forward pass, and the other tokens in a second one, so that every token is hidden once per pair. In
+an additional forward pass, the whole answer is hidden. The log-probability of the k-th token is
+(equation 7)::
 
     1 / (pairs + 1) ( log p(o_k | MASK ... MASK) + sum_pairs log p(o_k | o_t) / t_k ),
 
-where ``o_t`` is the half of the pair that hides the token, and ``t_k`` is the share of that half.
+where ``o_t`` is the canvas of the pair in which the token is hidden, and ``t_k`` is the fraction of
+tokens hidden in it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from dlm_jax.rl.policy import Estimator, Rollout, token_log_probs
 from dlm_jax.types import Network, Params
 
 Halves = tuple[jax.Array, jax.Array]
-"""(True where the first half of a pair hides a position ``[B, pairs, L]``, share ``[B, pairs]``)"""
+"""(True where the first canvas of a pair hides a position, ``[B, pairs, L]``; the hidden fraction,
+``[B, pairs]``)"""
 
 
 def draw(rollout: Rollout, key: jax.Array, *, pairs: int) -> Halves:

@@ -1,12 +1,12 @@
 """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
 
-The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is computed in one
-forward. Its canvas has MASK at all tokens of the answer, and at each prompt token with probability
-``rl.prompt_mask`` (equation 3 and algorithm 1)::
+The log-probabilities of all tokens of an answer ``o`` to a prompt ``q`` are computed in one forward
+pass. On its canvas, all tokens of the answer are masked, and each prompt token is masked with
+probability ``rl.prompt_mask`` (equation 3 and algorithm 1). For the k-th token::
 
     log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK),
 
-Prompt masks are redrawn at every update. Each token has the weight ``1 / |o|`` (equation 4). The
+Prompt masks are redrawn for every update. Each token has the weight ``1 / |o|`` (equation 4). The
 estimate treats tokens as independent given the prompt, so the gradient is biased.
 """
 

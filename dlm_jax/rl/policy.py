@@ -1,12 +1,12 @@
 """Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
 
-A loss of `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions of a sample. The
-surrogate is the one of PPO and GRPO::
+Each loss in `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions in a sample. The
+surrogate is the same as in PPO and GRPO::
 
     loss = -mean_rows sum_n w_n ( min(r_n A, clip(r_n, 1 - c, 1 + c) A) - beta KL_n ),
     r_n = exp(log p_n - log p_old_n),
 
-with the weights ``w`` of the estimator, which add up to 1 over the actions of a row.
+where ``w`` are the weights of the estimator, which add up to 1 over the actions in a row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Rollout(NamedTuple):
     """Samples for a step, as rows of a batch.
 
     Attributes:
-      tokens_BL: int32, the whole canvas: prompt, answer, EOS after the answer, PAD from
+      tokens_BL: int32, the whole canvas: prompt, answer, EOS after the answer, and PAD beyond
         ``length_B``.
-      length_B: int32, positions of each canvas.
-      given_B: int32, leading positions of the prompt.
-      step_BL: int32, the step of sampling that wrote each token of the answer, from 0; -1 elsewhere
-        and in excluded rows.
+      length_B: int32, number of positions on each canvas.
+      given_B: int32, number of leading positions that are the prompt.
+      step_BL: int32, index of the sampling step that wrote each token of the answer, starting at 0;
+        -1 elsewhere and in excluded rows.
       advantage_B: float32, reward of the row relative to its group.
       trace: all draws of the rows (`dlm_jax.Trace`) if ``rl.loss`` is ``trace``, else None.
     """
@@ -57,7 +57,7 @@ class Rollout(NamedTuple):
         return is_live_BL & (place_1L >= self.given_B[:, None])
 
     def token_weights_BL(self) -> jax.Array:
-        """``1 / |answer|`` at each action of a row, float32."""
+        """``1 / |actions|`` at each action of a row, float32."""
         is_action_BL = self.is_action_BL()
         count_B1 = jnp.maximum(jnp.sum(is_action_BL, axis=1, keepdims=True), 1)
         return is_action_BL / count_B1.astype(jnp.float32)
@@ -65,14 +65,14 @@ class Rollout(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimator of the log-probabilities of the N actions of each row.
+    """Estimator of the log-probabilities of the N actions in each row.
 
     Attributes:
-      draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` or scalars with all masks. The
-        trained, the sampling and the reference parameters share the masks.
+      draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` arrays or scalars with all masks.
+        The same masks are used for the trained, the sampling and the reference parameters.
       log_probs: ``(network, params, rollout, noise) -> log_probs_BN`` in nats.
-      weights: ``(rollout) -> weights_BN``. They sum to 1 in each row, or to 0 in rows without
-        actions.
+      weights: ``(rollout) -> weights_BN``. The weights sum to 1 in each row, or to 0 in rows
+        without actions.
     """
 
     draw: Callable[[Rollout, jax.Array], Any]
@@ -85,7 +85,7 @@ def token_log_probs(
 ) -> jax.Array:
     """Log-probability in nats ``[B, L]`` of each token given the canvas `shown_BL`.
 
-    It is 0 at positions that are not actions. MASK is never predicted.
+    The result is 0 at positions that are not actions. MASK is never predicted.
     """
     hidden_BLD = hidden_of(network, params, shown_BL, rollout.tokens_BL, rollout.length_B)
     is_action_BL = rollout.is_action_BL()
@@ -98,9 +98,9 @@ def token_log_probs(
 def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjective:
     """The policy objective: the clipped surrogate with the log-probabilities of an estimator.
 
-    Its metrics are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
-    the distance to the reference in nats per action, where ``rl.kl`` is not 0. Actions with
-    probability 0 under any of the parameters have weight 0.
+    The metrics are ``clip_share``, the total weight of the actions whose ratio is clipped, and, if
+    ``rl.kl`` is not 0, ``kl``, the divergence from the reference in nats per action. Actions whose
+    probability is 0 under any of the parameters have weight 0.
     """
 
     def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
         now_BN, weight_BN = log_probs(network, params, noise), estimator.weights(rollout)
         old_BN = noise.get("old", jax.lax.stop_gradient(now_BN))
         reference_BN = noise.get("reference", old_BN)
-        # A truncation of the chain may exclude an action under other parameters, or by rounding.
+        # With other parameters, or by rounding, a truncation in the chain may exclude an action.
         is_cut_BN = jnp.isneginf(now_BN) | jnp.isneginf(old_BN) | jnp.isneginf(reference_BN)
         weight_BN = jnp.where(is_cut_BN, 0.0, weight_BN)
         now_BN, old_BN, reference_BN = (
@@ -146,16 +146,16 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
 
 
 def _sum(weight_BN: jax.Array, values_BN: jax.Array) -> jax.Array:
-    # Positions without weight may hold MASK, which has infinite cost.
+    # Positions without weight may contain MASK, whose cost is infinite.
     return jnp.sum(jnp.where(weight_BN > 0, weight_BN * values_BN, 0.0))
 
 
 def clipped_gain(
     log_ratio: jax.Array, advantage: jax.Array, *, clip: float
 ) -> tuple[jax.Array, jax.Array]:
-    """``min(r A, clip(r, 1 - c, 1 + c) A)``, and True where it is clipped (PPO, equation 7).
+    """``min(r A, clip(r, 1 - c, 1 + c) A)``, and True where the ratio is clipped.
 
-    Schulman et al. 2017. The arrays broadcast.
+    This is equation 7 of PPO (Schulman et al. 2017). The arrays are broadcast.
     """
     ratio = jnp.exp(log_ratio)
     free = ratio * advantage
@@ -169,7 +169,7 @@ def squared(log_ratio: jax.Array) -> jax.Array:
 
 
 def unbiased(log_ratio: jax.Array) -> jax.Array:
-    """k3 of Schulman 2020: ``r - 1 - log r`` with ``log r = log p_reference - log p``."""
+    """k3 of Schulman 2020: ``r - 1 - log r``, where ``log r = log p_reference - log p``."""
     return jnp.expm1(log_ratio) - log_ratio
 
 
@@ -178,19 +178,19 @@ KL = {"k2": squared, "k3": unbiased}
 
 
 def group_relative(rewards_PG: np.ndarray) -> np.ndarray:
-    """``(r - mean) / (std + 1e-4)`` of each group, with the standard deviation over G - 1: GRPO
-    (Shao et al. 2024).
+    """``(r - mean) / (std + 1e-4)`` in each group, where the standard deviation divides by G - 1:
+    GRPO (Shao et al. 2024).
     """
     return centred(rewards_PG) / (np.std(rewards_PG, axis=1, ddof=1, keepdims=True) + 1e-4)
 
 
 def centred(rewards_PG: np.ndarray) -> np.ndarray:
-    """``r - mean`` of each group: GRPO without the standard deviation (Liu et al. 2025; d1)."""
+    """``r - mean`` in each group: GRPO without the standard deviation (Liu et al. 2025; d1)."""
     return rewards_PG - np.mean(rewards_PG, axis=1, keepdims=True)
 
 
 def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
-    """``r`` minus the mean of the other samples of its group: RLOO (Ahmadian et al. 2024)."""
+    """``r`` minus the mean of the other samples in its group: RLOO (Ahmadian et al. 2024)."""
     size = rewards_PG.shape[1]
     return centred(rewards_PG) * size / (size - 1)
 
@@ -198,14 +198,15 @@ def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "grpo": group_relative, "grpo_mean": centred, "rloo": leave_one_out
 }  # fmt: skip
-"""Advantages by ``rl.advantage``, from rewards of P groups of G."""
+"""Functions that compute advantages from rewards ``[P, G]`` (P groups of size G), by
+``rl.advantage``."""
 
 
 def advantages(rewards_PG: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages float32 ``[P, G]``. NaN rewards are excluded from their groups and have advantage
-    0.
+    """Advantages, float32 ``[P, G]``. Samples whose reward is NaN are excluded from their groups
+    and have an advantage of 0.
 
-    A group with fewer than two rewards has advantages of 0.
+    In a group with fewer than two rewards, all advantages are 0.
     """
     found_PG = np.zeros(rewards_PG.shape, np.float32)
     for rewards_G, found_G in zip(rewards_PG, found_PG, strict=True):

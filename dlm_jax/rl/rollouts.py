@@ -22,7 +22,7 @@ from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params, Status
 
 Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""``(prompts, answers) -> rewards``, one for each; higher is better."""
+"""``(prompts, answers) -> rewards``, one reward per answer; higher is better."""
 
 
 class RewardError(ValueError):
@@ -30,7 +30,7 @@ class RewardError(ValueError):
 
 
 def reward_function(name: str) -> Reward:
-    """The function of ``rl.reward``, ``module:function``.
+    """The function that ``rl.reward`` names as ``module:function``.
 
     Raises:
       SettingError: the function does not exist.
@@ -53,9 +53,9 @@ class Judge:
 
     Args:
       name: name of the function, ``module:function``.
-      leaves_out: whether samples without a reward are excluded. Otherwise the first such sample
-          ends the run.
-      report: called with one line about the excluded samples of a call.
+      leaves_out: whether samples without a valid reward are excluded. If False, the first such
+        sample ends the run.
+      report: called with one line about the samples that a call excludes.
     """
 
     def __init__(self, name: str, *, leaves_out: bool, report: Callable[[str], None]):
@@ -63,7 +63,7 @@ class Judge:
         self._function = reward_function(name)
 
     def rewards(self, prompts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
-        """Rewards float64 ``[N]``; NaN at excluded samples.
+        """Rewards, float64 ``[N]``; NaN for excluded samples.
 
         Raises:
           RewardError: the function does not return one number per sample, a reward is invalid and
@@ -123,7 +123,7 @@ def _brief(error: Exception) -> str:
 
 
 class Rollouts:
-    """Generates samples of a model with their advantages, and evaluates its reward.
+    """Generates samples from a model with their advantages, and evaluates its mean reward.
 
     The samples of a step depend only on the parameters, the seed of the run and the step.
 
@@ -166,7 +166,7 @@ class Rollouts:
         Args:
           params: parameters of the policy.
           step: step of the run.
-          rows: P rows of the corpus. Their given tokens are the prompts.
+          rows: P rows of the corpus. The given tokens of each row are its prompt.
         """
         settings = self._setup.config.rl
         made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)
@@ -227,7 +227,7 @@ class Rollouts:
         model = self._model(params)
         try:
             requests = all_requests(model, prompts, group, {"seed": seed, "trace": trace})
-            # One program for all steps. Its canvas has the length of a row of the corpus.
+            # One program serves all steps. Its canvas is as long as a row of the corpus.
             with Engine(
                 model,
                 sizes=[train.batch_size],
@@ -284,9 +284,9 @@ class Rollouts:
         return Rollout(*columns)
 
     def _fixed(self, trace: Trace) -> Trace:
-        """The trace padded to the maximum steps, positions and width of the run.
+        """The trace, padded to the maximum numbers of steps and positions of the run.
 
-        One program then replays all traces, and a resumed run gives the same results.
+        All traces are then replayed by one program, and a resumed run gives the same results.
         """
         config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
         num_positions, num_steps = config.data.seq_len, config.sample.steps

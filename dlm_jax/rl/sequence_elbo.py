@@ -1,14 +1,16 @@
-"""The whole answer as one action, with its ELBO as its likelihood: ESPO (Ou et al. 2025).
+"""The whole answer as one action, whose log-likelihood is estimated by its ELBO: ESPO (Ou et al.
+2025).
 
-The log-probability of an answer of N positions is estimated with ``rl.masks`` masks, each with a
-count ``l`` uniform on 1..N and a uniform random set of that size, and the ratio is per token::
+The log-probability of an answer with N positions is estimated with ``rl.masks`` masks. Each mask
+has a count ``l`` that is uniform on 1..N and a uniformly random set of that size. The ratio is
+normalised per token::
 
     L(o | q) = E_l E_set [ N / l sum_{k in set} log p(o_k | o without the set, q) ]
     r = exp( (L(o | q) - L_old(o | q)) / N ).
 
-The counts of a row are stratified over its masks. EOS after an answer is part of it, as in training
-with ``data.tail = "eos"``. The ELBO is below the log-likelihood, so the gradient is biased unless
-the bound is tight. Ou et al. use k2 for the KL (``rl.kl_estimator``).
+The counts of a row are stratified over its masks. The EOS tokens after an answer are part of it, as
+in training with ``data.tail = "eos"``. The ELBO is below the log-likelihood, so the gradient is
+biased unless the bound is tight. Ou et al. use k2 for the KL (``rl.kl_estimator``).
 """
 
 from __future__ import annotations

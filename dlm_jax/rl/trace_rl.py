@@ -5,12 +5,13 @@ of its step::
 
     log pi(o_k | q) = log p( o_k | the canvas before the step that wrote it ),
 
-after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). Random positions do
-not depend on the parameters. The actions of a row are all written tokens, including those after
-EOS, because later tokens depend on them. In orders that select among candidates, all candidates are
-actions. The sum over the actions is the exact log-probability of the policy. Without clipping, the
-gradient equals that of the expected reward up to the factor ``1 / |actions|`` of all losses here
-(TraceRL divides by the tokens of each step instead).
+after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). If positions are
+chosen at random, their choice does not depend on the parameters. The actions of a row are all
+written tokens, including those after EOS, because later tokens depend on them. In orders that
+select among candidates, all candidates are actions. The sum over the actions is the exact
+log-probability of the policy. Without clipping, the gradient equals that of the expected reward up
+to the factor ``1 / |actions|``, which all losses in this package have (TraceRL divides by the
+number of tokens in each step instead).
 """
 
 from __future__ import annotations

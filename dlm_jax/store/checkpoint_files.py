@@ -1,7 +1,8 @@
-"""The checkpoints of a directory, and which ones are usable.
+"""The checkpoints in a directory, and which of them are usable.
 
-Names with a suffix are not checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
-process and are removed by the next save; ``.damaged`` is kept until the user removes it.
+Directories with a suffix are not checkpoints. Those with ``.writing`` and ``.deleted`` are
+leftovers of a killed process, which the next save removes; those with ``.damaged`` are kept until
+the user removes them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from dlm_jax.types import Params
 
 
 def not_finite(params: Params) -> str | None:
-    """Path of the first parameter with a NaN or infinity; None if all are finite.
+    """Path of the first parameter that contains NaN or infinity; None if all are finite.
 
-    Reads every parameter once, in place (about 1 GB/s on a CPU). A process reads the shards of its
-    own devices.
+    Every parameter is read once, in place (about 1 GB/s on a CPU). Each process reads the shards on
+    its own devices.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -46,7 +47,7 @@ def not_finite(params: Params) -> str | None:
 
 
 def _is_finite(part: jax.Array | np.ndarray) -> bool:
-    # NumPy reads a host array in place; a JAX function would compile for each shape.
+    # NumPy reads a host array in place, whereas a JAX function would be compiled for each shape.
     if isinstance(part, jax.Array) and any(d.platform != "cpu" for d in part.devices()):
         return bool(jnp.isfinite(part).all())
     return bool(np.isfinite(np.asarray(part)).all())
@@ -64,7 +65,7 @@ _LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
 
 
 def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path or URL; raises `ValueError` for a file or a dangling link."""
+    """The absolute path or URL of a directory; raises `ValueError` for a file or dangling link."""
     path = located(directory)
     if is_remote(path):
         return cast(Path, path)
@@ -81,9 +82,9 @@ def step_path(root: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def failures_of_writing(path: AnyPath) -> Iterator[None]:
-    """Converts the `ValueError` of tensorstore for a failed write to `OSError`.
+    """Converts the `ValueError` that tensorstore raises for a failed write to an `OSError`.
 
-    Its errno is taken from the message, if any, or is `errno.EIO`; its file name is `path`.
+    The errno is the one in the message, or `errno.EIO` if there is none. The file name is `path`.
     """
     try:
         yield
@@ -96,10 +97,10 @@ def failures_of_writing(path: AnyPath) -> Iterator[None]:
 
 
 def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
-    """Contents of the manifest of a checkpoint other than its files: format, writer, identity,
-    arrays.
+    """Contents of a checkpoint's manifest other than its files: format, library versions, identity
+    of the run, and arrays.
 
-    The identity is ``run`` of the metadata; checkpoints without one share the empty identity.
+    The identity is ``run`` in the metadata, or empty if the metadata has none.
     """
     writers = ("jax", "orbax-checkpoint", "numpy")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers)
@@ -108,14 +109,14 @@ def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps of the checkpoints that have a manifest, ascending."""
+    """Steps of the checkpoints that have a manifest, in ascending order."""
     return [s for s in _listed_steps(root) if (step_path(root, s) / files.MANIFEST).exists()]
 
 
 def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
-    """Prepares to write ``step`` and returns True; False if it is already complete.
+    """Prepares to write ``step`` and returns True, or returns False if it is already complete.
 
-    Creates ``root``, removes leftovers, and renames damaged checkpoints.
+    This creates ``root``, removes leftovers, and renames damaged checkpoints.
     """
     root.mkdir(parents=True, exist_ok=True)
     usable = [s for s in complete_steps(root) if checked.get(s, True)]
@@ -146,7 +147,7 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; in a bucket its manifest is deleted first."""
+    """Deletes a checkpoint. In a bucket, the manifest is deleted first."""
     if not is_remote(path):
         remove_tree(path)
         return
@@ -161,7 +162,7 @@ def prune(root: Path, *, keep: int) -> None:
         if is_remote(root):
             remove(step_path(root, step))
             continue
-        # Rename first, so that a killed process leaves no checkpoint with missing files.
+        # Rename first, so that a killed process does not leave a checkpoint with missing files.
         path = step_path(root, step)
         doomed = path.with_name(f"{path.name}.deleted")
         remove_tree(doomed)
@@ -176,13 +177,13 @@ def newest_usable(
     report: Callable[[str], None],
     checked: dict[int, bool],
 ) -> int:
-    """The step to restore: ``step``, or the newest undamaged one.
+    """The step to restore: ``step``, or the newest step whose checkpoint is not damaged.
 
     ``checked`` caches the result per step, so that files are read once and damage is reported once.
-    Raises `ValueError` if none is usable, if one has different ``leaves`` (if given) or another
-    format, or if they belong to several runs.
+    Raises `ValueError` if no checkpoint is usable, if a checkpoint has another format or differs
+    from ``leaves`` (if given), or if the checkpoints belong to several runs.
     """
-    # In a bucket, a checkpoint without a manifest is incomplete; on a disk, it is damaged.
+    # A checkpoint without a manifest is incomplete in a bucket, but damaged on a disk.
     listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
     if not listed:
         raise ValueError(_why_empty(root))
@@ -248,7 +249,7 @@ def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
 
 
 def spell(leaf: list[Any] | None) -> str:
-    """Describes an array in a message: ``float32[2,16]``, or that it is absent."""
+    """Describes an array in a message: its dtype and shape, ``float32[2,16]``, or ``absent``."""
     return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")
 
 
@@ -276,7 +277,7 @@ def _why_empty(root: Path) -> str:
 
 
 def describe(tree: Any, what: str) -> Leaves:
-    """Path, dtype and shape of every array of a pytree; `what` names the pytree in errors."""
+    """Dtype and shape of every array in a pytree, by path; `what` names the pytree in errors."""
     leaves: Leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = path_name(path)
@@ -287,7 +288,7 @@ def describe(tree: Any, what: str) -> Leaves:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict with these paths; ValueError for conflicting names."""
+    """The nested dict with these paths; raises ValueError for conflicting names."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *parents, last = name.split("/")

@@ -1,6 +1,6 @@
 """Checkpoints that are either complete or absent, and never silently corrupt.
 
-A checkpoint is one directory that is renamed into place once all its files are on disk::
+A checkpoint is a directory that gets its final name once all its files are on disk::
 
     step_00000250/
       state/         the pytree of arrays (Orbax, OCDBT)
@@ -8,15 +8,16 @@ A checkpoint is one directory that is renamed into place once all its files are 
       manifest.json  format, library versions, the identity of the run, shape and dtype of every
                      array, and the size and CRC32 of every file
 
-Orbax loads most bit-flipped files, so restoring verifies the manifest first and falls back to
-an earlier checkpoint if one is damaged. All uses of Orbax are in this file: the asynchronous
-checkpointer, without the manager, whose pruning ignores checksums.
+Orbax loads most files with flipped bits without an error. Therefore, `restore` verifies the
+manifest first and falls back to an earlier checkpoint if the newest one is damaged. Only this file
+uses Orbax. It uses the asynchronous checkpointer but not the manager, which ignores checksums when
+it prunes checkpoints.
 
-A bucket has no rename, and every process writes its own files. There ``state/`` holds a zarr array
-for each array, written and read by tensorstore, because Orbax does not support ``s3://``. Each
-process writes the shards of its devices, reads the files back, and writes their sizes and CRC32s to
-``sums/PROCESS.json``. When all of these exist, process 0 writes the manifest, which completes the
-checkpoint.
+In a bucket, files cannot be renamed, and every process writes its own files. There, ``state/``
+contains a zarr array for each array, written and read by tensorstore, because Orbax does not
+support ``s3://``. Each process writes the shards of its devices, reads the files back, and writes
+their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all processes, process 0
+writes the manifest, which completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ _POLL = 0.2
 
 
 Part = tuple[str, tuple[slice, ...], np.ndarray]
-"""A piece of an array on the host: the name of the array and the offset of the piece."""
+"""A piece of an array on the host: the name of the array, the index of the piece, its values."""
 
 
 def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
     """Zarr metadata of each array, and copies of the shards that this process writes.
 
-    Each piece of an array is written by the process of its first replica.
+    Each piece of an array is written by the process that has its first replica.
     """
     specs: dict[str, Any] = {}
     found: list[tuple[str, Any, jax.Array]] = []
@@ -90,7 +91,7 @@ def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
             if shard.replica_id == 0:
                 shard.data.copy_to_host_async()
                 found.append((name, shard.index, shard.data))
-    # Copied, because on CPU an array may share memory with a buffer that will be donated.
+    # Copied, because on a CPU an array may share memory with a buffer that is donated later.
     return specs, [(name, index, np.array(data)) for name, index, data in found]
 
 
@@ -109,9 +110,9 @@ def _zarr_type(dtype: Any) -> str:
 
 
 def _store_of(step: AnyPath, inside: str) -> dict[str, Any]:
-    """The tensorstore spec of a folder of a checkpoint.
+    """The tensorstore spec of a folder in a checkpoint.
 
-    Endpoint and credentials are passed explicitly: tensorstore ignores the endpoint of the
+    Endpoint and credentials are passed explicitly, because tensorstore ignores the endpoint in the
     environment and logs its search for credentials.
     """
     scheme, _, rest = str(step).partition("://")
@@ -137,7 +138,7 @@ def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> 
 
 
 def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
-    """Writes the pieces of this process, and the checksums of its files after reading them back."""
+    """Writes the pieces of this process, reads the files back, and writes their checksums."""
     first = jax.process_index() == 0
     wanted = set(specs) if first else {name for name, _, _ in parts}
     opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
@@ -178,7 +179,7 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
 
 
 def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
-    """The saved arrays, each with the sharding from `sharding_of` for its abstract leaf."""
+    """The saved arrays. `sharding_of` maps each abstract leaf to the sharding of its array."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
     pending = []
@@ -205,8 +206,8 @@ def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str
 
 def quiet_orbax() -> None:
     """Limits the logs of Orbax to warnings."""
-    # Orbax logs every save at INFO through absl. Errors in its threads are logged with a traceback
-    # and raised again when the save is awaited.
+    # Orbax logs every save at INFO through absl. It also logs errors in its threads with a
+    # traceback, although they are raised again by the call that waits for the save.
     logging.getLogger("absl").setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
@@ -232,18 +233,19 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one training run, newest last; use it as a context manager.
+    """The checkpoints of one training run, newest last. Use this class as a context manager.
 
-    An unfinished save is lost (not partially written) if the program ends without `close` or
-    `wait`. Every process of a multi-process run creates one on the same shared directory and calls
-    the same methods in the same order. Process 0 verifies, renames and prunes.
+    If the program ends without `close` or `wait`, an unfinished save is lost, but never partially
+    written. Every process of a multi-process run creates an instance for the same shared directory
+    and calls the same methods in the same order. Process 0 verifies, renames and prunes
+    checkpoints.
 
     Args:
       directory: parent of the ``step_*`` directories; created by the first save.
       keep: number of newest complete checkpoints to keep, at least 1. An older checkpoint is
-          deleted once the newer one is complete on disk.
+        deleted once a newer one is complete on disk.
       check: called on process 0 before files in the directory are removed or a checkpoint is
-        completed; raises if another process has claimed the directory.
+        completed. It raises an error if another process has claimed the directory.
 
     ``when_closed`` is a stack of callbacks that run after closing.
     """
@@ -274,20 +276,21 @@ class Checkpoints:
         self._close(together=exc_type is None)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending, excluding one in progress."""
+        """Steps of the complete checkpoints, in ascending order, without a save in progress."""
         return complete_steps(self.directory)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
-        """Starts a checkpoint and returns True, or False if a complete one of ``step`` exists.
+        """Starts to save a checkpoint and returns True, or returns False if a complete checkpoint
+        of ``step`` exists.
 
-        The arrays may be donated after the return; writing continues in the background. Waits for
-        the previous save.
+        The method waits for the previous save. The new one continues in the background, and the
+        arrays may be donated once the method has returned.
 
         Args:
           step: at least 0, and not before the newest checkpoint.
           state: any pytree of arrays, including typed keys; global arrays if there are several
             processes.
-          meta: a JSON dict, equal on all processes; its ``run`` is the identity of the run.
+          meta: a JSON dict, equal on all processes. Its entry ``run`` is the identity of the run.
 
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
@@ -313,7 +316,8 @@ class Checkpoints:
         """Waits until the save in progress is complete and visible to every process.
 
         Raises:
-          OSError: if it failed (`ValueError` on the other processes if it failed on process 0).
+          OSError: the save failed.
+          ValueError: the save failed on process 0; raised on the other processes.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -325,28 +329,31 @@ class Checkpoints:
         self._close(together=True)
 
     def abandon(self) -> None:
-        """Ends all threads; does not wait for other processes."""
+        """Ends all threads without waiting for other processes."""
         self._close(together=False)
 
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
-        """The metadata of the checkpoint that `restore` would return; same arguments and errors."""
+        """The metadata of the checkpoint that `restore` would return, with the same arguments and
+        errors.
+        """
         self.wait()
         return _read_meta(self._usable(step, None, report)[1])
 
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
     ) -> Restored:
-        """Restores the newest usable checkpoint (or the one of ``step``) with the structure of
+        """Restores the newest usable checkpoint (or the one at ``step``) with the structure of
         ``abstract_state``.
 
-        A damaged checkpoint is reported and the previous one is used, unless ``step`` is given.
+        If a checkpoint is damaged, this is reported and the previous checkpoint is used, unless
+        ``step`` is given.
 
         Args:
-          abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings need not
-            be those of the processes that saved; a leaf without one goes to the first local device.
-          step: exactly this checkpoint.
-          report: receives one line for each damaged checkpoint that is skipped, on process 0;
-            default `warnings.warn`.
+          abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings may differ
+            from those at the save. A leaf without a sharding is restored on the first local device.
+          step: step of the checkpoint to restore; None for the newest usable one.
+          report: called on process 0 with one line for each damaged checkpoint that is skipped.
+            Default: `warnings.warn`.
         """
         self.wait()
         leaves = describe(abstract_state, "abstract_state")
@@ -375,7 +382,7 @@ class Checkpoints:
         arrays: dict[str, Any],
         parts: list[Part],
     ) -> None:
-        """Writes a checkpoint: every process writes its own files, then process 0 writes the
+        """Writes a checkpoint: every process writes its own files, and then process 0 writes the
         manifest.
         """
         path, is_first = step_path(self.directory, step), jax.process_index() == 0
@@ -405,14 +412,14 @@ class Checkpoints:
             if together:
                 self.wait()
         finally:
-            # A process that exits with an exception does not wait for others, which may be lost.
+            # After an exception, a process does not wait for the others, which may have ended.
             self._finisher.shutdown()
             self._writer.close()
             self.when_closed.close()
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
-    """The directory of checkpoints of a run, or the given directory."""
+    """The subdirectory ``checkpoints`` if it exists, or else the given directory."""
     root = checkpoint_root(directory)
     return root / "checkpoints" if (root / "checkpoints").is_dir() else root
 
@@ -440,18 +447,18 @@ def load_params(
     place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and metadata of the newest usable checkpoint (or the one of ``step``).
+    """The parameters and metadata of the newest usable checkpoint (or the one at ``step``).
 
-    Only the parameters are read (their moving average, if there is one), not the optimiser state.
-    The mesh and the number of processes may differ from those at the save.
+    Only the parameters are read (or their moving average, if there is one), not the optimiser
+    state. The mesh and the number of processes may differ from those at the save.
 
     Args:
       directory: the directory passed to `Checkpoints`, or its parent.
-      abstract_params: maps the metadata to the expected shapes, dtypes and shardings. Without it,
-        the saved nested dict is returned, on the first local device.
-      step: exactly this checkpoint, without falling back.
-      place: sharding and dtype of each parameter; each device reads only its own parts.
-      report: receives one line about each skipped damaged checkpoint; default
+      abstract_params: maps the metadata to the expected shapes, dtypes and shardings. If None, the
+        saved nested dict is returned, on the first local device.
+      step: step of the checkpoint to load, without a fallback; None for the newest usable one.
+      place: sharding and dtype of each parameter. Each device reads only its own shards.
+      report: called with one line for each damaged checkpoint that is skipped. Default:
         `warnings.warn`.
     """
     path = _newest(_root_of(directory), step, None, report, {})[1]
@@ -493,7 +500,8 @@ def _read_arrays(path: Path, abstract: Any, *, partial: bool) -> Any:
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays = reader.restore(path / "state", args=args)
-    # Typed keys are restored with an equivalent sharding; only an equal one avoids a recompilation.
+    # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids a
+    # recompilation.
     return jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
 
 
@@ -512,11 +520,11 @@ def load_any(
 
     Args:
       path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m
-          dlm_jax.export``; or a name, see `dlm_jax.store.weights`.
-      make_abstract: maps the metadata to the shapes, as in `load_params`.
-      place: sharding and dtype of each parameter; by default the first local device and the stored
-        dtype, or float32 for a file.
-      report: receives one line for each damaged checkpoint that is skipped.
+        dlm_jax.export``; or the name of a shipped model (see `dlm_jax.store.weights`).
+      make_abstract: maps the metadata to the expected shapes, as in `load_params`.
+      place: sharding and dtype of each parameter. By default, parameters are loaded to the first
+        local device in the stored dtype, or in float32 from a file.
+      report: called with one line for each damaged checkpoint that is skipped.
     """
     found = path_of_model(path)
 
@@ -535,7 +543,7 @@ def load_any(
 def load_meta(
     path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The metadata that `load_any` would return for a path; same errors."""
+    """The metadata that `load_any` would return for a path, with the same errors."""
     if Path(path).suffix == SUFFIX:
         return _checked(read_meta(path), path)
     return _checked(_read_meta(_newest(_root_of(path), None, None, report, {})[1]), path)

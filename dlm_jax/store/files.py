@@ -1,13 +1,14 @@
 """Files on local disks and in buckets (``gs://``, ``s3://``): atomic writes, checksums and locks.
 
-A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. A bucket has no rename: a group
-of objects there becomes valid with the object that is written last.
+A path is an `etils.epath.Path`, which is a `pathlib.Path` if it is local. Objects in a bucket
+cannot be renamed, so a group of objects becomes valid when its last object is written.
 
-The last key of a JSON line is ``crc``, the CRC32, in hex, of the line's JSON without that key.
+The last key in a JSON line with a checksum is ``crc``: the CRC32, in hex, of the JSON without that
+key.
 
-``manifest.json`` records every file of a directory, to detect damage. It has two lines: a JSON
-object (``facts``: data of the writer; ``files``: relative path -> [size in bytes, CRC32]) and the
-CRC32 of that line in hex.
+``manifest.json`` records every file in a directory, so that damage can be detected. The manifest
+has two lines: a JSON object (``facts``: data of the writer; ``files``: relative path -> [size in
+bytes, CRC32]) and the CRC32 of that object in hex.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ AnyPath = Path | epath.Path
 
 
 def located(location: str | os.PathLike[str]) -> epath.Path:
-    """The path of a location: absolute, or a URL of a bucket whose driver is installed."""
+    """The path of a location: an absolute path, or a URL of a bucket whose driver is installed."""
     text = os.fspath(location)
     if not is_remote(text):
         return epath.Path(os.path.abspath(os.path.expanduser(text)))
@@ -63,7 +64,7 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
         raise ValueError(
             f"{text} needs {driver}, which is not installed; pip install 'dlm_jax[{extra}]'"
         ) from None
-    # Others write into the same bucket, so listings must not be cached.
+    # Other processes write to the same bucket, so listings must not be cached.
     fsspec.config.conf.setdefault(extra, {})["use_listings_cache"] = False
     fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
     return epath.Path(text)
@@ -71,7 +72,7 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
 
 @contextlib.contextmanager
 def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
-    """Converts errors of a bucket or disk to a `ValueError` that names the location."""
+    """Converts errors from a bucket or disk to a `ValueError` that names the location."""
     try:
         yield
     except PermissionError as error:
@@ -97,7 +98,7 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
 def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
     """Raises ValueError for a URL whose bucket is missing or not writable; no-op for local paths.
 
-    It writes and deletes an empty object.
+    The check writes and deletes an empty object.
     """
     if not is_remote(location):
         return
@@ -130,8 +131,7 @@ def copy_whole(source: epath.Path, target: epath.Path) -> None:
     """Copies a file to a local `target` atomically.
 
     Raises:
-      OSError: if `source` cannot be read or `target` cannot be written; it has the name of that
-          file.
+      OSError: `source` cannot be read, or `target` cannot be written. The error names that file.
     """
     with source.open("rb") as read, replacing(target) as written:
         while chunk := _read(read, source):
@@ -156,13 +156,13 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
 
     Args:
       path: path of the file, or a URL.
-      temporary: path of the new file in the same directory, which no other caller uses; the caller
-          removes leftovers of killed processes. The default is a new name; leftovers are removed
-          after an hour.
+      temporary: path of the new file, in the same directory. No other caller may use this path, and
+        the caller must remove leftovers of killed processes. By default, a new name is used, and
+        leftovers are removed after an hour.
 
     Raises:
-      OSError: the file cannot be written, with the name of `path`; or an error of the block that
-          names another file.
+      OSError: the file cannot be written; the error names `path`. An `OSError` raised in the block
+        that names another file is unchanged.
     """
     if is_remote(path):
         with located(path).open("wb") as file:
@@ -192,8 +192,8 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes leftovers of killed writers of `path`; call it only if no other process writes
-    `path`.
+    """Removes temporary files left by killed processes that wrote `path`. Call this only if no
+    other process is writing `path`.
     """
     for leftover in _leftovers(Path(os.path.realpath(path))):
         leftover.unlink(missing_ok=True)
@@ -206,7 +206,7 @@ def _leftovers(target: Path) -> list[Path]:
 def sync(path: str | os.PathLike[str]) -> None:
     """Syncs a file or directory to disk.
 
-    It has no effect on file systems that cannot sync a directory.
+    A directory is not synced on file systems that do not support it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -237,7 +237,8 @@ def is_full(error: BaseException) -> bool:
 def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
     """Converts the `OSError` of a failed write to a `ValueError` with the remedy.
 
-    The error of a full disk (`is_full`) remains an `OSError`, because another name would not help.
+    If the disk is full (`is_full`), the error remains an `OSError`, because another name would not
+    help.
     """
     try:
         yield
@@ -260,7 +261,7 @@ class Damaged(ValueError):
 
 
 def with_crc(line: bytes) -> bytes:
-    """The line of a non-empty JSON object with its checksum, without newline."""
+    """The JSON line of a non-empty object with its checksum added, without a newline."""
     return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
 
 
@@ -272,7 +273,8 @@ def has_crc(line: bytes) -> bool:
 def without_crc(line: bytes) -> bytes:
     """The line without its checksum.
 
-    Every single-bit flip and every burst of up to 32 bits is detected.
+    Raises `Damaged` if the checksum is missing or wrong. Every single-bit flip and every error
+    burst of up to 32 bits is detected.
     """
     ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
     if ending is None:
@@ -286,8 +288,8 @@ def without_crc(line: bytes) -> bytes:
 def source_digest(code: object) -> str | None:
     """A digest of the source file of a function, class or module, as 16 hex digits.
 
-    It covers the whole module, because a function may call others in it, but not imported modules.
-    None if there is no source file.
+    The digest covers the whole module, because a function may call other functions in it, but does
+    not cover imported modules. None if there is no source file.
     """
     try:
         file = inspect.getsourcefile(code)  # type: ignore[arg-type]
@@ -300,11 +302,11 @@ def source_digest(code: object) -> str | None:
 _READERS = 32
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.json.damaged"
-"""The new name of the manifest of a damaged checkpoint in a bucket."""
+"""The name under which the manifest of a damaged checkpoint in a bucket is kept."""
 
 
 def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
-    """Syncs the files of ``directory`` and their manifest to disk."""
+    """Writes the manifest of ``directory`` and syncs all files to disk."""
     files: dict[str, tuple[int, int]] = {}
     folders = [directory]
     for path in sorted(directory.rglob("*")):
@@ -321,7 +323,7 @@ def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
 def put_manifest(
     directory: AnyPath, facts: dict[str, Any], files: dict[str, tuple[int, int]]
 ) -> None:
-    """Writes the manifest of `files`, sizes and CRC32s by relative path."""
+    """Writes the manifest. `files` maps relative paths to sizes and CRC32s."""
     write_line(directory / MANIFEST, json.dumps({"facts": facts, "files": files}))
 
 
@@ -332,7 +334,7 @@ def write_line(path: AnyPath, line: str) -> None:
 
 
 def read_line(path: AnyPath) -> str:
-    """The line that `write_line` wrote; raises `Damaged` if it differs."""
+    """The line that `write_line` wrote; raises `Damaged` if the file has changed since."""
     text = path.read_bytes().decode(errors="replace")
     line = text.partition("\n")[0]
     if text != _with_crc(line):
@@ -341,15 +343,15 @@ def read_line(path: AnyPath) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The facts that were passed to `write`; raises `Damaged` if the manifest has changed."""
+    """The facts passed to `write_manifest`; raises `Damaged` if the manifest has changed."""
     return _manifest_read(directory)["facts"]
 
 
 def check_manifest(directory: Path) -> None:
-    """Verifies all files; raises `Damaged` for the first that differs.
+    """Verifies all files; raises `Damaged` for the first file that differs.
 
-    Every single-bit flip, every burst of up to 32 bits, and every missing or shortened file is
-    detected; files added later are ignored. Reads all bytes (about 1-2 GB/s from memory).
+    Every single-bit flip, every error burst of up to 32 bits, and every missing or shortened file
+    is detected. Files added later are ignored. All bytes are read (about 1-2 GB/s from memory).
     """
     files = _manifest_read(directory)["files"].items()
     if not is_remote(directory):
@@ -391,9 +393,9 @@ LOCK = ".lock"
 class DirectoryLock:
     """Reserves directories for one process until it releases them or ends.
 
-    `lock` locks the directory itself, or the file `LOCK` in it if the file system locks only files,
-    as network file systems do. In a bucket, or on a file system without locks, the process writes a
-    claim to that file. The process with the last claim owns the directory, and `check` raises in
+    `lock` locks the directory itself, or the file `LOCK` in it if only files can be locked, as on
+    network file systems. In a bucket, or on a file system without locks, the process writes a claim
+    to that file. The process with the last claim owns the directory, and `check` raises an error in
     processes with earlier claims.
     """
 
@@ -402,17 +404,17 @@ class DirectoryLock:
         self._claims: dict[AnyPath, str] = {}
 
     def lock(self, directory: AnyPath, setting: str) -> bool:
-        """Locks a directory without other changes; a second call has no effect.
+        """Locks a directory without changing it otherwise. A second call has no effect.
 
         Args:
           directory: an existing directory, or a path in a bucket.
-          setting: name of the setting with the directory, for the message.
+          setting: name of the setting with the directory, for the error message.
 
         Returns:
-          Returns False if nothing can be locked.
+          Whether the directory is locked. False if it cannot be locked.
 
         Raises:
-          ValueError: another process has locked it.
+          ValueError: another process has locked the directory.
         """
         if is_remote(directory):
             return False
@@ -466,7 +468,7 @@ class DirectoryLock:
 
 
 def _claim_in(path: AnyPath) -> str:
-    """The claim in a file; empty if a process with a later claim has released the directory."""
+    """The claim in a file; empty if a process with a later claim has removed the file."""
     try:
         return path.read_text()
     except FileNotFoundError:

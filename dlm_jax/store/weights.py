@@ -1,9 +1,9 @@
-"""A trained model in one file: its parameters and the JSON that describes it (safetensors).
+"""A trained model in one safetensors file: its parameters and the JSON that describes it.
 
-The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``); the
-header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, including the header, under
-``crc32_of_file``: the CRC32 of its bytes with eight zeros instead of these digits. Any flipped bit
-is detected.
+The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``). The
+header contains the JSON under ``dlm_jax`` and, under ``crc32_of_file``, the CRC32 of the whole
+file, including the header. The CRC32 is computed with eight zeros in place of its own digits. Any
+flipped bit is detected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def save_weights(
     """Writes the file atomically and returns its size in bytes.
 
     Args:
-      path: ends in ``.safetensors``.
+      path: path of the file, which ends in ``.safetensors``.
       params: nested dict of arrays.
       meta: a JSON dict, as in a checkpoint.
       dtype: one of `DTYPES`, for all tensors; float16 halves the size of the file.
@@ -70,7 +70,7 @@ def save_weights(
     content[place : place + 8] = f"{zlib.crc32(content):08x}".encode()
     with refused_unless_full(target, "name another"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The library's own writer creates files that other users cannot read.
+        # The writer of the safetensors library creates files that other users cannot read.
         with replacing(target) as file:
             file.write(content)
     return target.stat().st_size
@@ -86,9 +86,9 @@ def load_weights(
 
     Args:
       path: path of the file.
-      make_abstract: maps the metadata to the shapes, which must match the file.
-      place: sharding and dtype of each parameter; the parts of a sharded parameter are read
-        separately. The default is the default device and float32.
+      make_abstract: maps the metadata to the expected shapes, which must match the file.
+      place: sharding and dtype of each parameter. The shards of a parameter are read separately. By
+        default, parameters are float32 arrays on the default device.
     """
     with _opened(path) as (file, meta):
         found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
@@ -124,7 +124,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]
 
 
 def _described(file: Any, name: str) -> list[Any]:
-    """Type and shape of a tensor of the file; ValueError for a type that is not in `DTYPES`."""
+    """Type and shape of a tensor in the file; ValueError for a type that is not in `DTYPES`."""
     content = file.get_slice(name)
     kind = content.get_dtype()
     if kind not in _NUMPY_OF:
@@ -143,7 +143,7 @@ def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]
 
 
 def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
-    """A tensor of the file; each part is read for the devices that hold it."""
+    """A tensor in the file, of which each shard is read for the devices that contain it."""
     content = file.get_slice(name)
     shape = tuple(content.get_shape())
     if place is None:
@@ -157,7 +157,7 @@ def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
 
 
 def _checksum_of(path: Path) -> int:
-    """CRC32 of a file with its own digits replaced by zeros."""
+    """CRC32 of a file in which the digits of the checksum are replaced by zeros."""
     with path.open("rb") as file:
         size = file.read(8)
         head = bytearray(size + file.read(int.from_bytes(size, "little")))
@@ -181,14 +181,14 @@ SHIPPED: Mapping[str, Path] = {
     path.stem: path
     for path in sorted((Path(__file__).parent.parent / "shipped").glob(f"*{SUFFIX}"))
 }
-"""Files of the shipped models by name, which ``--checkpoint NAME`` accepts in addition to paths."""
+"""Files of the shipped models by name. ``--checkpoint`` accepts these names as well as paths."""
 
 DEFAULT = "shakespeare"
 """The default model: a small Shakespeare model with byte-pair tokens."""
 
 
 def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """The path itself, or the path of the shipped model of this name; None means `DEFAULT`.
+    """The path itself, or the path of the shipped model with this name; None means `DEFAULT`.
 
     Existing paths take precedence over names.
     """

@@ -1,7 +1,8 @@
-"""Small tasks with verifiable answers, for experiments of a few minutes.
+"""Small tasks with verifiable answers, for experiments that take a few minutes.
 
-A text of a task consists of a prompt and an answer, such as ``47+85=`` and ``132``. ``data.source =
-"task:arithmetic"`` trains on them, and ``rl.reward = "dlm_jax.tasks:arithmetic"`` scores samples.
+Each text consists of a prompt and an answer, such as ``47+85=`` and ``132``. Use ``data.source =
+"task:arithmetic"`` to train on such texts and ``rl.reward = "dlm_jax.tasks:arithmetic"`` to score
+samples.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _opened(draws: Draws) -> tuple[str, str]:
-    """3 to 8 brackets with at least one left open, and the closing brackets."""
+    """3 to 8 brackets, of which at least one is left open, and the closing brackets."""
     text, closing = "", ""
     for _ in range(3 + draws.below(6)):
         if len(closing) > 1 and draws.below(2):
@@ -67,7 +68,7 @@ _UNITS = (
 
 
 def _solution(draws: Draws, cells: str = "") -> str | None:
-    """A grid that starts with these cells, or None."""
+    """A solved grid that starts with these cells; None if there is none."""
     if len(cells) == 16:
         return cells
     taken = {cells[c] for unit in _UNITS if len(cells) in unit for c in unit if c < len(cells)}

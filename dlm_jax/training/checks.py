@@ -1,4 +1,4 @@
-"""Checks before a run starts: batches, directories, and existing runs in its directory."""
+"""Checks before a run starts: batches, directories, and existing runs in the same directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = "config.toml"
 
 
 def check_parts(config: Config, mesh: Mesh) -> None:
-    """Raises if parts of a batch do not divide evenly over the devices."""
+    """Raises ValueError if the rows of a microbatch cannot be divided evenly among the devices."""
     part = config.train.batch_size // config.train.accumulate
     try:
         batch_sharding(mesh, part)
@@ -38,7 +38,7 @@ def check_parts(config: Config, mesh: Mesh) -> None:
 
 
 def check_model_fits(config: Config, mesh: Mesh) -> None:
-    """Raises if the mesh splits an axis of the Transformer that is not divisible."""
+    """Raises ValueError if the size of a Transformer axis is not divisible by its mesh axis."""
     model, positions = config.model, config.data.seq_len
     sizes = {
         "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
@@ -89,7 +89,9 @@ def make_directory(setting: str, directory: Path) -> None:
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Values that all processes of a run must share: the config without local paths, and jax."""
+    """Values that all processes of a run must share: the config without local paths, the version of
+    JAX, and its settings.
+    """
     local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     return facts | {"version of jax": jax.__version__} | settings()
@@ -103,7 +105,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
       saved: metadata of the checkpoints in the directory.
 
     Raises:
-      ValueError: they differ. The message names the first difference and the remedy.
+      ValueError: the runs differ. The message names the first difference and the remedy.
     """
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
@@ -114,7 +116,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
-    """The first difference as a description of the other run and a remedy."""
+    """The first difference, as a description of the other run and a remedy; None if equal."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
         text = f"that was trained on a different text from {meta['corpus']['name']}"
         return text, "set data.source to the text of the other run"
@@ -125,7 +127,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
-    # The critic trains on rows filled with the recommended settings.
+    # The critic is trained on rows that were filled with the recommended settings.
     trained = RECOMMENDED if here["model.add_critic_head"] else ()
     if here["rl.reward"]:
         # The sampling settings define the policy.
@@ -141,7 +143,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         key = min(differing, key=lambda key: key == "model.vocab_size")
         what = f"with {key}={there[key]!r}, but this run has {here.get(key)!r}"
         return what, f"set {key}={there[key]!r}"
-    # The file of a tokenizer may have changed.
+    # The tokenizer may differ although the config is equal, if its file has changed.
     if saved["tokenizer"] != meta["tokenizer"]:
         return "with a different tokenizer", "use that one"
     for part in saved["own"] | meta["own"]:
@@ -154,11 +156,11 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
     """Raises if the directory contains another run without a checkpoint.
 
-    A run with the same config restarts in the directory and discards the metrics. A directory
+    A run with the same config restarts in the directory and discards the old metrics. A directory
     without metrics may be reused.
 
     Args:
-      asked: config of the new run, before values from the data are set.
+      asked: config of the new run, before values that depend on the data are set.
       out_dir: ``train.out_dir``.
 
     Raises:

@@ -22,10 +22,11 @@ PICTURE = "loss.png"
 
 
 class MetricsLog:
-    """Appends one JSON object per line with a checksum. Reopening drops the lines after a step.
+    """Appends one JSON object per line with a checksum. Lines of steps after `step` are dropped
+    when the file is opened.
 
     A killed run may have logged steps that were not saved. A resumed run repeats these steps, so
-    their lines and a partial last line are removed first.
+    the lines of these steps and a partial last line are removed first.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
@@ -51,7 +52,7 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        # Failed writes are retried; the failure has been reported.
+        # Closing retries a failed write, whose failure has already been reported.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -60,14 +61,15 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Records of a metrics file in order, without a partial last line; empty if missing.
 
     Raises:
-      ValueError: a line is not a record or its checksum is wrong. The file belongs to another
-        program or is damaged.
+      ValueError: a line is not a record, or its checksum is wrong, because the file is damaged or
+        belongs to another program.
     """
     try:
         *lines, last = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    # A complete line without its newline is damaged, because lines are written with their newline.
+    # A complete last line without a newline is damaged, because each line is written together with
+    # its newline.
     if any(has_crc(last[:end]) for end in (len(last), -1)):
         lines.append(last)
     is_ours, records = any(map(has_crc, lines)), []
@@ -134,7 +136,7 @@ def plot_losses(
     Args:
       records: the records of a metrics file.
       path: path of the PNG.
-      held_out: evaluation metric to plot with them.
+      held_out: evaluation metric to plot with the losses.
       unit: unit of all curves.
     """
     curves = loss_curves(records, held_out)
@@ -176,7 +178,7 @@ def _is_loss(name: str) -> bool:
 def loss_curves(
     records: list[dict[str, Any]], held_out: str
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """(steps, values) by label: the training loss, each of its parts, the held-out metric."""
+    """(steps, values) by label: the training loss, each of its parts, and the held-out metric."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
 
     def add(label: str, step: int, value: float) -> None:
@@ -215,7 +217,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record by ``KIND/NAME``, without step and time."""
+    """The numbers in a record under the names ``KIND/NAME``, without step and time."""
     return {
         f"{record['kind']}/{name}": float(value)
         for name, value in record.items()
@@ -227,7 +229,7 @@ class _TensorBoard:
     """Writes event files to ``tensorboard/`` in the directory of the run."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
-        # Imported late, because importing protobuf takes half a second.
+        # Imported here, because importing protobuf takes half a second.
         writer = importlib.import_module("tensorboardX").SummaryWriter
         self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
 
@@ -264,14 +266,14 @@ _TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
 """Trackers by name: ``(out_dir, config, identity, step) -> tracker`` for a run that continues after
 `step`.
 
-Later records are dropped. A tracker has the methods ``write(record)`` and ``close()``.
+Records of later steps are dropped. A tracker has the methods ``write(record)`` and ``close()``.
 """
 
 
 class Journal:
     """Writes the records of a run to ``metrics.jsonl`` and trackers, only on the first process.
 
-    A failed tracker or plot does not end the run. It is reported once.
+    A failed tracker or plot is reported once and does not end the run.
 
     Args:
       out_dir: directory of the run.
@@ -279,7 +281,7 @@ class Journal:
       identity: identity of the run.
       figure: evaluation metric to plot with the training loss.
       unit: unit of both curves.
-      step: last saved step. Later records are dropped.
+      step: last saved step. Records of later steps are dropped.
       report: called with one line per failure.
     """
 
@@ -312,7 +314,7 @@ class Journal:
                 self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
 
     def draw(self) -> None:
-        """Draws ``loss.png``: the losses of a run so far."""
+        """Plots the losses of the run so far in ``loss.png``."""
         if self._draws:
             self._draws = False
             try:
@@ -334,7 +336,7 @@ class Journal:
                 self._guarded(tracker, tracker.close)
 
     def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Calls `act` of a tracker. A failed tracker is reported and disabled."""
+        """Calls `act`. If it fails, the tracker is reported and disabled."""
         with self._reporting(f"{type(tracker).__name__} fails"):
             try:
                 act()

@@ -2,10 +2,11 @@
 
 The model and each of its heads are separate groups, each with its own clipping, schedule and state.
 
-The matrices of Muon are distributed over the devices, so that each matrix is orthogonalised once.
-By default, the compiler replicates the products of the Newton-Schulz iteration on every device, or
-computes them on sharded matrices with an all-reduce each. Here every device receives whole
-matrices, in half precision on accelerators, and the results are resharded like the parameters.
+Muon distributes the matrices over the devices, so that each matrix is orthogonalised only once. By
+default, the compiler would replicate the products of the Newton-Schulz iteration on every device,
+or compute each of them on sharded matrices with an all-reduce. Instead, every device receives some
+whole matrices, in half precision on accelerators, and the results are resharded like the
+parameters.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ _DIMENSIONS = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
     """The update direction of Muon, before weight decay and learning rate.
 
-    It is Nesterov momentum with matrices orthogonalised and scaled by ``sqrt(max(1, fan_out /
-    fan_in))``. On a single device it runs the same operations as optax. The state does not depend
-    on the devices.
+    The direction is the Nesterov momentum, with its matrices orthogonalised and scaled by
+    ``sqrt(max(1, fan_out / fan_in))``. On a single device, the operations are the same as in optax.
+    The state does not depend on the devices.
     """
     make = functools.partial(
         contrib.scale_by_muon,
@@ -74,16 +75,17 @@ def _scaled_by_shape(update: jax.Array) -> jax.Array:
 
 
 def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
-    """Every matrix of the tree after the Newton-Schulz iteration. One device computes each matrix.
+    """Every matrix in the tree after the Newton-Schulz iteration. Each matrix is computed by one
+    device.
 
     Args:
       updates: matrices ``[..., fan_in, fan_out]`` with norm at most 1, stacked by layers and
-        optionally experts. `dlm_jax.distributed.partitions.RULES` must match their paths.
+        optionally by experts. `dlm_jax.distributed.partitions.RULES` must match their paths.
       mesh: the devices in use.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
     found = [partition(path_name(path), leaf.shape, mesh) for path, leaf in flat]
-    # This has an entry for every dimension.
+    # Each of these has an entry for every dimension.
     specs = [
         P(*spec, *[None] * (leaf.ndim - len(spec)))
         for spec, (_, leaf) in zip(found, flat, strict=True)
@@ -91,8 +93,8 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     dtype = jnp.float32 if devices.platform() == "cpu" else jnp.bfloat16
 
     def of_device(leaves: list[jax.Array]) -> list[jax.Array]:
-        # Equal shapes with equal shardings are moved together. A matrix and its transpose have the
-        # same iteration, so matrices that shard their first axis over `tensor` are transposed.
+        # Matrices of equal shape and sharding are moved together. The iteration commutes with
+        # transposition, so matrices whose first axis is sharded over `tensor` are transposed.
         groups: dict[Any, list[int]] = defaultdict(list)
         turned = [spec[-2] == "tensor" for spec in specs]
         parts = [
@@ -124,11 +126,11 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
 def _dealt(
     x_NIO: jax.Array, axes: tuple[Any, Any], stacked: tuple[str, ...], mesh: AbstractMesh
 ) -> jax.Array:
-    """The local shard of the orthogonalised matrices from the local shard of the matrices.
+    """The local shard of the orthogonalised matrices, given the local shard of the matrices.
 
     Args:
-      x_NIO: parts of N matrices; inside `jax.shard_map`.
-      axes: mesh axes that shard the second and the third dimension, or None.
+      x_NIO: shards of N matrices, inside `jax.shard_map`.
+      axes: mesh axes that shard the second and the third dimension; None if not sharded.
       stacked: mesh axes over which the devices have different matrices.
       mesh: the devices.
     """
@@ -151,14 +153,16 @@ def _dealt(
 
 def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Array:
     if devices.platform() == "cpu":
-        # The CPU backend of XLA assigns different layouts to the parts that it sends and then
-        # rejects them.
+        # Without this barrier, the CPU backend of XLA assigns different layouts to the parts that
+        # it sends, and then rejects these layouts.
         x_NIO = jax.lax.optimization_barrier(x_NIO)
     return jax.lax.all_to_all(x_NIO, axis, split, joined, tiled=True)
 
 
 def _iterated(x_NIO: jax.Array) -> jax.Array:
-    """The quintic Newton-Schulz iteration on whole matrices, on their shorter side."""
+    """The quintic Newton-Schulz iteration on whole matrices, with Gram matrices of the shorter
+    side.
+    """
     is_tall = x_NIO.shape[1] > x_NIO.shape[2]
     x = x_NIO.swapaxes(1, 2) if is_tall else x_NIO
     first, second, third = COEFFICIENTS
@@ -169,10 +173,10 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
 
 
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
-    """Learning rate by step: linear up to `peak`, then a cosine to ``final_ratio * peak``.
+    """Learning rate by step: a linear increase to `peak`, then a cosine to ``final_ratio * peak``.
 
-    The first step at the peak is ``warmup_steps``. No step has a rate of 0: the first step has a
-    rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last.
+    The first step at the peak is ``warmup_steps``. No step has a rate of 0, because the first step
+    has a rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last step.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (config.warmup_steps + 1),
@@ -186,7 +190,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 def is_matrix(path: str) -> bool:
     """Whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
 
-    The matrices of experts are stacked by layers and experts, and all others by layers.
+    The matrices of experts are stacked by layers and experts, and all other matrices by layers.
     """
     return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
 
@@ -207,13 +211,14 @@ def rate_of(
 def make_optimizer(
     config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """Gradient transformation of a run of `num_steps` steps.
+    """Gradient transformation for a run of `num_steps` steps.
 
     Gradients are clipped to a global norm of ``clip``. With ``muon`` (Jordan et al. 2024), Muon
-    updates the matrices of the blocks, including those of each expert, and Adam updates the rest,
-    each with its own peak learning rate. ``adamw`` (Loshchilov and Hutter 2019) updates everything.
-    Weight decay is decoupled and applies only to the matrices of the blocks. `schedule` maps a step
-    to a factor on the peaks and replaces the warm-up and cosine.
+    updates the matrices of the blocks, including those of each expert, and Adam updates the other
+    parameters, each with its own peak learning rate. With ``adamw`` (Loshchilov and Hutter 2019),
+    AdamW updates all parameters. Weight decay is decoupled and applies only to the matrices of the
+    blocks. `schedule` maps a step to a factor that scales the peak rates, and replaces the warm-up
+    and cosine.
     """
     at = functools.partial(rate_of, config=config, num_steps=num_steps, schedule=schedule)
     rate = at(config.learning_rate)
@@ -262,10 +267,11 @@ def make_grouped_optimizer(
 
     The main group contains the model and the heads that join it. It uses `make_optimizer`, or a
     custom optimiser whose updates are multiplied by the schedule. Every other head has a group with
-    its own optimiser. The default is gradient clipping to a norm of ``heads.clip`` and AdamW, with
-    a warm-up and cosine that start with the training of the head. With ``heads.train_main = false``
-    the model has no state; with adapters only the adapters have state. The state has the same
-    structure in every stage. Groups that do not train keep their state and parameters unchanged.
+    its own optimiser. By default, this is gradient clipping to a norm of ``heads.clip`` and AdamW,
+    with a warm-up and cosine that start when the training of the head starts. With
+    ``heads.train_main = false`` the model has no optimiser state, and with adapters only the
+    adapters have one. The state has the same structure in every stage. The state and parameters of
+    groups that do not train are unchanged.
     """
     main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
     if own is not None and schedule is not None:
@@ -347,7 +353,7 @@ def _head_optimizer(
 
 
 def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Leaves parameters and state unchanged. The state has the structure of `group`."""
+    """A transformation that leaves parameters and state unchanged, with the state of `group`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(jnp.zeros_like, updates), state

@@ -1,4 +1,4 @@
-"""Plans a run without training: memory, FLOP and time of its step on any devices."""
+"""Plans a run without training: memory, FLOP and time per training step on any devices."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from dlm_jax.types import Params
 
 
 def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_positions: int) -> float:
-    """FLOP of one training step: forward and backward of the model, without recomputation.
+    """FLOP of one training step: forward and backward pass of the model, without recomputation.
 
     Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
-    head feature and visible pair of positions; a causal model has half the pairs (PaLM,
-    Chowdhery et al. 2022, appendix B). A tied embedding table is counted once, as LM head.
+    head feature and visible pair of positions; a causal model has half as many pairs (PaLM,
+    Chowdhery et al. 2022, appendix B). A tied embedding table is counted once, as the LM head.
 
     Args:
       params: arrays or their shapes.
       config: config of the model.
-      num_rows: rows per step.
-      num_positions: tokens per row.
+      num_rows: number of rows per step.
+      num_positions: number of tokens per row.
     """
     in_products = sum(
         math.prod(leaf.shape) * _share_met(path, leaf, config)
@@ -50,7 +50,9 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
 
 def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
-    """The share of a parameter that each token uses: the routed share for experts."""
+    """The fraction of a parameter that each token uses: for experts, the fraction of routed
+    experts.
+    """
     last = path_name(path).split("/")[-1]
     if last.startswith("expert_"):
         return config.experts_per_token / config.experts
@@ -62,13 +64,13 @@ class Plan:
     """A compiled training step, with costs per device.
 
     Attributes:
-      config: resolved.
+      config: resolved config.
       mesh: mesh of the devices.
       state: shapes and shardings of the training state.
       chip: peak performance of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
-      at_best: cost if all operations except matrix products are memory-bound.
-      at_worst: cost with the cycle estimates of the compiler. Neither is a measurement.
+      at_best: estimated cost if all operations except matrix products are memory-bound.
+      at_worst: estimated cost from the compiler's cycle estimates.
       flops: model FLOP per device and step.
       compile_seconds: compile time.
       options: compiler options.
@@ -92,7 +94,7 @@ class Plan:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
 
     def utilisation(self, found: Cost) -> float:
-        """Estimated model FLOPs utilisation, as a share of the peak."""
+        """Estimated model FLOPs utilisation, as a fraction of the peak."""
         if self.chip is None or not found.seconds:
             return math.nan
         return self.flops / (self.chip.flops * found.seconds)
@@ -122,7 +124,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
       tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
 
     Raises:
-      ValueError: the batch or the model does not fit the mesh, or the step does not fit the memory.
+      ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
     """
     ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
     setup = Setup(config, ids, mesh)
@@ -187,8 +189,8 @@ def _share(leaf: Any) -> int:
 
 
 def torus_of(mesh: Mesh) -> Torus:
-    """The torus coordinates of the devices of `mesh`. For unknown devices, only FLOP and bytes are
-    counted.
+    """The torus of the devices in `mesh`, with their coordinates. For unknown devices, only FLOP
+    and bytes are counted.
     """
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)
     places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
@@ -196,7 +198,7 @@ def torus_of(mesh: Mesh) -> Torus:
     return Torus(chip or _UNKNOWN, tuple(places), sizes)
 
 
-# Counts operations and bytes; its seconds are not used.
+# Stands for an unknown chip: operations and bytes are counted, and times are not used.
 _UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
 
 
@@ -237,7 +239,7 @@ def _times(found: Plan) -> list[str]:
 
 
 def _places(found: Plan) -> list[str]:
-    """The sharding of each kind of array, with one line per shape and partition of parameters."""
+    """The sharding of each parameter matrix and of each kind of activation, one line each."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

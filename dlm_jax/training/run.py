@@ -85,7 +85,7 @@ def checkpoints_of(config: Config) -> str:
 def write_config(config: Config, out_dir: Path) -> None:
     """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
 
-    A resume reads the config from the checkpoints, which have checksums.
+    To resume, the config is read from the checkpoints instead, which have checksums.
     """
     header = (
         "The settings of this run.\n"
@@ -111,7 +111,7 @@ def _checkpoints_beside(out_dir: Path) -> str:
 
 
 def config_of_run(out_dir: Path) -> Config:
-    """The config of the run in `out_dir` at its last save, for resuming.
+    """The config of the run in `out_dir` at its last save, for resuming the run.
 
     The checkpoints are in `out_dir` or in ``train.checkpoint_dir`` of its ``config.toml``.
 
@@ -144,8 +144,9 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     """The config with ``[model]`` from the published directory in train.init_from, and its
     tokenizer.
 
-    Settings of ``[model]`` at their defaults are taken from the directory. Other settings must
-    match it. The config sets whether and how a causal model is converted to a diffusion model.
+    Settings of ``[model]`` that have their default are read from the directory. Other settings must
+    match it. The config determines whether and how a causal model is converted to a diffusion
+    model.
 
     Returns:
       The unchanged config and None if train.init_from is not a published directory.
@@ -179,10 +180,10 @@ _AXES = {"embedding": 0, "head/kernel": 1}
 def tokenizer_of(
     config: Config, *, report: Callable[[str], None]
 ) -> str | Tokenizer | MakeTokenizer:
-    """The tokenizer of ``data.tokenizer``, as an argument of `load_corpus`.
+    """The tokenizer that ``data.tokenizer`` selects, as an argument for `load_corpus`.
 
-    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. Missing characters
-    of the corpus are added to a character tokenizer and reported.
+    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. If it is a
+    character tokenizer that lacks characters of the corpus, these are added and reported.
 
     Raises:
       ValueError: the model does not exist, or the corpus has new characters that
@@ -224,29 +225,29 @@ def _extended(
 
 
 def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
-    """Maps each id of the other tokenizer to the id of the same token here, int32 ``[V]``.
+    """The id in `ours` of each token of `theirs`, int32 ``[V]``.
 
-    The result is None if the other tokenizer is not a character tokenizer, or if some of its
-    characters are missing here.
+    The result is None if one of the two is not a character tokenizer, or if `ours` lacks some
+    characters of `theirs`.
     """
     if not isinstance(theirs, CharacterTokenizer) or not isinstance(ours, CharacterTokenizer):
         return None
     if not set(theirs.characters) <= set(ours.characters):
         return None
     here = {character: id_ for id_, character in enumerate(ours.characters)}
-    # Special tokens follow the characters in a fixed order, see `dlm_jax.data.tokenizers`.
+    # Special tokens follow the characters in a fixed order; see `dlm_jax.data.tokenizers`.
     text = [here[character] for character in theirs.characters]
     specials = [ours.num_text_ids + i for i in range(theirs.vocab_size - theirs.num_text_ids)]
     return np.array([*text, *specials], np.int32)
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """Trained parameters, with token vectors moved to new ids. Ids without a trained vector are
-    freshly initialised.
+    """Trained parameters, with token vectors moved to new ids. The vectors of ids without a trained
+    vector are freshly initialised.
 
     Args:
       params: trained parameters.
-      fresh: parameters of the new run. Their rows at new ids are kept.
+      fresh: parameters of the new run, which provide the vectors of new characters.
       places: result of `places_of`.
     """
 
@@ -271,7 +272,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
-    """The config with adopted settings and the vocabulary of its corpus, and the corpus.
+    """The config, with adopted settings and the vocabulary size of the corpus, and the corpus.
 
     Raises:
       ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.
@@ -307,7 +308,7 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
-    """The mesh of `config`. ``mesh.fsdp = 0`` is resolved by the size of the model.
+    """The mesh of `config`. A value of 0 for ``mesh.fsdp`` is resolved from the size of the model.
 
     Args:
       config: with ``model.vocab_size`` set.
@@ -323,7 +324,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
         split = max(1, len(devices) // inner)
         fsdp = fsdp_for(state_bytes(config) / mesh.tensor, memory, split)
     else:
-        # `fsdp` must cover the rest after `data`, so that the mesh contains all devices.
+        # `fsdp` must cover the devices that the other axes leave, so that the mesh contains all.
         fsdp = max(1, len(devices) // (mesh.tensor * mesh.expert * mesh.context * mesh.data))
     return dataclasses.replace(mesh, fsdp=fsdp)
 
@@ -337,7 +338,7 @@ def state_bytes(config: Config) -> float:
 
 
 def device_bytes(device: Any) -> float:
-    """Memory of an accelerator in bytes; 0 if unknown, and for a CPU."""
+    """Memory of an accelerator in bytes; 0 for a CPU or if unknown."""
     if device.platform == "cpu":
         return 0.0
     if device.device_kind in CHIPS:
@@ -361,17 +362,17 @@ def begin_with(
     freshly initialised.
 
     Args:
-      source: ``train.init_from``, a run or a weights file; empty leaves the state unchanged.
+      source: ``train.init_from``, a run or a weights file; if empty, the state is unchanged.
       state: fresh training state.
-      tokenizer: tokenizer of the new run: the trained model's, possibly with more characters.
+      tokenizer: tokenizer of the new run: that of the trained model, possibly with more characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
-      setting: setting with the path of the model. A teacher must have the tokenizer of the run and
-          must not be a published model.
+      setting: setting that contains the path of the model. A teacher must have the tokenizer of the
+        run and must not be a published model.
 
     Raises:
-      ValueError: the model does not exist, has a different tokenizer, shape or training-relevant
-        setting, or has a config that this version cannot read.
+      ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
+        affects training, or has a config that this version cannot read.
     """
     if not source:
         return state
@@ -437,7 +438,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
-    """The initial `state` with these parameters, including its averages."""
+    """The initial `state` with these parameters, which also replace their moving averages."""
     return state.begun_with(state.params | params)
 
 
@@ -458,16 +459,16 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
 
 FOLDER = "best"
 """Name of the checkpoint directory of the best model, in ``train.checkpoint_dir`` if set and
-otherwise in ``train.out_dir``. It holds one checkpoint."""
+otherwise in ``train.out_dir``. The directory contains one checkpoint."""
 
 
 class Best:
-    """Saves the parameters with the best evaluation in ``best`` in the directory of a run.
+    """Saves the parameters with the best evaluation to ``best`` in the directory of a run.
 
     A resumed run keeps the best model of its earlier part if the evaluations use the same windows.
-    A run that resumes from before that evaluation repeats the same steps. A new run removes the
-    best model of a run with the same config and no checkpoint. Every process of a run creates one
-    instance and calls the same methods in the same order.
+    If the run resumes from a step before the best evaluation, it repeats the same steps. A new run
+    removes the best model of a run with the same config that has no checkpoint. Every process of a
+    run creates one instance and calls the same methods in the same order.
 
     Args:
       config: config of the run.
@@ -499,19 +500,20 @@ class Best:
             raise
 
     def begin(self) -> None:
-        """Removes the best model of an earlier run with the same config and no checkpoint."""
+        """Removes the best model of an earlier run with the same config that has no checkpoint."""
         if self._is_stale:
             on_first_process(lambda: self._remove_from(0))
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the value at this step is the lowest. If so, starts to save the parameters.
+        """Whether the value at this step is the lowest so far. If it is, a save of the parameters
+        is started.
 
         Args:
           step: step of the evaluation.
           figure: value to minimise. Non-finite values are never the best.
           params: evaluated parameters.
-          meta: metadata to save with them.
+          meta: metadata to save with the parameters.
         """
         if not math.isfinite(figure) or (self.figure is not None and figure >= self.figure):
             return False
@@ -530,8 +532,8 @@ class Best:
         self._checkpoints.abandon()
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
-        """The value of the saved model; None without a saved model, or if it used another
-        metric.
+        """The value of the saved model; None if there is no saved model or if it was evaluated on
+        other windows.
         """
         # Every process must read, because Orbax synchronises all of them.
         if not on_first_process(self._checkpoints.steps):
@@ -572,10 +574,11 @@ class Best:
 class Run:
     """A prepared run: the resolved config and the objects made from it.
 
-    ``state`` is fresh or from the newest checkpoint, and ``saved`` is its JSON metadata (empty if
-    fresh). ``meta`` is saved with every state. It describes the run: a random identity, which the
-    best model and the metrics share; the names of custom parts (network, objective and heads); and
-    the sources of randomness. The noise of every step is folded from ``noise_key``.
+    ``state`` is fresh or from the newest checkpoint, and ``saved`` contains the JSON metadata of
+    that checkpoint (empty if fresh). ``meta`` is saved with every state and describes the run. It
+    contains a random identity, which is also stored in the best model and the metrics, the names of
+    custom parts (network, objective and heads), and the sources of randomness. The noise of every
+    step is derived from ``noise_key``.
     """
 
     setup: Setup
@@ -619,17 +622,18 @@ def prepare(
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
     Args:
-      config: loaded config. A ``model.vocab_size`` of 0 is replaced by the size of the tokenizer.
+      config: loaded config. A ``model.vocab_size`` of 0 is replaced by the vocabulary size of the
+        tokenizer.
       network: replaces the Transformer of the config; see `dlm_jax.training.train`.
-      objective: replaces the objective of the config; see there.
-      heads: additional heads, see `dlm_jax.training.train`.
-      optimizer: replaces the optimiser of the config; see there.
-      schedule: replaces the warm-up and cosine; see there.
-      report: called with one-line messages, for example about a skipped damaged checkpoint.
+      objective: replaces the objective of the config; see `dlm_jax.training.train`.
+      heads: additional heads; see `dlm_jax.training.train`.
+      optimizer: replaces the optimiser of the config; see `dlm_jax.training.train`.
+      schedule: replaces the warm-up and cosine; see `dlm_jax.training.train`.
+      report: called with one-line messages, for example if a damaged checkpoint is skipped.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
-          contains another run or other files.
+        contains another run or other files.
     """
     asked, mesh = config, _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
@@ -679,7 +683,7 @@ def prepare(
 def _setup_of(
     config: Config, mesh: Mesh, *, is_own: bool, report: Callable[[str], None]
 ) -> tuple[Setup, Corpus]:
-    """The setup of a run and its corpus. A custom network is not checked against the mesh."""
+    """The setup of a run, and its corpus. A custom network is not checked against the mesh."""
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
     if not is_own:
@@ -690,9 +694,9 @@ def _setup_of(
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Training of a config as pure functions, for a custom loop.
+    """The training of a config as pure functions, for a custom loop.
 
-    All heads train. Nothing is written.
+    All heads train. No files are written.
 
     Attributes:
       setup: resolved config, tokenizer, mesh.
@@ -721,14 +725,14 @@ class Problem:
           params: parameters, as returned by `init`.
           batch: rows, as yielded by `batches`.
           key: key for all noise of the run, from ``jax.random.key``.
-          step: step from 0. The noise and the weights of ramped losses depend on it.
+          step: step, counted from 0. It determines the noise and the weights of ramped losses.
         """
         return self._parts(params, batch, key, step)[0](params)
 
     def gradient(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
     ) -> tuple[jax.Array, Params]:
-        """`loss` and its gradient in `params`; the gradient is zero for parameters that never
+        """`loss` and its gradient with respect to `params`, which is zero for parameters that never
         train.
         """
         compute, trained = self._parts(params, batch, key, step)
@@ -769,7 +773,7 @@ def problem(
     heads: Sequence[Head | MakeHead] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> Problem:
-    """Training of a config for a custom loop. Arguments and errors are those of `train`."""
+    """The training of a config, for a custom loop. Arguments and errors are as for `train`."""
     if not isinstance(config, Config):
         config = configs.load(str(config))
     if config.rl.reward:
@@ -794,7 +798,7 @@ def problem(
 def _continued(
     task: Task, meta: dict[str, Any], checkpoints: Checkpoints, *, report: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The newest state and metadata of the existing run. Its identity is kept."""
+    """The newest state and metadata of the existing run, whose identity is copied to `meta`."""
     theirs = checkpoints.read_meta(report=report)
     check_same_run(meta, theirs)
     meta["run"] = theirs["run"]
@@ -829,7 +833,7 @@ def _begun(
 
 
 def _checked_mesh(config: Config) -> Mesh:
-    """The mesh of a config, after all checks that need no data."""
+    """The mesh of a config, after all checks that do not need data."""
     check_same_everywhere(facts_of(config))
     check_settings()
     mesh = make_mesh(config.mesh)
@@ -856,7 +860,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
     """Creates and locks the directories. Directories that cannot be locked are claimed.
 
     Raises:
-      ValueError: if another run owns a directory, or has saved a checkpoint since the check.
+      ValueError: another run owns a directory or has saved a checkpoint since the last check.
     """
     checkpoints = places["train.checkpoint_dir"]
 
@@ -879,7 +883,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
 
 
 def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
-    """Raises if custom losses of any stage cannot be computed in microbatches."""
+    """Raises ValueError if custom losses of any stage cannot be computed in microbatches."""
     groups = dict.fromkeys((MAIN, *(head.group for head in task.heads)))
     if not setup.config.heads.train_main:
         del groups[MAIN]

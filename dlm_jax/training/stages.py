@@ -1,7 +1,7 @@
 """Staged training of a model and its heads: trained groups, and the loss of a stage.
 
-A stage is the static set of trained groups, so other groups have no cost. Within a stage, only the
-weights of losses change.
+A stage is a static set of trained groups, so the other groups add no cost. Within a stage, only the
+weights of the losses change.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
 KEPT = "kept"
-"""The group of parameters that never train and have no optimiser state."""
+"""The group of parameters that are never trained and have no optimiser state."""
 
 
 def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
-    """The stage of a step, counted from 0. A head trains if its loss has a positive weight."""
+    """The stage of a step (counted from 0). A head trains if its loss has a positive weight."""
     own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
     return Stage((*[MAIN] * train_main, *own), adapts)
 
@@ -34,21 +34,21 @@ def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool
 def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
     """The optimiser group of the parameters under a top-level name.
 
-    `KEPT` is the group of a frozen model with adapters.
+    In a model with adapters, the frozen parameters are in the group `KEPT`.
     """
     group = next((head.group for head in heads if head.name == name), MAIN)
     return KEPT if adapts and group == MAIN and name != GROUP else group
 
 
 def teacher_of(params: Params, reference: Params | None) -> Params:
-    """All parameters of the teacher, where the reference holds those that are not shared."""
+    """All parameters of the teacher: those in `reference`, and otherwise those in `params`."""
     return jax.lax.stop_gradient(params) | (reference or {})
 
 
 class Drawn(NamedTuple):
     """A batch with all of its noise, or some rows of such a batch.
 
-    Leaves are ``[B, ...]`` or scalars, which are totals of the whole batch.
+    Leaves are ``[B, ...]`` or scalars. Scalars are totals over the whole batch.
     """
 
     example: MixedExample
@@ -78,7 +78,7 @@ class StageLoss:
         return [head for head in self.heads if self.stage.trains(head.group)]
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """The trained and the other parameters, each by top-level name."""
+        """The trained parameters and the others, each by top-level name."""
         groups = {name: group_of(name, self.heads, adapts=self.stage.adapts) for name in params}
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
@@ -87,7 +87,7 @@ class StageLoss:
         """The batch with the noise of a step, which depends only on the key of the run and the
         step.
 
-        Each head has its own noise, so that the noise of the model does not depend on it.
+        Each head has its own noise, so that the noise of the model does not depend on the heads.
         """
         example = self.mixture.example(batch, jax.random.fold_in(key, step))
         noise = {
@@ -97,7 +97,7 @@ class StageLoss:
         return Drawn(example, noise)
 
     def anchored(self, drawn: Drawn, params: Params, reference: Params | None) -> Drawn:
-        """The batch with the results of `anchor` at the parameters before a step and at the
+        """The batch with the results of `anchor`, for the parameters before a step and the
         reference.
         """
         noise = drawn.example.noise
@@ -109,7 +109,7 @@ class StageLoss:
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
-            # Follows the keys of the objectives.
+            # The keys of heads follow those of the objectives.
             place = 1 + len(self.mixture.objectives) + self.heads.index(head)
             return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
@@ -143,8 +143,8 @@ class StageLoss:
         return total, means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
-        """The parts of the loss (if there are several, or if a head has a loss) and the weights of
-        heads.
+        """The parts of the loss and the weights of heads; empty if the loss has a single part and
+        no head trains.
         """
         own = [head for head in self.trained_heads if head.group != MAIN]
         if len(means) < 2 and not own:
@@ -153,7 +153,7 @@ class StageLoss:
         return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
 
     def _hidden(self, params: Params, example: MixedExample) -> jax.Array | None:
-        """The output of the trunk for the shown canvas, if it is used."""
+        """The output of the trunk for the shown canvas; None if nothing reads it."""
         is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
         if not is_read and not any(head.reads_hidden for head in self.trained_heads):
             return None
@@ -161,8 +161,8 @@ class StageLoss:
         hidden_BLD = hidden_of(
             self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
         )
-        # Without this barrier the heads would be fused into the trunk, which would then round
-        # differently than without heads.
+        # Without this barrier, the heads would be fused into the trunk, so that the trunk would
+        # round differently from a trunk without heads.
         return jax.lax.optimization_barrier(hidden_BLD)
 
     def _inputs(self, head: Head, params: Params, drawn: Drawn, hidden_BLD: Any) -> HeadInputs:

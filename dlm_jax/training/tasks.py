@@ -1,4 +1,4 @@
-"""Training tasks. Each is a record with its losses and its evaluation."""
+"""Training tasks. Each task is a record with its losses and its evaluation."""
 
 from __future__ import annotations
 
@@ -48,17 +48,20 @@ class Task:
       mixture: objectives of the model itself.
       heads: heads, in the order in which their losses are summed.
       measure: ``(params, batch, number_B, key)`` -> values for held-out rows with these indices, a
-        pytree of ``[B]``. With `rollouts`, neither `measure` nor `summarize` is called.
-      summarize: ``(measured, free_N) -> figures`` for N rows, given their free positions.
+        pytree of ``[B]`` arrays. With `rollouts`, neither `measure` nor `summarize` is called.
+      summarize: ``(measured, free_N) -> figures`` for N rows, given their numbers of free
+        positions.
       line: ``(figures) -> text`` for the log.
       figure: name of the evaluation metric to plot with the training loss.
       is_gain: whether higher values are better.
       unit: unit of the figure and of the loss.
       writes_text: whether the model can generate samples.
-      next_command: suggested command for the trained model; ``{out_dir}`` is its directory.
+      next_command: suggested command for the trained model; ``{out_dir}`` is the directory of the
+        run.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
-      schedule: maps a step (from 0) to a factor on the learning rates, or on the updates of a
-        custom optimiser. None is the warm-up and cosine, or 1 for a custom optimiser.
+      schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
+        updates of a custom optimiser. None uses the warm-up and cosine, or a factor of 1 for a
+        custom optimiser.
       rollouts: generates the training samples of a step; None trains on rows of the corpus.
     """
 
@@ -85,12 +88,12 @@ class Task:
 
     @property
     def rows(self) -> int:
-        """Rows of the corpus per step: the batch size, or the number of prompts."""
+        """Number of corpus rows per step: the batch size, or the number of prompts."""
         config = self.setup.config
         return config.train.batch_size // (1 if self.rollouts is None else config.rl.group)
 
     def stage(self, step: int) -> Stage:
-        """The heads that train at a step, counted from 0."""
+        """The groups that train at a step (counted from 0)."""
         config = self.setup.config
         return stage_at(
             step, self.heads, train_main=config.heads.train_main, adapts=config.model.lora_rank > 0
@@ -122,14 +125,14 @@ class Task:
         )  # fmt: skip
 
     def _taught(self, params: Params) -> Params:
-        """The parameters outside heads that may train."""
+        """The parameters in the main group, which are those of the model that may train."""
         adapts = self.setup.config.model.lora_rank > 0
         groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
         return {name: params[name] for name in params if groups[name] == MAIN}
 
     @property
     def _by_update(self) -> tuple[Config, optax.Schedule | None]:
-        """Config and schedule of the optimiser, counted in updates instead of steps."""
+        """Config and schedule of the optimiser, as functions of updates instead of steps."""
         config, schedule, updates = self.setup.config, self.schedule, self.updates
         if updates == 1:
             return config, schedule
@@ -174,9 +177,9 @@ def make_task(
 def language_model(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
-    """Trains on the objectives of the config, or `objective`, and evaluates the bound.
+    """Trains on `objective`, or the objectives of the config, and evaluates the bound.
 
-    A causal model has an exact likelihood instead of a bound, and predicts the next token.
+    A causal model predicts the next token, and has an exact likelihood instead of a bound.
     """
     cost = functools.partial(
         costs, network, is_causal=setup.config.model.attention_type == "causal",
@@ -193,7 +196,7 @@ def language_model(
 def sequence_scorer(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
-    """Trains on the loss of the scorer head, or `objective`. It generates no text."""
+    """Trains on `objective`, or the loss of the scorer head. The model generates no text."""
     if network.scorer is None:
         raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
     corruption = setup.config.objective
@@ -224,11 +227,11 @@ def policy(
     heads: tuple[Head, ...],
     report: Callable[[str], None],
 ) -> Task:
-    """Trains on its own samples with the loss of ``[rl]``, or `objective`, and evaluates the
-    reward.
+    """Trains on the model's own samples with `objective`, or the loss of ``[rl]``, and evaluates
+    the reward.
 
     Raises:
-      ValueError: if there are heads, or a setting is incompatible.
+      ValueError: there are heads, or a setting is incompatible.
     """
     if heads:
         raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
@@ -262,7 +265,7 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     """The heads of the config, followed by those of the caller.
 
     Raises:
-      ValueError: if two heads have the same name or metric, or nothing trains.
+      ValueError: two heads have the same name or metric, or nothing trains.
     """
     made = [one if isinstance(one, Head) else one(setup) for one in (*HEADS, *own)]
     heads = tuple(head for head in made if head is not None)
@@ -290,7 +293,7 @@ def make_mixture(setup: Setup) -> Mixture:
     """The mixture of objectives of the config, or next-token prediction for a causal model.
 
     Raises:
-      ValueError: the share of an objective rounds to 0 rows of a batch.
+      ValueError: an objective gets 0 rows per batch after rounding.
     """
     config = setup.config
     if config.model.attention_type == "causal":
@@ -313,8 +316,8 @@ def make_mixture(setup: Setup) -> Mixture:
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """Returns a `Mixture` unchanged. A single objective receives batches that are cut as in the
-    config.
+    """Returns a `Mixture` unchanged. For a single objective, rows are cut to random lengths as in
+    the config.
     """
     made = make(setup)
     if isinstance(made, Mixture):

@@ -44,7 +44,7 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Maximum steps in flight: enough to keep the device busy, but few enough to stop quickly.
+# Maximum number of steps in flight: enough to keep the device busy, few enough to stop quickly.
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
@@ -54,7 +54,7 @@ Callback = Callable[[Run, TrainState, dict[str, Any]], None]
 """``(run, state, record)``: called with a record of the metrics.
 
 ``record["kind"]`` is ``train`` or ``evaluation``, and ``record["step"]`` is the number of steps
-taken. The next step overwrites the arrays of the state, so copy arrays that you keep.
+taken. The next step overwrites the arrays of the state, so copy the arrays that you want to keep.
 """
 
 
@@ -62,12 +62,13 @@ taken. The next step overwrites the arrays of the state, so copy arrays that you
 class Outcome:
     """How a run ended.
 
-    ``run`` is the run and ``params`` are its trained parameters: ``dlm_jax.Model(run.network,
-    params, run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it. ``reason``
-    is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command resumes) or
-    ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was saved after the
-    last good checkpoint). ``bound`` is the last evaluation in nats per token; None if there is
-    none, and for a sequence scorer.
+    ``run`` is the run, and ``params`` are its trained parameters. To sample from the trained model,
+    use ``dlm_jax.Model(run.network, params, run.corpus.tokenizer,
+    max_length=run.config.data.seq_len)``. ``reason`` is ``finished``, ``interrupted`` (by
+    `signal_number`; the state was saved, and the same command resumes the run) or ``non_finite`` (a
+    loss, gradient or parameter was NaN or infinite; nothing was saved after the last good
+    checkpoint). ``bound`` is the result of the last evaluation in nats per token, or None without
+    an evaluation and for a sequence scorer.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -84,7 +85,7 @@ class Outcome:
 
 
 def say(line: str) -> None:
-    """Prints a line on standard error, above the progress bar; only on the first process."""
+    """Prints a line to standard error, above the progress bar, on the first process only."""
     if jax.process_index() == 0:
         tqdm.write(line, file=sys.stderr)
 
@@ -101,7 +102,7 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` up to its last step. A second call resumes the run.
+    """Trains the model of `config` up to the last step. A second call resumes the run.
 
     The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
     checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
@@ -114,16 +115,17 @@ def train(
         `dlm_jax.distributed.partitions.RULES` must match the paths of its matrices.
       objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
         (resolved config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a
-        `NetworkObjective`, which runs the network itself, or a `Mixture` of several.
+        `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
       heads: custom heads in addition to those of the config: `Head` records, or functions of the
         `Setup` that create them.
       optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
         schedule: any optax transformation, or a function of the `Setup` that creates one. Heads
-        with an optimiser group keep their own, and the custom optimizer receives `optax.MaskedNode`
-        for their parameters. Labels of `optax.partition` should be a function of the parameters.
-      schedule: ``step -> factor``, with steps from 0. The factor scales the learning rates of
-        ``[optim]`` and replaces its warm-up and cosine. With an `optimizer` it scales the updates
-        of that optimizer.
+        with an optimiser group keep their own optimiser, and the custom optimizer receives
+        `optax.MaskedNode` for the parameters of these heads. The labels of `optax.partition` should
+        be a function of the parameters.
+      schedule: ``step -> factor``, with steps counted from 0. The factor scales the learning rates
+        of ``[optim]`` and replaces the warm-up and cosine. If `optimizer` is given, the factor
+        scales the updates of that optimizer.
       callbacks: called with the run, the state and a record of the metrics every
         ``train.log_every`` steps and after every evaluation, on all processes.
       show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
@@ -133,7 +135,7 @@ def train(
       The outcome of the run, with its trained parameters.
 
     Raises:
-      ValueError: arguments are incompatible. The message names them and the remedy.
+      ValueError: arguments are incompatible. The message names these arguments and the remedy.
     """
     if not isinstance(config, Config):
         config = configs.load(str(config))
@@ -159,7 +161,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     for section, values in configs.differing(run.config).items():
-        # Tokenizer values are reported anyway.
+        # Values determined by the tokenizer have been reported above.
         told = configs.keys(Trait.FOUND)
         shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
         if shown:
@@ -172,7 +174,9 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
 
 
 def parameters_by_part(params: Params) -> dict[str, int]:
-    """Number of parameters by part, summed over all blocks, such as ``blocks/mlp``."""
+    """Number of parameters in each part of the model, such as ``blocks/mlp``, summed over all
+    blocks.
+    """
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(getattr(key, "key", key)) for key in path]
@@ -194,12 +198,13 @@ def run_loop(
 ) -> Outcome:
     """Trains `run` until its last step, a signal or a non-finite value.
 
-    Saves are complete on disk when it returns. A finished run is returned unchanged.
+    All saves are complete on disk when the function returns. A finished run is not changed.
 
     Args:
       run: from `prepare`.
       show_sample: called every ``train.sample_every`` steps, on all processes.
-      profile: first and last step, from 1, of a profiler trace in ``profile/`` of the run.
+      profile: first and last step (counted from 1) of a profiler trace, which is written to
+        ``profile/`` in the directory of the run.
       callbacks: see `train`.
     """
     num_steps = run.config.train.steps
@@ -213,7 +218,7 @@ def run_loop(
             while loop.step < num_steps:
                 loop.take_step()
                 loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
-                # Save last, so that a resume does not lose the actions of this step.
+                # Save last, so that a resumed run does not miss the periodic actions of this step.
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
@@ -247,7 +252,7 @@ class _Loop:
         self.state = run.state
         self.step = run.first_step
         self.bound: float | None = run.saved.get("bound")
-        # Metrics of the steps since the last record. Checkpoints include them.
+        # Metrics of the steps since the last record, which are saved in checkpoints.
         self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
         self._ahead: list[Metrics] = []
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
@@ -291,7 +296,7 @@ class _Loop:
             compiler_options=run.config.mesh.compiler_options,
         )  # fmt: skip
         start = time.perf_counter()
-        # Compiled ahead of time, so that rate and remaining time exclude compilation.
+        # Compiled ahead of time, so that the rate and the remaining time exclude compilation.
         self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
@@ -305,7 +310,7 @@ class _Loop:
         self._batches.close()
 
     def take_step(self) -> None:
-        """Dispatches one step. Waits only if too many steps are in flight."""
+        """Dispatches one step, and waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
@@ -367,7 +372,7 @@ class _Loop:
             callback(self._run, self.state, {"kind": kind, "step": self.step} | figures)
 
     def _settle(self) -> None:
-        """Waits for the steps in flight and raises if one of them is not finite."""
+        """Waits for the steps in flight and raises an error if a metric of a step is not finite."""
         first = self.step - len(self._ahead) + 1
         with self._meter.waiting_for("device"):
             fetched, self._ahead = jax.device_get(self._ahead), []
@@ -383,9 +388,7 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text. Windows and noise are the same in every
-        evaluation.
-        """
+        """Records an evaluation on held-out text. All evaluations use equal windows and noise."""
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -403,7 +406,7 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far. If so, saves the model."""
+        """Whether this evaluation is the best so far. If it is, saves the model."""
         # One save at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
@@ -462,14 +465,14 @@ def held_out(
     part: tuple[int, int],
     place: Callable[[np.ndarray], jax.Array],
 ) -> tuple[Any, np.ndarray]:
-    """The result of `Task.measure` for each window, and its number of free tokens.
+    """The result of `Task.measure` for each window, and the number of free tokens in each window.
 
     Args:
       run: run with the held-out text.
       eval_step: compiled `Task.measure`.
       params: parameters to evaluate.
-      part: index of the batch share of this process, and number of shares.
-      place: makes the global array from the rows of this process.
+      part: index of the part of the batch that this process has, and number of parts.
+      place: creates the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
     windows = _windows_of(run)
@@ -486,15 +489,16 @@ def held_out(
 
 
 class StopRequest:
-    """A stop request by signal."""
+    """A request to stop the run, made by a signal."""
 
     def __init__(self) -> None:
         self._signal_number = 0
 
     def at(self, step: int) -> int:
-        """The signal that stops the run after `step`, or 0. It is equal on every process.
+        """The signal that stops the run after `step`, or 0. The result is the same on every
+        process.
 
-        With several processes, each must call it once after every step.
+        With several processes, each process must call this method once after every step.
         """
         if jax.process_count() == 1:
             return self._signal_number
@@ -508,13 +512,13 @@ class StopRequest:
 def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
     """Converts the first Ctrl-C, SIGTERM or SIGHUP (closed terminal) to a stop request.
 
-    A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and has its default
-    effect. A second SIGHUP has no effect, because closing terminals often send two. If SIGHUP was
-    already ignored, for example by ``nohup``, it remains ignored.
+    A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and then has its default
+    effect. A second SIGHUP has no effect, because terminals often send two when they close. If
+    SIGHUP was already ignored, for example by ``nohup``, it remains ignored.
 
-    With several processes, the preemption service of JAX handles SIGTERM and agrees on a step with
-    all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread this has no
-    effect, because Python delivers no signals there.
+    With several processes, the preemption service of JAX handles SIGTERM and chooses the same step
+    on all processes. Other signals are forwarded to the service as SIGTERM. Outside the main thread
+    this context manager has no effect, because Python delivers signals only to the main thread.
     """
     stop = StopRequest()
     hears_signals = threading.current_thread() is threading.main_thread()
@@ -527,7 +531,7 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
     seen: set[int] = set()
 
     def request(number: int, _: Any) -> None:
-        # Uses only `write`: the signal may have interrupted a print.
+        # Uses only `os.write`, because the signal may have interrupted a print.
         if number not in seen:
             seen.add(number)
             stop._note(number)
@@ -575,7 +579,7 @@ class Profile:
     """Profiles a span of steps on the devices of this process into a directory.
 
     Args:
-      span: first and last step, from 1; None disables the trace.
+      span: first and last step, counted from 1; None disables the trace.
       directory: output directory, created when the trace starts.
     """
 
@@ -588,8 +592,8 @@ class Profile:
             self._is_on = True
 
     def after(self, step: int, settle: Callable[[], None], report: Callable[[str], None]) -> None:
-        """Ends the trace after the last step, once `settle` has waited for it, and reports its
-        path.
+        """Ends the trace after the last step and reports the path of the trace. `settle` waits for
+        the steps in flight.
         """
         if self._span is None or not self._is_on or step < self._span[1]:
             return
@@ -615,7 +619,7 @@ def peak_flops(device: Any) -> float | None:
 
 
 class Meter:
-    """Timing metrics of a run since the last call.
+    """Measures the timing of a run between records.
 
     Args:
       run: run to time.
@@ -637,8 +641,8 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time spent in the context as waiting for ``input`` (once per step) or for the
-        ``device``.
+        """Counts the time spent in the context as time waiting for ``input`` (once per step) or for
+        the ``device``.
         """
         self._steps += what == "input"
         start = time.perf_counter()
@@ -650,9 +654,9 @@ class Meter:
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
         (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).
-        ``flop_utilisation`` is model FLOP/s (see `model_flops`) divided by the peak of the devices,
-        if the peak is known. ``device_memory_bytes`` is the peak memory of the fullest device of
-        this process, if the backend reports it.
+        ``flop_utilisation`` is model FLOP/s (see `model_flops`) divided by the peak FLOP/s of the
+        devices, if the peak is known. ``device_memory_bytes`` is the peak memory use of the fullest
+        device of this process, if the backend reports it.
         """
         spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
         steps, self._steps = self._steps, 0

@@ -25,7 +25,7 @@ from dlm_jax.types import Network, Params
 class TrainState(NamedTuple):
     """The state of training, and of a checkpoint.
 
-    ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
+    ``step`` is an int32 scalar: the number of steps taken, which is the index of the next batch.
     ``ema`` is the moving average of the parameters, or None.
     """
 
@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
     @property
     def best_params(self) -> Params:
-        """The parameters for evaluation and sampling: the average if there is one."""
+        """The parameters for evaluation and sampling: their moving average if there is one."""
         return self.params if self.ema is None else self.ema
 
     @property
@@ -47,7 +47,9 @@ class TrainState(NamedTuple):
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
-        """The initial state with other parameters, including averages and reference."""
+        """The initial state with other parameters, which also replace the moving average and the
+        reference.
+        """
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
         opt_state = self.opt_state
         if isinstance(opt_state, Kept):
@@ -61,7 +63,7 @@ class TrainState(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The state of an optimiser and the initial values of its parameters."""
+    """The state of an optimiser, and the initial values of selected parameters."""
 
     inner: Any
     reference: Params
@@ -70,7 +72,7 @@ class Kept(NamedTuple):
 def keeping(
     optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
 ) -> optax.GradientTransformation:
-    """`optimizer` with a state that also holds the initial values of selected parameters."""
+    """`optimizer` with a state that also contains the initial values of selected parameters."""
 
     def init(params: Params) -> Kept:
         return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
@@ -86,17 +88,18 @@ Metrics = dict[str, jax.Array]
 """Metrics of one step by name, float32 scalars.
 
 ``loss`` is the minimised loss in nats per token (or per row for a sequence scorer).
-`StageLoss.metrics` adds its parts. ``grad_norm`` is the Euclidean norm of the gradient before
-clipping, and ``grad_norm_NAME`` that of the parameters under a top-level name, such as ``blocks``.
-``param_norm`` is the norm of the updated parameters. It detects non-finite parameters, because the
-loss precedes the update.
+`StageLoss.metrics` adds the parts of the loss. ``grad_norm`` is the Euclidean norm of the gradient
+before clipping, and ``grad_norm_NAME`` is the norm of the gradient of the parameters under a
+top-level name, such as ``blocks``. ``param_norm`` is the norm of the updated parameters. It detects
+parameters that are not finite after the update, which the loss, computed before the update, does
+not detect.
 """
 
 
 def abstract_state(
     network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
+    """Shapes, dtypes and shardings of the training state, without allocating it."""
     shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -120,7 +123,7 @@ def init_state(
     has_ema: bool,
     key: jax.Array,
 ) -> TrainState:
-    """A fresh training state, created with its sharding. No device ever holds the whole state."""
+    """A fresh training state, created as shards, so that no device ever holds the whole state."""
     abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
@@ -139,19 +142,21 @@ def make_train_step(
     updates: int = 1,
     compiler_options: Sequence[str] = (),
 ) -> jax.stages.Wrapped:
-    """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage. `state` is donated.
+    """The compiled training step of a stage, ``(state, batch, key) -> (state, metrics)``. `state`
+    is donated.
 
-    Parameters that do not train have a gradient of zero. `optimizer` must leave them unchanged.
+    Parameters that do not train have a gradient of zero, and `optimizer` must leave them unchanged.
 
     The noise of a step is drawn with ``fold_in(key, state.step)``. It depends only on the key and
-    the step, so a resumed run draws the same noise as an uninterrupted one. It is drawn for the
-    whole batch before the batch is split, so accumulation gives the gradient of the whole batch.
+    the step, so a resumed run draws the same noise as an uninterrupted run. The noise is drawn for
+    the whole batch before the batch is split, so accumulation gives the gradient of the whole
+    batch.
 
     Args:
       step_loss: loss of the stage.
       optimizer: optimiser of the stage.
       state: state, or its shapes.
-      mesh: the devices.
+      mesh: mesh of the devices.
       batch_size: global batch size in rows.
       accumulate: number of microbatches, which run sequentially.
       ema_decay: decay of the parameter average, in [0, 1); 0 disables it.
@@ -222,8 +227,8 @@ def _several(
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
     """``compute(params, part)`` summed over the parts of a batch, one part at a time.
 
-    Part p contains the rows p, p + num_parts, ..., so every device has an equal share of each part.
-    Scalars are totals of the whole batch and are passed to every part.
+    Part p contains the rows p, p + num_parts, ..., so that each part is divided equally among the
+    devices. Scalars are totals over the whole batch and are passed to every part.
     """
     if num_parts == 1:
         return compute(params, whole)
@@ -249,13 +254,13 @@ def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: 
 def check_adds_up(
     step_loss: StageLoss, params: Params, *, mesh: Mesh, seq_len: int, token_ids: tuple[int, ...]
 ) -> None:
-    """Raises if a loss differs between a batch and the same batch in two parts.
+    """Raises ValueError if a loss differs between a batch and the same batch in two parts.
 
     Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign may cancel, so
     the tolerance is relative to the magnitudes of the parts.
 
     Raises:
-      ValueError: if a loss is not additive. The message names it and both values.
+      ValueError: a loss is not additive. The message names the loss and both values.
     """
     shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
     num_rows = next(
@@ -292,15 +297,17 @@ def check_adds_up(
 
 
 def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
-    """The moving average after one step. Its decay is ``(1 + s) / (10 + s)``, at most `decay`.
+    """The moving average after one step. The decay at step s is ``(1 + s) / (10 + s)``, at most
+    `decay`.
 
-    A constant decay would keep the random initial parameters for ``1 / (1 - decay)`` steps.
+    With a constant decay, the random initial parameters would dominate the average for about
+    ``1 / (1 - decay)`` steps.
     """
     if state.ema is None:
         return None
     step = state.step.astype(jnp.float32)
     now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    # Written as a difference, so that the average of a constant parameter is constant.
+    # Computed from the difference, so that the average of a constant parameter stays constant.
     return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
 
 

@@ -31,10 +31,10 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
 
     Args:
       name: one of `PROCESSES`, or a custom ``module:Class``.
-      settings: its settings, each ``NAME=VALUE``.
+      settings: settings of the process, each ``NAME=VALUE``.
 
     Raises:
-      SettingError: there is no such process, or it has no such setting or value.
+      SettingError: the process does not exist, or a setting is unknown or has an invalid value.
     """
     cls = PROCESSES.get(name) or _own(name)
     declared = {setting.name: setting for setting in cls.settings()}

@@ -1,10 +1,11 @@
 """The protocol of forward processes.
 
-A process is a rule. Each free position is noised independently: at level ``v`` in [0, 1] it shows
-its own token with probability ``alpha(v)``, MASK with ``mask(v)``, and with ``text(v)`` an id drawn
-uniformly from the noise ids, which may be the true one. With ``c(k)`` the probability of noise
-``k``, this is ``q_v(. | x) = alpha_v x + c_v``, the interpolating process of GIDD (von Rutte et
-al. 2025, equation 3). Masked diffusion is ``c = mask`` and uniform diffusion is ``c = text``.
+A process is a rule. Each free position is noised independently. At level ``v`` in [0, 1], it shows
+its own token with probability ``alpha(v)``, MASK with probability ``mask(v)``, and, with
+probability ``text(v)``, an id drawn uniformly from the noise ids, which may be the true id. If
+``c(k)`` is the probability of noise ``k``, this is ``q_v(. | x) = alpha_v x + c_v``, the
+interpolating process of GIDD (von Rutte et al. 2025, equation 3). Masked diffusion is the case
+``c = mask``, and uniform diffusion is the case ``c = text``.
 
 For every process, the level at a time is the ``masked_ratio`` of the noise schedule.
 """
@@ -20,16 +21,16 @@ import numpy as np
 from dlm_jax.settings import Rule, SettingError
 
 HIGHEST_LEVEL = 1.0 - 1e-4
-"""Levels above this one are clipped to it in a bound, because its terms are 0 / 0 at 1."""
+"""Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
 
 
 class Shares(NamedTuple):
     """The probabilities of a position at a noise level; they add up to 1.
 
     Attributes:
-      clean: probability of its own token.
-      mask: of MASK.
-      text: probability of a uniform draw from the noise ids.
+      clean: probability of the position's own token.
+      mask: probability of MASK.
+      text: probability of an id drawn uniformly from the noise ids.
     """
 
     clean: jax.Array
@@ -42,9 +43,9 @@ class Noise(NamedTuple):
 
     Attributes:
       clean: ``alpha``.
-      text: ``c(k)`` of each noise id.
+      text: ``c(k)``, the same for each noise id.
       shown: ``c(z)`` of the shown id.
-      weight: factor of `divergence`.
+      weight: factor by which `divergence` is multiplied.
       is_first: True for the step to level 0.
     """
 
@@ -59,25 +60,26 @@ class Process(Rule):
     """A forward process; only `shares` is required.
 
     Attributes:
-      is_masked: whether noise is MASK only, so that visible tokens are correct.
+      is_masked: whether MASK is the only noise, so that all visible tokens are correct.
     """
 
     required: ClassVar[tuple[str, ...]] = ("shares",)
     is_masked: ClassVar[bool] = False
 
     def shares(self, level: jax.Array, /) -> Shares:
-        """The `Shares` at levels in [0, 1]: all tokens are clean at 0, none at 1; differentiable.
+        """The `Shares` at levels in [0, 1], as a differentiable function.
 
-        The shares at 1 are the prior.
+        All tokens are clean at level 0, and none are clean at level 1. The shares at level 1 are
+        the prior.
         """
         raise NotImplementedError
 
     def rates(self, level: jax.Array) -> Shares:
-        """Forward rates of the noise per level, times ``alpha``; ``text`` is the rate of all ids
-        together.
+        """Forward rates of the noise per unit of level, times ``alpha``. ``text`` is the total rate
+        of all noise ids.
 
-        ``alpha c' - alpha' c``: the rate of jumps into noise ``k`` is this divided by ``alpha``,
-        for every previous token (GIDD, proposition 3.4).
+        The values are ``alpha c' - alpha' c``. Divided by ``alpha``, they are the rates of jumps
+        into noise ``k``, which do not depend on the previous token (GIDD, proposition 3.4).
         """
         now, slope = jax.jvp(self.shares, (level,), (jnp.ones_like(level),))
         mask, text = (
@@ -96,7 +98,8 @@ class Process(Rule):
         mask_id: int,
         noise_ids: tuple[int, ...],
     ) -> jax.Array:
-        """Noised tokens, int32 ``[B, L]``: free positions at their level, others unchanged.
+        """Noised tokens, int32 ``[B, L]``. Free positions are noised at their level, and all others
+        are unchanged.
 
         The level is ``[B]`` or ``[B, L]``.
         """
@@ -124,10 +127,10 @@ class Process(Rule):
 
         Args:
           tokens_BL: the true tokens.
-          shown_BL: from `sample`.
-          level: ``[B]`` or ``[B, L]``, below `HIGHEST_LEVEL`.
-          speed: the slope of the level in time.
-          is_first: True where the term is the one for the step to level 0, with weight `speed`.
+          shown_BL: the noised tokens, from `sample`.
+          level: ``[B]`` or ``[B, L]``, at most `HIGHEST_LEVEL`.
+          speed: derivative of the level with respect to time.
+          is_first: True where the term is that of the step to level 0, with weight `speed`.
           mask_id: the id of MASK.
           noise_ids: as for `sample`.
         """
@@ -145,7 +148,7 @@ class Process(Rule):
 
         shown = of_shown(now.mask, now.text)
         chance = jnp.where(shown_BL == tokens_BL, now.clean, 0.0) + shown
-        # Both the rate and `divergence` are divided by alpha.
+        # The rate is multiplied by alpha, and `divergence` is divided by it.
         weight = speed * of_shown(rates.mask, rates.text) / jnp.maximum(chance, 1e-30)
         return Noise(
             now.clean,
@@ -157,7 +160,7 @@ class Process(Rule):
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
-    """True where a token is one of the ids; ids must be ascending or few."""
+    """True where a token is one of the ids. This is fast if the ids are contiguous or few."""
     first, last = min(ids), max(ids)
     if last - first + 1 == len(set(ids)):
         return (tokens >= first) & (tokens <= last)
@@ -174,15 +177,15 @@ def divergence(
 ) -> jax.Array:
     """The term of each position in the bound, divided by ``alpha``; float32 ``[N]``, in nats.
 
-    ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) / alpha``,
-    with ``q(. | p)`` the marginals of the predicted distribution of the token. Multiplied by the
-    forward rate into z and divided by ``q(z | x)``, it is the integrand of the continuous-time
-    negative ELBO (GIDD, theorem 3.5). For masked diffusion it is the cross-entropy, and for uniform
-    diffusion the bound of UDLM (Schiff et al. 2024, equation 18). Where ``is_first`` is True, it is
-    ``-ln p(x | z)`` of the reverse step to level 0 instead.
+    The term is ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) /
+    alpha``, where ``q(. | p)`` are the marginals under the predicted distribution of the token.
+    Multiplied by the forward rate into z and divided by ``q(z | x)``, it is the integrand of the
+    continuous-time negative ELBO (GIDD, theorem 3.5). This is the cross-entropy for masked
+    diffusion, and the bound of UDLM for uniform diffusion (Schiff et al. 2024, equation 18). Where
+    ``is_first`` is True, the term is instead ``-ln p(x | z)`` of the reverse step to level 0.
 
     Args:
-      logits_NV: with -inf at MASK.
+      logits_NV: logits, with -inf at MASK.
       clean_N: the true ids.
       shown_N: the noised ids.
       noise: `Process.noise` of these positions.
@@ -197,14 +200,14 @@ def divergence(
     log_true_N = log_p(clean_N)
     true_N, seen_N = jnp.exp(log_true_N), jnp.exp(log_p(shown_N))
     is_same_N = clean_N == shown_N
-    # Of the true token.
+    # The term of the true token.
     own_N = jnp.where(is_among(noise_ids, clean_N), text_N, 0.0)
     has_own_N = own_N > 0
     gain_N = jnp.log1p(
         alpha_N * (1.0 - true_N) / jnp.where(has_own_N, alpha_N * true_N + own_N, 1.0)
     )
     kl_N = (alpha_N + own_N) * jnp.where(has_own_N, gain_N, -log_true_N)
-    # For the other noise ids, which all have the same noise.
+    # The terms of the other noise ids, which all have the same noise.
     ratio_N = jnp.where(text_N > 0, alpha_N / jnp.where(text_N > 0, text_N, 1.0), 0.0)
     first, last = min(noise_ids), max(noise_ids)
     p_NV = jnp.exp(logits_NV[:, first : last + 1] - total_N[:, None])
@@ -214,10 +217,10 @@ def divergence(
     others_N = jnp.sum(jnp.log1p(ratio_N[:, None] * p_NV), axis=1)
     others_N -= jnp.where(has_own_N, jnp.log1p(ratio_N * true_N), 0.0)
     kl_N -= text_N * others_N
-    # Of what is shown.
+    # The terms of the shown id.
     model_N = jnp.maximum(alpha_N * seen_N + noise.shown, 1e-30)
     excess_N = alpha_N * (is_same_N - seen_N) / model_N
-    # Padding of a readout has no noise.
+    # Where a readout is padded, all values of the noise are 0.
     term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / jnp.maximum(alpha_N, 1e-30)
     data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
     last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
@@ -225,10 +228,10 @@ def divergence(
 
 
 def checked(process: Process, name: str) -> Process:
-    """The process, if its shares are valid and reach 0 clean tokens at level 1.
+    """Returns the process if its shares are valid and no tokens are clean at level 1.
 
     Raises:
-      SettingError: if they are not; `name` is the value of the setting.
+      SettingError: the shares are invalid. `name` is the value of the setting in the message.
     """
     level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
     found = process.shares(jnp.asarray(level))

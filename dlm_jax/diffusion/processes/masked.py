@@ -11,9 +11,9 @@ from dlm_jax.settings import rule
 
 @rule
 class Masked(Process):
-    """Each position shows MASK with the level's probability (Sahoo et al. 2024, MDLM).
+    """Each position shows MASK with a probability equal to the level (Sahoo et al. 2024, MDLM).
 
-    Its bound is the weighted cross-entropy of `dlm_jax.diffusion.objectives.elbo`.
+    The bound is the weighted cross-entropy of `dlm_jax.diffusion.objectives.elbo`.
     """
 
     about = "MASK"

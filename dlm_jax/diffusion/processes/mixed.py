@@ -1,4 +1,4 @@
-"""Mixed noise: MASK, with uniform tokens in between."""
+"""Mixed noise: MASK at the end, and also uniform tokens at intermediate levels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ UNIFORM_SHARE = Setting(
 
 @rule
 class Mixed(Process):
-    """MASK and uniform noise, whose share is 0 at both ends and ``uniform_share`` in the middle.
+    """MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1, and
+    ``uniform_share`` at level 1/2.
 
-    ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B sqrt(v (1 - v)) / C``, with ``C = 1 + B
-    sqrt(v (1 - v))`` and ``B = 2 p / (1 - p)`` (von Rutte et al. 2025, GIDD, section 4.1 with gamma
-    of 1).
+    At level ``v``, the probabilities are ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B
+    sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))``, ``B = 2 p / (1 - p)`` and ``p`` is
+    ``uniform_share`` (von Rutte et al. 2025, GIDD, section 4.1 with gamma = 1).
     """
 
     about = "MASK at the end and uniformly random tokens in between"

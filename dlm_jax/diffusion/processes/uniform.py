@@ -1,4 +1,4 @@
-"""Uniform diffusion: noise is any token, and every token may change until the end."""
+"""Uniform diffusion: noise is any token, so every token may change until the end of sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlm_jax.settings import rule
 
 @rule
 class Uniform(Process):
-    """Each position shows a uniform noise id with the level's probability.
+    """Each position shows a uniform noise id with a probability equal to the level.
 
     Schiff et al. 2024, UDLM, section 4; the network is not conditioned on the level, as in GIDD.
     """
