@@ -76,7 +76,7 @@ def test_an_unknown_name_lists_the_models_that_ship(capsys, monkeypatch, tmp_pat
         sample.main(["--checkpoint", "shakespear"])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
-    assert "shakespear does not exist" in error and f"package: {', '.join(MODELS)}" in error
+    assert "shakespear does not exist" in error and f"shipped model: {', '.join(MODELS)}" in error
 
 
 def test_sample_without_arguments_prints_a_text(capsys, monkeypatch):

@@ -133,8 +133,9 @@ def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, mes
 
 
 def test_a_custom_loop_must_keep_its_own_teacher(folder, tmp_path):
+    _base(folder)
     changes = {"train__init_from": folder / "base0", "train__accumulate": 1}
-    with pytest.raises(ValueError, match=r"objective.sdtt_share needs a teacher, whose .*train"):
+    with pytest.raises(ValueError, match=r"objective.sdtt_share requires a teacher, whose .*train"):
         problem(_config(tmp_path / "run", **TAUGHT | changes))
 
 
