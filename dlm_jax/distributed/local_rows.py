@@ -91,7 +91,7 @@ class OwnRows:
         return self.place(tree) if isinstance(self._home, NamedSharding) else tree
 
     def fetch(self, tree: Any) -> Any:
-        """This process's rows, copied from the devices to the host."""
+        """Rows of this process, copied from the devices to the host."""
         if self.share[1] == 1:
             return jax.device_get(tree)
         return jax.tree.map(self._fetch, tree)

@@ -136,7 +136,7 @@ class Watch:
         self._leave(_DONE)
 
     def left(self, code: int) -> None:
-        """Reports the failure of this process to the others and waits until they have read it."""
+        """Reports the failure of this process; returns once the others have read the report."""
         self._leave(f"{_LEFT} {code}")
         if self._me == 0:
             self._tell(f"process 0 ended with code {code}")
