@@ -52,7 +52,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class BesideClean:
-    """A noisy position attends to its block's noisy positions and earlier blocks' clean positions."""
+    """A noisy position attends to noisy positions of its block and clean ones of earlier blocks."""
 
     length: int
     num_positions: int

@@ -104,7 +104,7 @@ class CriticHead(nnx.Module):
 
 
 class ScorerHead(nnx.Module):
-    """The logit of the corrupted share of the tokens of a row, from their mean vector."""
+    """The logit of the fraction of corrupted tokens in a row, from the row's mean hidden vector."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)
