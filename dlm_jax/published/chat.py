@@ -130,7 +130,7 @@ class _Sandbox:
         atexit.register(self._stop)
 
     def render(self, source: str, values: Mapping[str, Any] | None) -> str:
-        """The rendered text. If `values` is None, the template is only compiled; the text is empty."""
+        """The rendered text; empty if `values` is None, when the template is only compiled."""
         line = json.dumps({"source": source, "values": values})
         with self._lock:
             if self._process is None or self._process.poll() is not None:
