@@ -20,7 +20,7 @@ def pytree(cls: T) -> T:
     therefore has a metadata field ``identity``, which contains the class itself.
 
     Fields are leaves, except static fields: those made by `static` and `fact`, and others with
-      ``"static": True`` in their metadata.
+    ``"static": True`` in their metadata.
     """
     cls.__annotations__ = {**vars(cls).get("__annotations__", {}), "identity": type}
     cls.identity = dataclasses.field(

@@ -68,7 +68,7 @@ def read_requests(
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
     is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
-    integers. Other settings are not checked here.
+    integers. Other settings are not checked.
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.

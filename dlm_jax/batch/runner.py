@@ -233,7 +233,7 @@ class _Hosts(NamedTuple):
 def _accepted(
     model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
 ) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
-    """The rows that can run, their requests, and error results for the other rows."""
+    """The rows that can run, their requests, and error results for all other rows."""
     found: list[_Asked] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []

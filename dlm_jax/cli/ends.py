@@ -97,7 +97,7 @@ def check_output() -> None:
 def keep_output_for_texts() -> None:
     """Redirects what libraries write to standard output to standard error.
 
-    CPU collectives, for example, write to standard output. `sys.stdout` still goes there.
+    CPU collectives, for example, write to standard output. `sys.stdout` is not redirected.
     """
     ours = sys.stdout
     if not isinstance(ours, io.TextIOWrapper) or ours.fileno() != 1:

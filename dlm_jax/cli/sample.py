@@ -367,8 +367,8 @@ def _generated(
 def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
     """Checks the request; returns the line about the model's heads, the fill and the order.
 
-    The line is empty in processes that print nothing. Warnings are ignored here; sampling repeats
-    them.
+    The line is empty in processes that print nothing. Warnings are suppressed, because sampling
+    repeats them.
     """
     asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
     with refusals(), naming_flags(), warnings.catch_warnings():

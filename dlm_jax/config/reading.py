@@ -80,7 +80,7 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """The config with the values of dotted keys replaced by those of flags.
+    """The config with the values of some dotted keys replaced by the values of flags.
 
     Raises:
       ValueError: a key is unknown, a text is invalid, or values contradict each other. The message

@@ -1,4 +1,4 @@
-"""The tokenizer of a published model: its file gives the ids, its configs the special tokens.
+"""The tokenizer of a published model, with ids from its file and special tokens from its configs.
 
 Unlike in `dlm_jax.data.subword.SubwordTokenizer`, no special tokens are appended, because the model
 was trained with its own. `encode` never encodes text as a special token. `encode_marked` is for

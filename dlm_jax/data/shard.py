@@ -120,7 +120,7 @@ class Job:
 def documents_of(
     files: Sequence[tuple[str, int]], number: int, num_spans: int
 ) -> Iterator[tuple[str, str]]:
-    """(name, text) of each document that begins in byte span `number` of `num_spans` equal ones."""
+    """(name, text) of the documents that begin in span `number` of `num_spans` equal byte spans."""
     total = sum(size for _, size in files)
     begin, end = (total * n // num_spans for n in (number, number + 1))
     offset = 0

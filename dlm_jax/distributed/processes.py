@@ -132,11 +132,11 @@ class Watch:
         self._thread.start()
 
     def done(self) -> None:
-        """Reports the normal end of this process to the others."""
+        """Reports to the other processes that this process ended normally."""
         self._leave(_DONE)
 
     def left(self, code: int) -> None:
-        """Reports the failure of this process; returns once the others have read the report."""
+        """Reports the failure of this process; returns once all processes have read the report."""
         self._leave(f"{_LEFT} {code}")
         if self._me == 0:
             self._tell(f"process 0 ended with code {code}")
@@ -204,7 +204,8 @@ class Watch:
         )
         sys.stderr.flush()
         if self._me == 0:
-            # When this process ends, so does the service; the others must read the verdict before.
+            # The service ends with this process, so the other processes must read the verdict
+            # first.
             self._tell(verdict)
             time.sleep(5 * _INTERVAL)
         os._exit(EXIT_LOST)

@@ -280,7 +280,7 @@ class Likelihoods:
     Args:
       model: a diffusion model (bounds) or a causal model (exact likelihoods).
       num_draws: number of masks per pair.
-      batch_size: number of rows per call, up to `ROWS`; the other rows of the program are padding.
+      batch_size: number of rows per call, up to `ROWS`; the rest of the program's rows are padding.
       seed: seed of the masks.
     """
 

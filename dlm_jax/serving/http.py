@@ -248,8 +248,7 @@ _LAST_WORDS = 5.0
 
 
 class Server(uvicorn.Server):
-    """A server on a socket. When stopped, the server refuses new requests and finishes running
-    ones.
+    """A server on a socket. When stopped, it refuses new requests and finishes running requests.
 
     A signal or ``should_exit`` stops the server; a second signal ends it at once.
 

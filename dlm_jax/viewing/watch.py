@@ -146,8 +146,7 @@ def pace_of(steps: int) -> float:
 
 
 class Watch:
-    """Shows the rows after each step, in place on a terminal, or else as successive blocks of
-    lines.
+    """Shows the rows after each step, in place on a terminal, or else as successive blocks.
 
     Args:
       decode: maps a sequence of ids to text, with U+FFFD for incomplete characters.
