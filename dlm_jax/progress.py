@@ -121,7 +121,7 @@ class Progress:
                 self._stream.write(f"{self.line()}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                return  # the reader is gone
+                return  # the stream is closed
 
 
 def spell(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Keys that do not depend on JAX settings, and the JAX settings that results depend on."""
+"""Keys that are independent of JAX settings, and the JAX settings that affect results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def key_of(seed: int | jax.Array) -> jax.Array:
 
 
 def settings() -> dict[str, Any]:
-    """The current JAX settings that results depend on."""
+    """The current values of the JAX settings that affect results."""
     found = {name: getattr(jax.config, name) for name in _REQUIRED}
     return {name: getattr(value, "value", value) for name, value in found.items()}
 

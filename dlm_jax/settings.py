@@ -1,4 +1,4 @@
-"""Declarations of rules and their settings.
+"""Declares rules and their settings.
 
 A rule is a class decorated with `rule`: a frozen dataclass that is a pytree. Its fields are the
 parameters for the rows that use the rule, made with `per_row` (an array with one value per row),
@@ -185,7 +185,7 @@ def per_row(
 
 
 def static(setting: Setting) -> Any:
-    """A field that is compiled in: rows that differ in it run in different programs."""
+    """A compiled-in field: rows with different values run in different programs."""
     default = setting.resolved(setting.default)
     return dataclasses.field(default=default, metadata={"setting": setting, "static": True})
 
@@ -260,7 +260,7 @@ class Rule:
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
         """The rule with the rows' settings in host arrays.
 
-        Static settings are those of the first row.
+        Static settings are taken from the first row.
         """
         values = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -383,7 +383,7 @@ def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
 def require(
     condition: bool, name: str, value: Any, why: str, remedy: str = "", *others: str
 ) -> None:
-    """Raises `SettingError` with the other arguments unless `condition` holds."""
+    """Raises `SettingError`, made from the other arguments, unless `condition` is true."""
     if not condition:
         raise SettingError(name, value, why, remedy, others)
 

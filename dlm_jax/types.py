@@ -1,6 +1,6 @@
 """Types shared by the subpackages: the network as functions, and the status of a row.
 
-Shape legend, used as suffixes of names and in docstrings everywhere:
+Legend of shapes, which names have as suffixes and docstrings use:
 
 =====  ==========================================================
 ``B``  rows of the batch
@@ -174,7 +174,7 @@ class Canvas(NamedTuple):
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
       length_B: int32, number of live positions in each row; 0 for an idle slot.
-      frozen_BL: True at given tokens, which are never written, and beyond the length.
+      frozen_BL: True at given tokens, which are never overwritten, and beyond the length.
     """
 
     tokens_BL: jax.Array

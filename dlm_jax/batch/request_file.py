@@ -64,7 +64,7 @@ class Line:
 def read_requests(
     path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
 ) -> list[Line]:
-    """The non-blank lines of a file, in order; all ids differ.
+    """The non-blank lines of a file, in order, with unique ids.
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
     is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
@@ -86,7 +86,7 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # An unreadable line is counted, so that fixing it does not renumber the other lines.
+        # An unreadable line counts too, so that fixing the line does not renumber other rows.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 
@@ -231,7 +231,7 @@ def _check_integer(where: str, value: Any) -> None:
 
 
 def _check_kind(where: str, value: Any, wanted: type, kind: str, remedy: str) -> None:
-    # bool is a subclass of int in Python.
+    # `isinstance` would accept bool for int.
     if type(value) is not wanted:
         raise ValueError(f"{where}={_show(value)} is not {kind}; {remedy}")
 

@@ -52,7 +52,7 @@ def line_of(result: Mapping[str, Any]) -> bytes:
 
 
 def run_path(file: Path) -> Path:
-    """The file that records the run of a results file."""
+    """The path of the run record of a results file."""
     return file.with_name(f"{file.name}.run")
 
 
@@ -179,7 +179,7 @@ class Results:
         """Opens this process's file and removes a partial last line.
 
         Args:
-          path: the merged file of all processes.
+          path: the file into which the results of all processes are merged.
           fingerprint: fingerprint of the run.
           index: index of this process.
           count: number of processes among which the work is divided.

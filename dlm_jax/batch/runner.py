@@ -57,7 +57,7 @@ class RunReport(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan of a run.
+    """The planned work of a run.
 
     Attributes:
       work: steps times positions for each unfinished row, by key; 0 for refused rows.
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """A description that identifies this model in a fingerprint.
+    """A description that identifies the model in a fingerprint.
 
     The description covers config, tokenizer, ids, settings, all parameters, and the source of a
     custom network.

@@ -158,7 +158,7 @@ def naming_flags() -> Iterator[None]:
 
 
 def speeds(tokens: int, seconds: float, compiling: float) -> str:
-    """Tokens per second with and without compilation time."""
+    """Text with tokens per second, including and excluding compilation time."""
     without = max(seconds - compiling, 1e-6)
     return (
         f"{tokens / max(seconds, 1e-6):,.0f} tokens/s with {compiling:.2f} s of compilation, "

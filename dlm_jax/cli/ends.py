@@ -1,16 +1,16 @@
-"""The exit codes of the programs, and the handling of errors and closed streams.
+"""Exit codes of the programs, and handling of errors and closed streams.
 
 =====  =======================================================================================
 0      done
-1      not finite: the loss of a training, or the output of a model, is NaN or infinite
+1      not finite: the training loss, or the output of a model, is NaN or infinite
 2      refused: the input is invalid; one line on standard error has the cause and the remedy
-3      partly done: some requests of a file ended in an error, which their results hold
+3      partly done: some requests in a file ended in an error, which is in their results
 4      done, except for a page (``--trace``) that could not be written
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
-70     a defect of the program or of a custom rule; with a traceback
+70     a bug in the program or in a custom rule; a traceback is printed
 75     another process of the run was lost or refused; the same command resumes
-128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 reader gone, 143 SIGTERM
+128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
 =====  =======================================================================================
 
 Messages that cannot be written because standard error is closed or full are dropped. Characters

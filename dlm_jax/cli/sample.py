@@ -80,7 +80,7 @@ def watched(
 ) -> tuple[dlm_jax.Texts, float]:
     """Samples the texts and shows the denoising; `frames` collects the frames of each row.
 
-    Also returns the seconds spent waiting between redraws.
+    Returns the texts, and the seconds spent waiting between redraws.
     """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     steps = common.get("steps", model.sample.steps)

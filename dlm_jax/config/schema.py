@@ -340,7 +340,7 @@ class RowSettings(Section):
 
 @functools.lru_cache(maxsize=64)
 def settings_of(table: RuleTable) -> type[RowSettings]:
-    """A frozen dataclass with one field for each setting of a table.
+    """A frozen dataclass with one field per setting of a rule table.
 
     Raises:
       ValueError: the default of a setting is invalid.
@@ -951,7 +951,7 @@ class Config:
 
 
 def declared() -> dict[str, Setting]:
-    """All settings of a config by dotted key."""
+    """All settings of a config, by dotted key."""
     return {f"{name}.{key}": one for name, cls in sections().items()
             for key, one in cls.declared.items()}  # fmt: skip
 

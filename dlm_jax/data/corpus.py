@@ -49,9 +49,9 @@ class Corpus:
       val_rows: held-out rows, input of `validation_windows`.
       sha256: hash of the whole text in UTF-8; for documents, of one JSON line ``[prompt, text]``
         per document; for shards, of their index. Store it with results.
-      num_train_characters: characters of training text, excluding prompts.
-      num_val_characters: characters of held-out text, excluding prompts. Bits per character are
-        nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
+      num_train_characters: number of characters of training text, excluding prompts.
+      num_val_characters: number of characters of held-out text, excluding prompts. Bits per
+        character are nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
       num_train_tokens: number of training targets, including tails (see `load_corpus`) but not
           prompts.
       num_val_tokens: number of targets in the held-out text.
@@ -70,7 +70,7 @@ class Corpus:
 
 MakeTokenizer = Callable[[str], Tokenizer]
 TokenizerOf = str | Tokenizer | MakeTokenizer
-"""A kind of tokenizer, a tokenizer, or a function that creates one for a text."""
+"""A kind of tokenizer, a tokenizer, or a function that creates a tokenizer for a text."""
 
 # Values of `data.tokenizer` that select the shards' own tokenizer; the last is the default.
 _OWN = ("corpus", "character")

@@ -102,7 +102,7 @@ class HubTokenizer:
         return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
     def token(self, id_: int) -> str:
-        """The name of a token in the file; empty for an id without one."""
+        """The name of a token in the file; empty for an id without a name."""
         return self._marked.id_to_token(id_) or ""
 
     def id_of(self, token: str) -> int | None:

@@ -130,7 +130,7 @@ def validation_windows(
     max_windows: int | None = None,
     multiple_of: int = 1,
 ) -> Columns:
-    """Held-out rows in their order, as one batch of N rows.
+    """Held-out rows, in order, as one batch of N rows.
 
     Documents are returned as stored, and a token file as consecutive windows that cover the file
     without overlap. The last window may be short, with PAD from `length` on.
@@ -176,7 +176,7 @@ Ids = TokenFile | TokenShards
 
 @dataclass(frozen=True)
 class Windows(Mapped):
-    """Consecutive windows of `seq_len` ids, from an offset determined by the bits of the epoch."""
+    """Consecutive windows of `seq_len` ids, from an offset that the epoch's bits determine."""
 
     ids: Ids
     seq_len: int

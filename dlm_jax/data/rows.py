@@ -83,7 +83,7 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` is a complete token file with the right checksum (1-2 GB/s)."""
+    """Whether `path` is a complete token file with the right checksum (checked at 1-2 GB/s)."""
     try:
         open_tokens(path)
         with path.open("rb") as file:
@@ -122,7 +122,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class TokenFile(Mapped):
-    """The ids of a token file."""
+    """The ids in a token file, mapped on first read."""
 
     path: str | os.PathLike[str]
 

@@ -1,4 +1,4 @@
-"""Sharded corpora, read by index, and their mixtures by weight.
+"""Sharded corpora, read by index, and weighted mixtures of corpora.
 
 A sharded corpus is a directory or bucket prefix::
 

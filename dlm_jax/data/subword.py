@@ -1,4 +1,4 @@
-"""Subword tokenizers: Hugging Face `tokenizer.json` files, and byte-level BPEs trained on a text.
+"""Subword tokenizers: Hugging Face `tokenizer.json` files, and BPEs trained on a text.
 
 Checkpoints store the content of the file, and tokenizers with equal content are equal. Encoding
 deviates from the file's settings in a few ways to make ids unambiguous:
@@ -106,7 +106,7 @@ class SubwordTokenizer:
         if not self._vocabulary:
             raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
-        # Checked before anything is allocated per id.
+        # The number of ids is checked before anything is allocated for each id.
         if num_tokens > MOST_IDS:
             raise ValueError(
                 f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
@@ -208,7 +208,7 @@ class SubwordTokenizer:
         return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
 
     def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
-        """Ids of tokens with a byte that never occurs in UTF-8."""
+        """Ids of tokens that contain a byte that never occurs in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
             # The byte-level alphabet represents these bytes by themselves.

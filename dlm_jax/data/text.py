@@ -36,7 +36,7 @@ class Document:
     """One document of a corpus.
 
     Attributes:
-      name: its origin.
+      name: where the document comes from, for messages.
       text: the text to train on.
       prompt: given text before `text`, never noised; None for plain text.
     """
@@ -58,7 +58,7 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
 
 
 def parse_line(where: str, line: str) -> Document:
-    """The document of one line, named `where`; errors as for `read_jsonl`."""
+    """The document in one line, named `where`; the format is that of `read_jsonl`."""
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -163,8 +163,8 @@ PYTHON_SOURCE = "python-source"
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-# Directories of the standard library that are skipped: tests (some are not UTF-8), installed
-# packages, and the language reference, which is a separate corpus.
+# Directories of the standard library to skip: tests (some are not UTF-8), installed packages, and
+# the language reference, which is a separate corpus.
 _NO_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 # Paragraphs of at most this many characters are ignored when copies are detected.
@@ -175,9 +175,9 @@ def read_documents(source: Source) -> tuple[Document, ...]:
     """The documents of `source`, sorted by name, without duplicates or empty documents.
 
     Args:
-      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library,
-          without tests), `tinyshakespeare.NAME` (downloaded if needed), ``task:NAME`` (prompts and
-        answers of `dlm_jax.tasks`), a path or a glob (`**` spans folders), or several of these. An
+      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (one document per file of the standard library,
+        without tests), `SHAKESPEARE` (downloaded if needed), ``task:NAME`` (prompts and answers of
+        `dlm_jax.tasks`), a path or a glob (`**` matches nested folders), or several of these. An
         existing path is never treated as a glob. A file is one document, except that a ``.jsonl``
         file has one per line (see `read_jsonl`). A byte-order mark is removed; everything else,
         including line endings, is unchanged.
@@ -248,7 +248,7 @@ def split_documents(
 
 
 def describe(source: Source) -> str:
-    """A short name of `source` for messages."""
+    """A short description of `source` for messages."""
     patterns = names_of(source)
     shown = ", ".join(patterns[:3])
     return shown if len(patterns) <= 3 else f"{shown} and {len(patterns) - 3} more"

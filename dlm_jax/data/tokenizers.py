@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """A plain JSON dict with a `type`, from which `from_json` makes an equal tokenizer."""
+        """A plain JSON dict with a `type`, from which `from_json` restores an equal tokenizer."""
         ...
 
 
@@ -87,7 +87,7 @@ def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
-    """`ids` as an integer array `[n]`; ValueError for wrong shapes or unknown ids."""
+    """`ids` as an integer array `[n]`; ValueError for a wrong shape or unknown ids."""
     array = np.asarray(ids)
     if array.size == 0:
         return np.zeros(0, np.int64)

@@ -81,7 +81,7 @@ def options(
       given: ``mesh.compiler_options``, which override the defaults.
 
     Raises:
-      SettingError: the compiler rejects a given option or its value.
+      SettingError: the compiler rejects an option in `given`, or the option's value.
     """
     device: Any = _device_of(place)
     chip = CHIPS.get(device.device_kind)
@@ -119,7 +119,7 @@ def _device_of(place: Mesh | Sharding | None) -> Any:
 def _fault(device: Any, name: str, value: str) -> str:
     """The error with which a device's compiler rejects an option; empty if the option is accepted.
 
-    Compilers report unknown options only when they compile.
+    A compiler reports unknown options only when compiling a program.
     """
     place = SingleDeviceSharding(device)
     negative = jax.jit(jnp.negative, compiler_options={name: value}, in_shardings=place)

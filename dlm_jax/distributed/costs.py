@@ -1,4 +1,4 @@
-"""Estimates the time of a compiled program from its XLA text.
+"""Estimates the run time of a compiled program from its XLA text.
 
 Operations run in order, overlapping with collectives. A loop body counts once per iteration. An
 asynchronous collective costs only the time that remains when its result is needed. Use the
@@ -84,7 +84,7 @@ def shapes_of(text: str) -> list[Shape]:
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above are memories other than main memory.
+            # S(1) and above denote memories other than main memory.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -259,7 +259,7 @@ def _dims(text: str) -> tuple[int, ...]:
 def _share_of_taps(operation: Operation, left: tuple[int, ...], lhs: str, out: str) -> float:
     """The fraction of a convolution's window that is neither padding nor dilation.
 
-    XLA expresses batched products as convolutions with mostly dilated windows.
+    XLA expresses batched products as convolutions whose windows are mostly dilation.
     """
     window = operation.attribute(r"window=\{([^}]*)\}")
     sizes = _window(window, "size")
@@ -475,7 +475,7 @@ _UNTIMED = frozenset({
 
 @dataclass
 class Cost:
-    """The cost of a program, or of a part of it, on one device.
+    """The cost of a program, or of part of a program, on one device.
 
     Attributes:
       seconds: estimated time.
@@ -502,7 +502,7 @@ class Cost:
 
 
 def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
-    """The cost per device of the program in the text of ``compiled.as_text()``."""
+    """The cost per device of a program, given the text ``compiled.as_text()``."""
     module = parse(text)
     return _Timeline(module, module.entry, torus, mode).read()
 
@@ -569,7 +569,7 @@ class _Timeline:
             self.cost.add(self._of(body), 1 if times is None else times)
 
     def _branches(self, operation: Operation) -> None:
-        """Only the most expensive branch counts."""
+        """Adds the cost of the most expensive branch only."""
         listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
             re.findall(r"%([\w.\-]+)", listed)

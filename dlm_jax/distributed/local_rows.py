@@ -83,7 +83,7 @@ class OwnRows:
         return jax.tree.map(place, tree)
 
     def passed(self, tree: Any) -> Any:
-        """Host arrays as arguments of a compiled call.
+        """Host arrays in the form in which a compiled call accepts them.
 
         On a single device, the arrays are returned unchanged, because the call transfers them 20
         times as fast.

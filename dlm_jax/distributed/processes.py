@@ -1,4 +1,4 @@
-"""Agreement between the processes of one run, and detection of lost processes.
+"""Agreement between the processes of a run, and detection of lost processes.
 
 Every process sends a heartbeat, so that no host waits for a lost host.
 

@@ -138,7 +138,7 @@ class Asked(NamedTuple):
     """A requested text.
 
     Attributes:
-      context: text before the generation.
+      context: text before the generated text.
       until: stop strings, which are excluded from the result.
       length: maximum number of new tokens; None means 256, as in lm-evaluation-harness.
       settings: settings of the row.
@@ -155,7 +155,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> Asked:
-    """Parses a request of lm-evaluation-harness.
+    """Parses a generation request of lm-evaluation-harness.
 
     ``do_sample`` false, the default, means temperature 0. Other settings may be given by name.
     """
@@ -322,9 +322,9 @@ class Likelihoods:
         return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether the model generates each pair at temperature 0, most confident token first.
+        """Whether the model would generate each pair's scored tokens at temperature 0.
 
-        A causal model decodes from left to right.
+        The most confident token is decoded first, or in a causal model the leftmost.
         """
         run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
@@ -490,7 +490,7 @@ class Evaluated:
         return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
-        """The log-likelihood of whole texts, in windows of the model's canvas."""
+        """The log-likelihood of whole texts, scored in canvas-sized windows."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self._likelihoods.nats([pair for some in windows for pair in some])
         ends = np.cumsum([len(some) for some in windows])

@@ -1,4 +1,4 @@
-"""Attention on accelerators: kernels that never materialise all scores, and the plain formula."""
+"""Attention on accelerators, by kernels that never materialise all scores or the plain formula."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]`` over the live keys that each query may attend to.
+    """Attention output ``[B, L, H, K]``; each query attends to the live keys that `may_see` allows.
 
     TPUs use the splash kernel, GPUs in half precision use cuDNN, and everything else uses the plain
     formula. The keys may be several streams of the same rows, concatenated; `may_see` then

@@ -1,4 +1,4 @@
-"""The Transformer on whole rows and on windows of rows, with cached keys and values.
+"""The Transformer with cached keys and values, on whole rows and on windows of rows.
 
 The cache has one leaf for keys and one for values, each ``[B, depth, L, G, K]`` in the compute
 dtype: ``2 depth B L G K`` numbers in total. Updates are computed in this layout; without a layout

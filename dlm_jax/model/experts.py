@@ -1,4 +1,4 @@
-"""A mixture of experts instead of the MLP: a router, and grouped matrix products.
+"""A mixture of experts in place of the MLP: a router and grouped matrix products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
 and ``tensor`` shards the inner dimension of each expert. A device applies its own experts to the

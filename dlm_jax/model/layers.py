@@ -68,7 +68,7 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "ge
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
-    """The row of the embedding table for each id.
+    """The embedding of each id.
 
     If the table is sharded by feature, the table is gathered, not the vectors for ``ids_BL``.
     """

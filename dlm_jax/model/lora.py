@@ -1,4 +1,4 @@
-"""Low-rank adapters of the block matrices (LoRA, Hu et al. 2021).
+"""Low-rank adapters for the matrices of the blocks (LoRA, Hu et al. 2021).
 
 A target matrix ``W`` becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` random and ``B
 [rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all other
@@ -65,7 +65,7 @@ def stacks(params: Params) -> list[Params]:
 def applied(block: Params, config: ModelConfig) -> Params:
     """The parameters of a block or a stack of blocks, with the adapters added to the matrices.
 
-    The matrices themselves are frozen: their gradient is zero.
+    The matrices themselves are frozen, that is, their gradient is zero.
     """
     if GROUP not in block:
         return block

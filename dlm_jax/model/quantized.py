@@ -38,7 +38,7 @@ _KEPT = r"(^|/)(embedding$|head/kernel$|(\w+_)?norm/|\w+_head/)|/bias$"
 
 @pytree
 class Quantized:
-    """A matrix ``[..., D, F]``, or a stack of them, as ``values * scales``.
+    """A matrix, or a stack of matrices, ``[..., D, F]``, as ``values * scales``.
 
     Attributes:
       values: int8 ``[..., D, F]``, in [-127, 127].

@@ -1,6 +1,6 @@
-"""Chat templates: convert a conversation to the text format that a model was trained on.
+"""Chat templates, which convert a conversation to the text format a model was trained on.
 
-Templates are Jinja programs that come with a model. They run in Jinja's immutable sandbox, without
+Templates are Jinja programs in a model's directory. They run in Jinja's immutable sandbox, without
 access to Python attributes, files or modules, and in a separate process (`sandbox`) with limits on
 time, memory and output.
 """
@@ -98,7 +98,7 @@ class TextTemplate(ChatTemplate):
 
 
 def _upto(written: str, content: str) -> str:
-    """A conversation up to the end of the content of its last turn.
+    """A conversation up to the end of the last turn's content.
 
     Leading and trailing spaces of the content remain unless the template strips them.
     """

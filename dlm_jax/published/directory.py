@@ -1,4 +1,4 @@
-"""Reads a published model from a directory in Hub layout; no code in it is executed."""
+"""Reads a published model from a directory in Hub layout; code in the directory never runs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Fields:
         return value
 
     def must(self, **wanted: Any) -> None:
-        """Raises ValueError for a field whose value is not implemented.
+        """Raises ValueError for fields with values that are not implemented.
 
         Absent and null fields are accepted. A tuple lists several implemented values.
         """
@@ -227,7 +227,7 @@ class Family:
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of config.json merged with those of the language model."""
+        """The fields of config.json, merged with the fields in `within`."""
         inner = config.get(self.within) or {}
         if not isinstance(inner, dict):
             raise ValueError(f"{self.within}={inner!r} is not an object; the file is damaged")
@@ -331,7 +331,7 @@ LLADA2: dict[str, dict[str, Any]] = {
         "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
         "cache": "exact", "ties": "lower",
     },
-    # generate of LLaDA2.1, which rewrites tokens: 32 steps per block and up to 16 more.
+    # generate of LLaDA2.1, which rewrites tokens: 32 steps per block, and up to 16 for rewriting.
     "llada2.1": {
         "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
         "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,

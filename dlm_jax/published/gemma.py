@@ -191,7 +191,7 @@ DIFFUSION_GEMMA = Family(
     other_names=(
         # The image tower.
         (r"model\.encoder\.(vision_tower|embed_vision)\.", ""),
-        # The text and the canvas share all parameters except the layer scales.
+        # Text and canvas use the same parameters, except for the layer scales.
         (r"(model\.encoder\.language_model\.layers\.\d+\.layer_scalar)$", r"\1"),
         (r"model\.encoder\.language_model\.", "model.decoder."),
     ),

@@ -24,7 +24,7 @@ _HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([\w./-]+))?")
 _FILES = ["*.json", f"*{SUFFIX}", "*.jinja", "merges.txt"]
 _CARD = "README.md"
 WEIGHTS = "dlm_jax.safetensors"
-"""The name of a weights file on the Hub."""
+"""The file name under which `push_to_hub` uploads a weights file."""
 
 
 def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None:

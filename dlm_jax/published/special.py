@@ -17,7 +17,7 @@ from dlm_jax.settings import nearest
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 OWN = "dlm_jax"
-"""The field of `GENERATION` for settings that other programs do not have."""
+"""The field of `GENERATION` with the settings that other programs do not have."""
 
 _SHARED = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",

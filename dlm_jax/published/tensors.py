@@ -272,7 +272,7 @@ def _on_host(
 
 
 def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
-    # NumPy copies its native dtypes much faster than bfloat16.
+    # NumPy copies native dtypes much faster than bfloat16.
     bits = {2: np.uint16, 4: np.uint32}[stored.dtype.itemsize]
     stored, target = stored.view(bits), target.view(bits)
     if not is_transposed:

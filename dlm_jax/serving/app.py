@@ -1,4 +1,4 @@
-"""The application: routes, the rows that they run, and Prometheus metrics."""
+"""The application: routes, the rows that routes run, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class _EngineFigures(prometheus_client.registry.Collector):
 
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends an event; waits for a slow reader."""
+"""Sends an event, waiting for a slow reader."""
 
 _REMEDIES = {
     Status.NON_FINITE: "the model's logits are not finite",
@@ -270,7 +270,7 @@ class Outbox:
         self._news.set()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields events until all writers are done."""
+        """Yields events until all writers have left."""
         while True:
             while self._events:
                 yield self._events.pop(0)[1]

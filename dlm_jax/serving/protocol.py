@@ -152,8 +152,9 @@ class Conversation(Fields):
     """Options of the chat template, as in vLLM and SGLang.
 
     Attributes:
-      add_generation_prompt: whether the header of the answer follows the turns; true by default.
-      continue_final_message: whether the answer continues the last turn, which remains open.
+      add_generation_prompt: whether to append the header of the answer to the turns; true by
+          default.
+      continue_final_message: whether the answer continues the last turn.
       chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
     """
 
@@ -177,7 +178,7 @@ class Sampled(pydantic.BaseModel):
       max_length: maximum number of tokens per row, including the prompt.
       n: number of rows per prompt.
       seed: random seed of the first row; drawn at random by default.
-      stop: strings that end the answer and are not part of it.
+      stop: strings that end the answer and are excluded from it.
       include_stop_str_in_output: whether the answer includes the stop string that ended it.
       return_token_ids: whether the answer has the ids of its own tokens and of the prompt.
       stream: whether the answer is a stream of events.
@@ -369,12 +370,12 @@ class Chat(Sampled, Conversation):
 
     Attributes:
       messages: the turns so far.
-      max_completion_tokens: the newer name of `max_tokens`.
+      max_completion_tokens: newer name of `max_tokens`.
       draft: draft of the answer, to refine.
       logprobs: whether to return the log-probabilities of tokens.
       top_logprobs: number of alternatives to return per token.
       tools: functions that the model may call, with JSON schemas of their arguments.
-      tool_choice: ``none``, ``auto`` (text or a call, the default), ``required`` or one function.
+      tool_choice: ``none``, ``auto`` (the default: text or a call), ``required`` or one function.
       parallel_tool_calls: whether an answer may have several calls; false by default.
     """
 
@@ -512,7 +513,7 @@ class Infill(Sampled):
     Attributes:
       prefix: text before the gap.
       suffix: text after the gap.
-      template: text with gaps, each written ``<hole:8>``, or ``<hole>`` for `max_tokens`.
+      template: text with gaps, written ``<hole:8>``, or ``<hole>`` for a gap of `max_tokens`.
       logprobs: as in `Completion`.
     """
 
@@ -1042,7 +1043,7 @@ class Done(NamedTuple):
 
 @dataclass
 class Answer:
-    """The rows to run for a request, and the objects of its answer.
+    """The rows to run for a request, and the objects that form the answer.
 
     Attributes:
       asked: the request.
@@ -1090,7 +1091,7 @@ class Answer:
         return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
-        """The event with the echo of a choice, if it was requested."""
+        """The event that echoes the prompt of a choice, if requested."""
         is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
         return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
 
@@ -1256,7 +1257,7 @@ class Answer:
         return {"token": text, "logprob": number, "bytes": data}
 
     def _table(self, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Log-probabilities in the form of ``/v1/completions``: parallel lists."""
+        """Log-probabilities as parallel lists, the form of ``/v1/completions``."""
         offsets, end = [], 0
         for one in told:
             offsets.append(end)

@@ -115,7 +115,7 @@ class Calls:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call in the history, for the chat template."""
+    """The arguments of an earlier call as an object, for the chat template."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -165,7 +165,7 @@ class Changes(NamedTuple):
     """The changes between two frames of a row.
 
     Attributes:
-      kinds: int8 ``[n]``, the `Kind` of each position of the later frame.
+      kinds: int8 ``[n]``, the `Kind` of each position in the later frame.
       deleted: int32, positions of the earlier frame that were deleted, ascending.
       origin: int32 ``[n]``, index in the earlier frame of each position; -1 for a new position.
     """

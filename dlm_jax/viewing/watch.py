@@ -20,7 +20,7 @@ _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 class Cell(NamedTuple):
-    """A glyph, its width in terminal columns, its kind, and whether a line ends after it."""
+    """A glyph, its width in terminal columns, its kind, and whether a line ends after the glyph."""
 
     sign: str
     columns: int
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterator[Cell]:
-    """The cells of a canvas: one per hole, and one printable glyph per character.
+    """The cells of a canvas: one cell per hole and per character.
 
     A character that consists of several tokens has the largest `Kind` among them.
     """

@@ -120,7 +120,7 @@ def attention(
 def attention_where(
     q_BNHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, is_seen_BNM: jax.Array
 ) -> jax.Array:
-    """Attention output ``[B, N, H, K]`` over the keys that each query attends to.
+    """Attention output ``[B, N, H, K]``; queries attend to the keys where `is_seen_BNM` is True.
 
     Otherwise like `attention`. The first two axes of `is_seen_BNM` may have size 1. The output of a
     query without a visible key is finite.
