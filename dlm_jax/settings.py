@@ -313,10 +313,10 @@ class Trait(enum.Flag):
 
     ``FREE``: a resumed run may change the setting. ``ONCE_SAVED``: the setting may change after the
     first checkpoint. ``LOCAL``: the setting may differ between the processes of a run. ``OWN``:
-    published models do not define the setting. ``TURNED``: neither do causal models that become
-    diffusion models. ``UNSEEN``: the parameters depend on the setting, but not their shapes.
-    ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``: no parameter of a published
-    model depends on the setting.
+    published models do not define the setting. ``TURNED``: causal models that become diffusion
+    models do not define the setting either. ``UNSEEN``: the parameters depend on the setting, but
+    not their shapes. ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``: no parameter
+    of a published model depends on the setting.
     """
 
     NONE = 0

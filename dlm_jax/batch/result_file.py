@@ -4,7 +4,7 @@ A results file with lines has a companion ``FILE.run``, which contains the finge
 and a flag that is set once the results of all processes have been merged. A file with lines but no
 companion is foreign; an empty file belongs to no run. Lines and record have checksums.
 
-Results are appended, so they survive interruption, and sorted by request at the end.
+Results are appended, so that they survive interruption, and are sorted by request at the end.
 
 A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` in the same
 directory. The last process to finish merges the parts. The processes need not communicate: the

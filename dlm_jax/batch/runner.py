@@ -262,7 +262,7 @@ def _identified(line: Line, sample: int) -> dict[str, Any]:
 
 
 def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
-    """The settings with tuples in place of JSON lists, which only settings in `lists` may have."""
+    """The settings with lists as tuples; ValueError for a list if its setting is not in `lists`."""
     found = dict(settings)
     for name, value in settings.items():
         if not isinstance(value, list) or name in ("tokens", *_HOST):

@@ -226,7 +226,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
 
 
 def _host_sampler(args: argparse.Namespace) -> HostSampler | None:
-    """The function that ``--host-sampler`` names; also imports the modules allowed for requests."""
+    """The function that ``--host-sampler`` names; imports the modules that requests may use."""
     for module in args.allow_host_sampler:
         import_module(module, f"--allow-host-sampler {module}")
     if args.host_sampler is None:

@@ -1,8 +1,8 @@
 """The sections of a config.
 
-Every key is declared once, as a `Setting`. The keys of ``[sample]`` are declared by the rules of
-`dlm_jax.sampling`, the keys of ``[mesh]`` and ``[objective]`` next to the code that reads them, and
-all other keys in this module.
+Every key is declared once, as a `Setting`. The rules of `dlm_jax.sampling` declare the keys of
+``[sample]``. The keys of ``[mesh]`` and ``[objective]`` are declared next to the code that reads
+them, and this module declares all other keys.
 """
 
 from __future__ import annotations

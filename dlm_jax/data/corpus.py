@@ -47,8 +47,8 @@ class Corpus:
       tokenizer: the given tokenizer, or one made from the text.
       train_rows: input of `train_batches`, such as a token file or rows of documents.
       val_rows: held-out rows, input of `validation_windows`.
-      sha256: hash of the whole text in UTF-8; for documents, of one JSON line ``[prompt, text]``
-        per document; for shards, of their index. Store it with results.
+      sha256: hash of the whole text in UTF-8, of the documents as JSON lines ``[prompt, text]``, or
+        of the index of the shards. Store the hash with results.
       num_train_characters: number of characters of training text, excluding prompts.
       num_val_characters: number of characters of held-out text, excluding prompts. Bits per
         character are nats per token times `num_val_tokens / (num_val_characters * ln 2)`.

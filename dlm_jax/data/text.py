@@ -301,7 +301,7 @@ def _read(path: Path) -> str:
 
 
 def _builtin_documents() -> list[Document]:
-    """Topics of the language reference, sorted by name, without copies (see above)."""
+    """Topics of the language reference, sorted by name, without those that copy other topics."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:

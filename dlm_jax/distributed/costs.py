@@ -2,7 +2,7 @@
 
 Operations run in order, overlapping with collectives. A loop body counts once per iteration. An
 asynchronous collective costs only the time that remains when its result is needed. Use the
-estimates to compare programs, not to predict times on hardware.
+estimates to compare programs, not to predict actual times.
 """
 
 from __future__ import annotations

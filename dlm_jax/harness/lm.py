@@ -1,8 +1,8 @@
 """``lm_eval --model dlm_jax``: the model class for lm-evaluation-harness.
 
-The likelihood of a diffusion model is a bound, the mean over several masks whose seed depends on
-the request; that of a causal model is exact. Results are bitwise independent of the batch size and
-of the order of requests.
+The likelihood of a diffusion model is a bound: the mean over several masks, with a seed that
+depends on the request. The likelihood of a causal model is exact. Results are bitwise independent
+of the batch size and of the order of requests.
 
 A request runs in a program with a fixed number of rows, on a canvas whose size depends only on the
 length of the request. Masks come in antithetic pairs that use the same random order of tokens: the

@@ -191,7 +191,7 @@ def attend(
     """Attention output ``[B, L, H, K]``, with keys at or beyond ``length_B`` masked.
 
     Consecutive groups of heads share the ``G`` key/value heads. Outputs at positions beyond the
-    length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`, all others
+    length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`; all others use
     `attention`.
     """
     if platform() != "cpu":

@@ -224,7 +224,7 @@ def read_params(
     """The parameters, in their stored dtypes or in `dtype`, placed by `place`.
 
     Each parameter is replaced by the result of `finish` before the next parameter is read. Before
-    any is read, `finish` is called with the shapes of all parameters.
+    any parameter is read, `finish` is called with the shapes of all parameters.
     """
 
     def read(keys: Any, leaf: Any) -> Any:

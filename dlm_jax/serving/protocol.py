@@ -551,7 +551,7 @@ class Decide(Fields):
       choices: labels, or labels by slot; by default yes and no.
       order: decoding order of a label's tokens.
       temperature: temperature applied to the probabilities.
-      task: name of a task in the server's ``--calibration``, whose temperature is used.
+      task: name of a task in the server's ``--calibration`` file; the task's temperature is used.
       num_draws: number of combinations to draw if they are not enumerated.
       seed: random seed of the draws.
       user: ignored.

@@ -78,7 +78,7 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
 
 
 def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
-    """Characters that consist of several ids, by the ids separated by spaces."""
+    """Maps ids, separated by spaces, to the character that they form together."""
     joined = {}
     for near in sorted(neighbours):
         near = near[: near.index(-1)] if -1 in near else near
