@@ -1,7 +1,7 @@
 """dlm_jax: masked diffusion language models in JAX.
 
-The public names are imported on first use, so that the subpackages can be imported without
-the model's and the checkpoints' dependencies. docs/api.md lists them.
+The public names, which docs/api.md lists, are imported on first use, so that a subpackage can be
+imported without the dependencies of the model and of checkpoints.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _HOME_OF = {
 _ROOMS = tuple(
     f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
 )
-"""Subpackages of rules; their public names are exported here."""
+"""Subpackages of rules, whose public names this package exports."""
 
 
 def __getattr__(name: str) -> Any:

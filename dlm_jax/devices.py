@@ -1,7 +1,7 @@
 """The target devices of the program that is being traced.
 
 A program may be compiled for absent devices, so tracing must not depend on the devices of this
-process. Functions that compile set the target devices with `used`.
+process. Functions that compile programs set the target devices with `used`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NAMES = {"cuda": "gpu", "rocm": "gpu"}
 
 @contextlib.contextmanager
 def used(place: Mesh | Sharding | None) -> Iterator[None]:
-    """Sets the target devices for tracing inside the context; None has no effect.
+    """A context that sets the target devices for tracing; None has no effect.
 
-    They are part of the key of JAX's trace cache, so a trace for other devices is never reused. A
-    single device of the default kind is not added to the key.
+    The target devices are part of the key of JAX's trace cache, so a trace for other devices is
+    never reused. A single device of the default platform is not added to the key.
     """
     mesh = _mesh_of(place)
     if mesh is None or (mesh.size == 1 and _platform_of(mesh) == jax.default_backend()):
@@ -32,7 +32,7 @@ def used(place: Mesh | Sharding | None) -> Iterator[None]:
 
 
 def platform() -> str:
-    """``cpu``, ``gpu`` or ``tpu``: the platform of the target devices, or of this process."""
+    """The platform of the target devices, or by default of this process: cpu, gpu or tpu."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is None:
         return jax.default_backend()

@@ -1,4 +1,4 @@
-"""Names of settings in other projects; errors about unknown names use this table.
+"""Names of settings in other projects; error messages about unknown names use this table.
 
 The projects are LLaDA, Dream, Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM,
 SGLang and llama.cpp.
@@ -14,13 +14,13 @@ Given = Mapping[str, Any]
 
 
 class Here(NamedTuple):
-    """The counterpart of a name from another project.
+    """The equivalent in this library of a name from another project.
 
     Attributes:
-      names: candidate settings; the first one that exists in the context is used. None if it has no
-          counterpart.
-      values: counterparts of some of its values.
-      note: the difference.
+      names: candidate settings, of which the first that exists in the context is used; empty if
+          there is no equivalent.
+      values: equivalents of some values.
+      note: the difference between the two settings.
     """
 
     names: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ ORDERS: dict[str, Given] = {
     "ddpm_cache": {"order": "ancestral"}, "confidence_based": {"order": "low_confidence"},
     "margin_based": {"order": "margin"}, "entropy_based": {"order": "entropy"},
 }  # fmt: skip
-"""Ways to choose positions."""
+"""Names for ways of choosing positions."""
 _NUMBERED: dict[str, Given] = {
     str(number): ORDERS[name] for number, name in enumerate(
         ("origin", "entropy_based", "margin_based", "random", "confidence_based")
@@ -96,7 +96,7 @@ _RENAMED: dict[tuple[str, ...], str] = {
     ("delete_lambda",): "lam",
     ("dynatemp_range", "temperature"): "temp_ext",
 }
-"""Settings by canonical names, and synonyms."""
+"""Synonyms in other projects, by the settings that they name."""
 
 TABLE: dict[str, Here] = {
     name: Here(ours) for ours, theirs in _RENAMED.items() for name in theirs.split()
@@ -157,21 +157,21 @@ TABLE: dict[str, Here] = {
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
     "use_block_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
 }
-"""Names without a setting here. Some are recognised only in certain contexts."""
+"""Names from other projects. Some are recognised only in certain contexts."""
 
 VALUES: dict[str, Mapping[str, Given]] = {
     "order": ORDERS, "remask": ORDERS | _REMASKS,
     "cache": {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}},
 }  # fmt: skip
-"""Counterparts of values from other projects, by setting."""
+"""Equivalents of values from other projects, by setting."""
 
 
 def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
-    """Advice that gives the name here for a setting of another project; empty if it is unknown.
+    """Advice with this library's name for a setting of another project; empty if unknown.
 
     Args:
       name: the given name, with dashes, underscores, or a section before a dot.
-      known: existing names; the advice uses their form.
+      known: existing names, in the form in which the advice shows them.
       value: the given value.
     """
     here = TABLE.get(_plain(name))
@@ -194,13 +194,13 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
 
 
 def meant(name: str, value: Any) -> str:
-    """Advice for a value from another project; empty if it is unknown."""
+    """Advice for a value from another project; empty if unknown."""
     asked = VALUES.get(name, {}).get(_plain_value(value))
     return "" if asked is None else written(asked)
 
 
 def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
-    """Settings in the notation of users, with the names in `shown` where they exist."""
+    """Settings in the user's notation, with the names in `shown` where they exist."""
     parts = []
     for name, value in asked.items():
         called = shown.get(name, name)

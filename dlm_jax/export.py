@@ -1,4 +1,4 @@
-"""``python -m dlm_jax.export``: see `dlm_jax.cli.exporter`. As a function: `publishing.export`."""
+"""``python -m dlm_jax.export``: see `dlm_jax.cli.exporter`. The module is also callable."""
 
 import sys
 from types import ModuleType
@@ -8,7 +8,7 @@ from dlm_jax.cli.programs import export
 
 
 class _Program(ModuleType):
-    """The program of the function `dlm_jax.export`."""
+    """A module that can be called like the function `dlm_jax.export`."""
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
         from dlm_jax.inference.model import export

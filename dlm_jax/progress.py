@@ -1,4 +1,4 @@
-"""Progress reports: a bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress reports: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ EVERY = 10.0
 
 
 class Progress:
-    """Progress through pieces of work of different sizes; a context manager.
+    """A context manager that reports progress through pieces of work of different sizes.
 
-    The remaining time is estimated from the mean rate so far, excluding time for other work such as
-    compilation.
+    The remaining time is estimated from the mean rate so far, excluding time spent on other work,
+    such as compilation.
 
     Args:
       name: name of the task, such as ``train``.
-      total: number of pieces; None if it is unknown.
+      total: number of pieces; None if unknown.
       unit: name of a piece, such as ``step``.
-      done: number of pieces finished before.
-      work: work of each remaining piece, in any unit; 1 by default.
-      idle: seconds so far spent on other work.
-      stream: where to write; None is standard error.
-      is_shown: False writes nothing.
+      done: number of pieces finished earlier.
+      work: total work of the remaining pieces, in any unit; by default 1 per piece.
+      idle: returns the seconds spent on other work so far.
+      stream: stream to write to; None means standard error.
+      is_shown: whether anything is written.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Progress:
         self._bar: tqdm[Any] | None = None
         self._ended = threading.Event()
         if is_shown and getattr(self._stream, "isatty", lambda: False)():
-            # Delayed, so that an error is printed without a bar.
+            # The bar is delayed, so that an early error is printed without a bar.
             self._bar = tqdm(
                 total=total, initial=done, desc=name, unit=unit, file=self._stream, delay=1,
                 dynamic_ncols=True, mininterval=0.5,
@@ -61,7 +61,8 @@ class Progress:
                 if total is not None else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )  # fmt: skip
         elif is_shown:
-            # Uses a thread, because compilation or a long step blocks the main one.
+            # Lines are written by a thread, because compilation or a long step blocks the main
+            # thread.
             threading.Thread(target=self._tell, name="progress", daemon=True).start()
 
     def __enter__(self) -> Progress:
@@ -76,9 +77,9 @@ class Progress:
         """Counts pieces as done.
 
         Args:
-          pieces: how many.
-          work: work of each of these pieces; 1 by default.
-          note: text to show from then on.
+          pieces: number of pieces.
+          work: total work of these pieces; by default 1 per piece.
+          note: text to show from now on.
         """
         self._done += pieces
         self._worked += pieces if work is None else work
@@ -88,23 +89,23 @@ class Progress:
             self._bar.update(pieces)
 
     def seconds_left(self) -> float | None:
-        """Estimated remaining seconds; None while unknown."""
+        """Estimated remaining time in seconds; None while unknown."""
         if self._work is None or self._worked <= 0:
             return None
         return self.seconds() * max(0.0, self._work - self._worked) / self._worked
 
     def seconds(self) -> float:
-        """Seconds of work since the start."""
+        """Seconds since the start, excluding time spent on other work."""
         idle = self._idle() - self._idle_before
         return max(0.0, time.perf_counter() - self._start - idle)
 
     def line(self) -> str:
-        """The progress in one line."""
+        """The progress as one line."""
         done = f"{self._done:,}" + ("" if self._total is None else f" of {self._total:,}")
         return ", ".join([f"{self._name}: {done} {self._unit}s", *self._extras()])
 
     def close(self) -> None:
-        """Ends the bar or the lines; a second call has no effect."""
+        """Stops the bar or the lines; a second call has no effect."""
         self._ended.set()
         if self._bar is not None:
             self._bar.close()
@@ -120,7 +121,7 @@ class Progress:
                 self._stream.write(f"{self.line()}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                return  # the reader is gone
+                return  # the stream is closed
 
 
 def spell(seconds: float) -> str:

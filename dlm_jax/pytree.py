@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, each with a unique structure."""
+"""Frozen dataclasses that are pytrees, with a unique structure for each class."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T", bound=type)
 def pytree(cls: T) -> T:
     """Makes a class a frozen dataclass and a pytree with a unique tree structure.
 
-    jaxlib treats the structures of two `register_dataclass` classes as equal if they have the
-    same number of data fields and no metadata, and `jax.jit` may then run the wrong program.
-    Therefore every class has itself as metadata in a field ``identity``.
+    jaxlib treats the structures of two `register_dataclass` classes as equal if they have the same
+    number of data fields and no metadata, so `jax.jit` may run the wrong program. Every class
+    therefore has a metadata field ``identity``, which contains the class itself.
 
-    Fields are leaves, except static ones: those of `static` and `fact`, and others with ``"static":
-      True`` in their metadata.
+    Fields are leaves, except static fields: those made by `static` and `fact`, and others with
+    ``"static": True`` in their metadata.
     """
     cls.__annotations__ = {**vars(cls).get("__annotations__", {}), "identity": type}
     cls.identity = dataclasses.field(

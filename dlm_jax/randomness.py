@@ -1,4 +1,4 @@
-"""Keys that do not depend on JAX settings, and the JAX settings that results depend on."""
+"""Keys that are independent of JAX settings, and the JAX settings that affect results."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ _REQUIRED: dict[str, Any] = {
     "jax_enable_x64": False,
     "jax_numpy_dtype_promotion": "standard",
 }
-"""JAX settings that change draws from the same keys, or dtypes of the same program."""
+"""JAX settings that change random numbers for the same key, or dtypes in the same program."""
 
 
 def key_of(seed: int | jax.Array) -> jax.Array:
     """The typed threefry key of a seed in [0, 2**32).
 
-    It depends neither on ``jax_default_prng_impl`` nor on ``jax_random_seed_offset``.
+    The key depends neither on ``jax_default_prng_impl`` nor on ``jax_random_seed_offset``.
     """
     low = jnp.asarray(seed, jnp.uint32)
     return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
 
 
 def settings() -> dict[str, Any]:
-    """The current JAX settings that results depend on."""
+    """The current values of the JAX settings that affect results."""
     found = {name: getattr(jax.config, name) for name in _REQUIRED}
     return {name: getattr(value, "value", value) for name, value in found.items()}
 
 
 def check_settings() -> None:
-    """Raises if JAX settings would change results.
+    """Checks that no JAX setting changes results.
 
     Raises:
-      ValueError: a setting has a different value; the message names it and its variable.
+      ValueError: a setting does not have its default; the message names the setting and its
+          environment variable.
     """
     for name, value in settings().items():
         if value != _REQUIRED[name]:
@@ -48,7 +49,7 @@ def check_settings() -> None:
 
 @functools.cache
 def fingerprint() -> dict[str, Any]:
-    """Sample draws, which identify the random numbers of this version of JAX."""
+    """Some random numbers, which identify the generators of this version of JAX."""
     one, two = jax.random.split(key_of(7))
     bits = jax.random.bits(one, (2,)).tolist()
     return {"draws": [*bits, float(jax.random.uniform(two))], "version of jax": jax.__version__}

@@ -1,10 +1,10 @@
-"""Declarations of rules and their settings.
+"""Declares rules and their settings.
 
-A rule is a class under `rule`: a frozen dataclass that is a pytree. Its fields are the parameters
-of the rows that use it, made with `per_row` (an array with one value per row), `static` (compiled
-in) or `fact` (a property of the model). Everything else about a setting follows from its `Setting`:
-flags and help, keys of requests, recommendations in checkpoints, columns, static settings, and
-refusals.
+A rule is a class decorated with `rule`: a frozen dataclass that is a pytree. Its fields are the
+parameters for the rows that use the rule, made with `per_row` (an array with one value per row),
+`static` (compiled in) or `fact` (a property of the model). Everything else about a setting is
+derived from its `Setting`: flags and help, keys of requests, recommendations in checkpoints,
+columns, static settings, and refusals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ABOVE_ZERO = math.nextafter(0.0, 1.0)
 BELOW_ONE = math.nextafter(1.0, 0.0)
 
 UNSET: Any = ...
-"""Marks an error that does not concern a value."""
+"""Replaces the value in an error that does not concern a value."""
 
 _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.int32}
 
@@ -44,10 +44,10 @@ class SettingError(ValueError):
 
     Attributes:
       name: name of the setting.
-      value: the given value; `UNSET` if the message shows no value.
+      value: the given value, or `UNSET` if the message shows no value.
       why: the problem.
-      remedy: the remedy; empty if `why` contains it.
-      others: names of other settings that are involved.
+      remedy: the remedy; empty if `why` implies it.
+      others: names of other settings involved.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SettingError(ValueError):
         return self.line()
 
     def line(self, name: str = "") -> str:
-        """The message with another name for the setting, such as its flag."""
+        """The message with another name for the setting, such as the flag."""
         shown = "" if self.value is UNSET else f"={brief(self.value)}"
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{name or self.name}{shown} {self.why}{remedy}"
@@ -72,16 +72,16 @@ class Setting:
     """One setting of a request.
 
     Attributes:
-      name: its key in requests and, with dashes, its flag.
-      default: default value. All values have its type.
+      name: key in requests and, with dashes, the flag.
+      default: default value; all values have the same type.
       help: one line that describes its effect and range.
       low: smallest value; `ABOVE_ZERO` for any positive value.
       high: largest value; `BELOW_ONE` for any value below 1.
-      choices: the strings that it accepts, each with its meaning.
-      remedy: end of the error message for an invalid value.
-      activates: whether a value other than the default activates its rule.
-      parse: converts and validates a given value, instead of the checks here.
-      hint: type of a value, if it differs from the type of `default`.
+      choices: the accepted strings, each with its meaning.
+      remedy: remedy in the error message for an invalid value.
+      activates: whether a value other than the default activates the rule.
+      parse: converts and validates a given value, replacing the checks of `checked`.
+      hint: type of the values if it differs from the type of `default`.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Setting:
 
     @property
     def annotation(self) -> Any:
-        """Type of its values, for parsing: `hint`, the choices, or the type of the default."""
+        """Type of the values, for parsing: `hint`, the choices, or the type of the default."""
         if self.hint is None and self.choices is not None:
             return Literal[tuple(self.choices)]
         return self.kind if self.hint is None else self.hint
@@ -108,11 +108,11 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """Whether a value is a list, stored as a tuple; `parse` converts it."""
+        """Whether values are lists, which `parse` converts to tuples."""
         return isinstance(self.default, tuple)
 
     def checked(self, value: Any) -> Any:
-        """The value as stored; raises `SettingError` for a wrong type or range."""
+        """The value as stored; SettingError if its type is wrong or it is out of range."""
         if self.parse is not None:
             return self.parse(value)
         if self.choices is not None:
@@ -149,19 +149,19 @@ class Setting:
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
-        """The meaning of a value: the meaning of a choice, or the value itself."""
+        """The meaning of a choice; other values are returned unchanged."""
         return self.choices.get(value, value) if self.choices is not None else value
 
     def named(self, value: Any) -> Any:
-        """The choice with this meaning, or the value itself if no choice has it."""
+        """The choice with the meaning `value`, or `value` itself if there is none."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
-        """The values as an array with one entry per row, each encoded by `code`."""
+        """The values as an array with one entry per row, encoded by `code`."""
         return np.array([self.code(v) for v in values], _DTYPES[self.kind])
 
     def code(self, value: Any) -> Any:
-        """A value in the encoding of arrays: a choice as its index, others unchanged."""
+        """A value as stored in arrays: choices as their index, other values unchanged."""
         return value if self.choices is None else list(self.choices).index(value)
 
 
@@ -175,8 +175,8 @@ def per_row(
 
     Args:
       setting: the setting.
-      default: default of the field, if it differs from that of the setting.
-      column: converts the values of the rows to an array, instead of the setting; preferably
+      default: default of the field, if it differs from the setting's default.
+      column: converts the rows' values to an array, in place of the setting's `column`; preferably
         to a NumPy array, because transfers to a device take host time.
     """
     default = setting.default if default is dataclasses.MISSING else default
@@ -185,18 +185,18 @@ def per_row(
 
 
 def static(setting: Setting) -> Any:
-    """A field that is compiled in: rows that differ in it run in different programs."""
+    """A compiled-in field: rows with different values run in different programs."""
     default = setting.resolved(setting.default)
     return dataclasses.field(default=default, metadata={"setting": setting, "static": True})
 
 
 def fact(name: str, default: Any = None) -> Any:
-    """A static field with a property of the model: this attribute of its facts."""
+    """A static field with a property of the model: the attribute `name` of the model's facts."""
     return dataclasses.field(default=default, metadata={"fact": name, "static": True})
 
 
 def reads(name: str, default: Any) -> Any:
-    """A static field: a setting of another rule with this name."""
+    """A static field with the value of another rule's setting, called `name`."""
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
 
 
@@ -204,7 +204,7 @@ class Rule:
     """The base class of all rules; custom rules may override any member.
 
     Attributes:
-      name: name in settings; by default the class name in snake case.
+      name: name used in settings; by default, the class name in snake case.
     """
 
     name: ClassVar[str] = ""
@@ -216,7 +216,7 @@ class Rule:
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row with these settings uses it: by default, if any setting is not neutral."""
+        """Whether a row uses the rule: by default, if any of its settings is not neutral."""
         return any(getattr(row, s.name) != s.default for s in cls._settings if s.activates)
 
     @classmethod
@@ -232,7 +232,7 @@ class Rule:
         """Raises ValueError for settings of a row that cannot be traced and replayed."""
 
     def activating(self) -> Iterator[tuple[Any, Any]]:
-        """Its per-row fields whose settings activate the rule, and their neutral values."""
+        """The per-row fields whose settings activate the rule, and their neutral values."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             setting = field.metadata.get("setting")
             if setting is None or setting.is_list:
@@ -241,12 +241,12 @@ class Rule:
                 yield getattr(self, field.name), setting.code(setting.default)
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for the rows that use it: those with a setting that is not neutral."""
+        """True ``[B]`` for rows that use the rule, that is, have a setting that is not neutral."""
         asks = [value != off for value, off in self.activating()]
         return functools.reduce(jnp.logical_or, asks)
 
     def as_settings(self) -> dict[str, Any]:
-        """Its fields as settings by name; fields that are None are omitted."""
+        """The rule's fields as settings by name; fields that are None are omitted."""
         found = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             setting, value = field.metadata.get("setting"), getattr(self, field.name)
@@ -258,9 +258,9 @@ class Rule:
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The rule with the settings of the rows in host arrays.
+        """The rule with the rows' settings in host arrays.
 
-        Static settings are those of the first row.
+        Static settings are taken from the first row.
         """
         values = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -278,17 +278,17 @@ class Rule:
 
     @classmethod
     def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The result of `columns` on the device; compiled functions may close over its arrays."""
+        """The result of `columns` on the device; compiled functions may close over the arrays."""
         return on_device(cls.columns(rows, facts))
 
 
 def on_device(packed: Any) -> Any:
-    """A pytree of host arrays as device arrays."""
+    """The pytree with its host arrays as device arrays."""
     return jax.tree.map(jnp.asarray, packed)
 
 
 def static_values(cls: type, row: Any) -> tuple[Any, ...]:
-    """The static settings of the rule of a row."""
+    """The static settings of the rule `cls` in a row."""
     found = [field.metadata for field in dataclasses.fields(cls) if field.metadata.get("static")]
     names = [meta["setting"].name for meta in found if "setting" in meta]
     names += [meta["reads"] for meta in found if "reads" in meta]
@@ -297,7 +297,7 @@ def static_values(cls: type, row: Any) -> tuple[Any, ...]:
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: T) -> T:
-    """Makes a class a rule: a named `pytree` with the settings that it declares."""
+    """Makes a class a rule: a named `pytree` with the settings that its fields declare."""
     if "pack" in vars(cls):
         raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack uses")
     if "name" not in vars(cls):
@@ -309,13 +309,14 @@ def rule(cls: T) -> T:
 
 
 class Trait(enum.Flag):
-    """Traits of a setting of a run; `keys` lists the settings that have one.
+    """Traits of training settings; `dlm_jax.config.keys` lists the settings with a trait.
 
-    ``FREE``: a resumed run may change it. ``ONCE_SAVED``: it may change after the first checkpoint.
-      ``LOCAL``: it may differ between the processes of a run. ``OWN``: published models do not
-      define it. ``TURNED``: causal models that become diffusion models do not define it either.
-      ``UNSEEN``: parameters depend on it, but not their shapes. ``FOUND``: the tokenizer of the
-      corpus replaces its default. ``IDLE``: no parameter of a published model depends on it.
+    ``FREE``: a resumed run may change the setting. ``ONCE_SAVED``: the setting may change after the
+    first checkpoint. ``LOCAL``: the setting may differ between the processes of a run. ``OWN``:
+    published models do not define the setting. ``TURNED``: causal models that become diffusion
+    models do not define the setting either. ``UNSEEN``: the parameters depend on the setting, but
+    not their shapes. ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``: no parameter
+    of a published model depends on the setting.
     """
 
     NONE = 0
@@ -339,12 +340,12 @@ def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) 
 
 
 class Section:
-    """A section of a config; its values are validated on construction.
+    """A section of a config; values are validated on construction.
 
     Attributes:
-      declared: its settings by key.
-      traits: traits of each setting.
-      defaults: stored default of each setting.
+      declared: settings by key.
+      traits: traits by key.
+      defaults: stored defaults by key.
     """
 
     declared: ClassVar[Mapping[str, Setting]] = {}
@@ -354,7 +355,7 @@ class Section:
     def __post_init__(self) -> None:
         for key, one in self.declared.items():
             value = getattr(self, key)
-            # Most values are the default, which is valid.
+            # Most values are defaults, which are valid.
             if value is not self.defaults[key]:
                 object.__setattr__(self, key, one.checked(value))
         self.check()
@@ -364,7 +365,7 @@ class Section:
 
 
 def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
-    """Makes a dataclass the section of this name; all its keys also have `traits`."""
+    """Makes a dataclass the config section `name`, and adds `traits` to all keys."""
 
     def make(cls: Any) -> Any:
         found = {field.name: field.metadata for field in dataclasses.fields(cls)}
@@ -382,7 +383,7 @@ def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
 def require(
     condition: bool, name: str, value: Any, why: str, remedy: str = "", *others: str
 ) -> None:
-    """Raises `SettingError` with the other arguments unless `condition` holds."""
+    """Raises `SettingError`, made from the other arguments, unless `condition` is true."""
     if not condition:
         raise SettingError(name, value, why, remedy, others)
 
@@ -390,7 +391,7 @@ def require(
 def names_of(
     key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
 ) -> Callable[[Any], tuple[str, ...]]:
-    """Parses a tuple of known names without duplicates, with a minimum length."""
+    """A parser for tuples of known names, with a minimum length and optionally no duplicates."""
 
     def parse(given: Any) -> tuple[str, ...]:
         for name in given:
@@ -415,22 +416,22 @@ def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value for an error message, shortened to fit a line."""
+    """The value as text for an error message, shortened to fit on a line."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python refuses to write integers of over 4,300 digits
+    except ValueError:  # Python refuses to convert integers of over 4,300 digits to text
         return f"<{type(value).__name__}>"
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def closest(name: str, known: Any) -> str:
-    """The most similar of the known names."""
+    """The known name that is most similar to `name`."""
     (found,) = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
     return found
 
 
 def nearest(name: str, known: Sequence[str], value: Any = None) -> str:
-    """Advice for a misspelt name, or for a name of another project with this value."""
+    """Advice for a misspelt name, or for another project's name with this value."""
     named = named_here(str(name), known, value)
     if named:
         return named

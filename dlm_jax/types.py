@@ -1,6 +1,6 @@
 """Types shared by the subpackages: the network as functions, and the status of a row.
 
-Shape legend, used as suffixes of names and in docstrings everywhere:
+Legend of shapes, which names have as suffixes and docstrings use:
 
 =====  ==========================================================
 ``B``  rows of the batch
@@ -8,8 +8,8 @@ Shape legend, used as suffixes of names and in docstrings everywhere:
 ``V``  vocabulary
 ``D``  width of the model
 ``H``  attention heads (``G`` key/value heads, ``K`` size of one head)
-``N``  gathered positions, which may belong to any rows; or some of the rows
-``W``  positions of a window, which is placed in each row
+``N``  gathered positions, which may belong to any rows; or a subset of the rows
+``W``  positions of a window; each row has its own window
 =====  ==========================================================
 """
 
@@ -28,13 +28,13 @@ Params = Any
 
 
 class Window(NamedTuple):
-    """A run of positions that the trunk computes in each row, int32 ``[N]`` each.
+    """For each row, the run of positions that the trunk computes; all fields are int32 ``[N]``.
 
     Attributes:
-      place_N: first position; the whole run lies on the canvas.
+      place_N: first position of the run; the whole run lies on the canvas.
       begin_N: first position whose keys and values come from the window.
-      end_N: end of these positions. All other keys and values come from the cache, even inside the
-          window.
+      end_N: position after the last of these. All other keys and values come from the cache, even
+          inside the window.
     """
 
     place_N: jax.Array
@@ -46,35 +46,34 @@ class Window(NamedTuple):
 class CachedTrunk:
     """The trunk for decoding with cached keys and values (`dlm_jax.sampling.cache`).
 
-    The cache of the rows (*kept*) and the update from a call (a *piece*) are opaque pytrees; the
-    first axis of every leaf is the row axis. If the cache is up to date, hidden vectors equal those
-    of `Network.trunk` to float tolerance.
+    The cache of the rows (*kept*) and the update that a call returns (a *piece*) are opaque
+    pytrees; the first axis of every leaf is the row axis. If the cache is up to date, hidden
+    vectors equal those of `Network.trunk` to float tolerance.
 
     Attributes:
-      block_length: positions of a block, from the start of the row; a position attends to its block
-          and all earlier ones. A value of 1 is a causal model. With 0, every position attends to
-          all others.
+      block_length: number of positions per block, counted from the start of the row; a position
+          attends to its own block and all earlier blocks. A value of 1 means a causal model. With
+          0, every position attends to all others.
       init: ``(params, num_rows, num_positions) -> kept``, an empty cache.
       whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk on whole rows.
       window: ``(params, kept, row_N, tokens_NL, length_N, window, size=W) -> (hidden_NWD, piece)``:
-        the trunk at the ``W`` positions of a `Window` of the rows ``row_N`` of `kept`, or of all of
-        them in order with None. If rows are sharded over devices, ``row_N`` is too, and each shard
-        indexes the rows of the same shard of `kept`. Positions outside the row, and blocks that may
-        not be attended to, are masked. With ``num_seen=n``, kept positions from n on are also
-        masked, for all windows.
-      store: ``(kept, piece, row_N, place_N) -> kept`` with a piece written at its rows (None: all
-          in order) and first positions. Duplicate rows have equal pieces. Each device calls it for
-          its
-        own rows.
+        the trunk at the ``W`` positions of a `Window`, for the rows ``row_N`` of `kept`, or for all
+        rows in order if ``row_N`` is None. If rows are sharded over devices, so is ``row_N``, and
+        each shard indexes the rows of the same shard of `kept`. Positions outside the row, and
+        blocks that may not be attended to, are masked. With ``num_seen=n``, cached positions from n
+        on are also masked, for all windows.
+      store: ``(kept, piece, row_N, place_N) -> kept``, with a piece written to the rows ``row_N``
+        (None means all rows in order) from the positions ``place_N`` on. Duplicate rows have equal
+        pieces. Each device calls this function for its own rows.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the output for every
-        block of `shown_BL` after the clean tokens of earlier blocks, all blocks in one call, for
-        training and likelihood; in other blocks with ``block_length=n``. None if ``block_length``
-        is below 2.
+        block of `shown_BL` given the clean tokens of earlier blocks, with all blocks in one call,
+        for training and likelihood. An argument ``block_length=n`` selects another block length.
+        None if ``block_length`` is below 2.
       canvas: ``(params, kept, tokens_BL, length_B, window, signal_BWD, size=W) -> hidden_BWD``: the
         canvases that begin at ``window.begin_N`` after cached texts, as `Network.behind`. With it,
         `whole` and `window` compute texts, and canvases are not cached. None without canvases.
-      ready: ``(params) -> params`` in the layout of the other functions, called once before the
-        steps of the loop; idempotent. None: no conversion.
+      ready: ``(params) -> params`` in the layout that the other functions read, called once before
+        the steps of the loop; idempotent. None means no conversion.
     """
 
     block_length: int
@@ -88,14 +87,14 @@ class CachedTrunk:
 
 
 class Inside(NamedTuple):
-    """Intermediate results of a model between tokens and logits.
+    """A model's intermediate results between tokens and logits.
 
     Attributes:
-      hidden_BELD: the input of the first block, and the output of each of the ``E - 1`` blocks
-          before the final norm.
-      attention_BEHLL: float32 weights of each block, for each head ``H`` from a position (axis 3)
-          to those it attends to (axis 4); they sum to 1, and are 0 at masked positions. Here ``E``
-          is smaller by one.
+      hidden_BELD: the input of the first block, followed by the output of each of the ``E - 1``
+          blocks, before the final norm.
+      attention_BEHLL: float32 attention weights of each block and head, from a query position (axis
+          3) to the key positions (axis 4). The weights of a query sum to 1 and are 0 at masked
+          positions. In this array, ``E`` is smaller by one.
       final_BLD: the output of `Network.trunk`, to float tolerance.
     """
 
@@ -109,42 +108,44 @@ class Network:
     """A language model as pure functions over a plain dict of parameters.
 
     Training and sampling use a model only through this record; any functions with these signatures
-    work. It is hashable, so it can be a static argument of ``jax.jit``: create it once and reuse
-    it, because two records with different function objects compile twice.
+    work. The record is hashable, so it can be a static argument of ``jax.jit``. Create it once and
+    reuse it, because a record with different function objects compiles again.
 
     Attributes:
       init: ``(key) -> params``.
       trunk: ``(params, tokens_BL, length_B, cache) -> (hidden_BLD, cache)``. Positions at or beyond
-        ``length_B`` are PAD and masked in attention; the output of the trunk there is undefined but
-        finite. ``hidden`` is the input of the LM head (after the final norm), aligned with the
-        position that it predicts. ``cache`` is opaque; pass ``None`` and expect ``None``.
-      embed: ``(params, ids) -> vectors``, one ``D`` vector appended to the shape of ``ids``.
+        ``length_B`` are PAD and masked in attention; the trunk's output at these positions is
+        undefined but finite. ``hidden`` is the input of the LM head (after the final norm), aligned
+        with the position that it predicts. ``cache`` is opaque; pass ``None`` to get ``None``.
+      embed: ``(params, ids) -> vectors``, with an axis ``D`` appended to the shape of ``ids``.
       readout: ``(params, hidden_ND) -> logits_NV``, float32.
       vocab_size: ``V``, the number of logits.
       sampler_readout: ``(params, left_NCD, hidden_ND, right_NCD) -> logits_NV``, float32: the
-        sampler head. ``left`` and ``right`` are the embeddings of the ``C`` positions on that side,
-        nearest first, with zero vectors for missing neighbours. None without such a head.
+        sampler head. ``left`` and ``right`` are the embeddings of the ``C`` nearest positions on
+        each side, nearest first, with zero vectors for missing neighbours. None without a sampler
+        head.
       sampler_context: ``C``; 0 without a sampler head.
       sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each
-        vector to the sampler head's first layer as a neighbour, and
+        vector, as a neighbour, to the sampler head's first layer.
       sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
-        the summed contributions of the neighbours. They save most of the work if few distinct
-        tokens serve many positions. None: only `sampler_readout` is used.
+        the summed contributions of the neighbours. These two functions save most of the computation
+        if few distinct tokens are neighbours of many positions. If None, only `sampler_readout` is
+        used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
-        wrong, from the hidden vectors of the filled canvas. None without a critic head.
-      logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: columns of `readout`. They
-          save a second readout for edits. None: the readout is computed.
-      scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the share of
+        wrong, from hidden vectors of the filled canvas. None without a critic head.
+      logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: some columns of `readout`,
+          which saves a second readout for edits. If None, the whole readout is computed.
+      scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the fraction of
         corrupted tokens. None except for a sequence scorer.
-      cached: the trunk for decoding with a cache; None if there is no cache.
-      inside: ``(params, tokens_BL, length_B) -> Inside``, as computed by the trunk; None if the
-          network does not provide it.
+      cached: the trunk for decoding with a cache; None if caches are not supported.
+      inside: ``(params, tokens_BL, length_B) -> Inside``, the trunk's intermediate results; None if
+          not available.
       behind: ``(params, tokens_BL, length_B, start_B, signal_BLD=None) -> hidden_BLD``: the trunk
           for a text followed by a canvas that starts at ``start_B``. The text is causal; the canvas
-          attends to the text and itself. The signal is the output of `signal` for the logits of the
-          previous step at each position of the canvas; None means zeros, as in the first step. None
-          for a
-        network without canvases; with canvases, `trunk` treats the whole row as a canvas.
+        attends to the text and itself. ``signal_BLD`` is the output of `signal` for the previous
+        step's logits at each position of the canvas, or None for zeros, as in the first step.
+        `behind` is None for a network without canvases; with canvases, `trunk` treats the whole row
+        as a canvas.
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
         embedding under the softmax of the logits. None if the network has no signal.
       canvas_length: positions of a canvas, if the network has canvases.
@@ -182,7 +183,7 @@ class Network:
 
     @property
     def block_length(self) -> int:
-        """Positions of a block of a block-causal model; 0 for other models."""
+        """Number of positions per block in a block-causal model; 0 for other models."""
         found = 0 if self.cached is None else self.cached.block_length
         return found if found > 1 else 0
 
@@ -192,8 +193,8 @@ class Canvas(NamedTuple):
 
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
-      length_B: int32, live positions of each row; 0 for an idle slot.
-      frozen_BL: True at given tokens, which are never written, and beyond the length.
+      length_B: int32, number of live positions in each row; 0 for an idle slot.
+      frozen_BL: True at given tokens, which are never overwritten, and beyond the length.
     """
 
     tokens_BL: jax.Array
@@ -202,14 +203,14 @@ class Canvas(NamedTuple):
 
 
 class Status(IntEnum):
-    """The status of a row. Compiled code does not raise; errors are reported here.
+    """The status of a row, which also reports errors, because compiled code does not raise.
 
     ``RUNNING``: steps and holes remain. ``DONE``: no holes are left. ``STEP_LIMIT``: holes remain,
-    but no steps. ``CANVAS_FULL``: done, but edits exceeded the capacity, so edits or tokens at the
-    end were dropped. ``NON_FINITE``: stopped at logits with NaN or infinity.
+    but no steps. ``CANVAS_FULL``: no holes are left, but edits exceeded the capacity, so edits or
+    tokens at the end were dropped. ``NON_FINITE``: the row stopped at logits with NaN or infinity.
 
-    The last two are set outside the loop: ``CANCELLED`` by a cancellation, ``FAILED`` by an error
-    in a host sampler or in the program.
+    The remaining two are set outside the loop: ``CANCELLED`` after a cancellation, ``FAILED`` after
+    an error in a host sampler or in the program.
     """
 
     RUNNING = 0

@@ -1,4 +1,4 @@
-"""Batch sampling from a file of requests into a file of results."""
+"""Batch sampling: reads a file of requests and writes a file of results."""
 
 from dlm_jax.batch.request_file import Id, Key, Line, read_requests, share
 from dlm_jax.batch.result_file import Results, fingerprint

@@ -1,8 +1,8 @@
-"""Reads a file of requests, one JSON object per line; an invalid line has an error as its result.
+"""Reads a file of requests, one JSON object per line; the result of an invalid line is an error.
 
 Every line has a unique id. A line without an id gets the id ``line NUMBER``, which no other line
-may use. A line with several samples has one result per sample, identified by the id and the number
-of the sample.
+may use. A line with several samples has one result per sample, identified by the line's id and the
+sample number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 Id = str | int
 Key = Id | tuple[Id, int]
-"""The key of a result: the id, and the sample number if the line has several samples."""
+"""The key of a result: the line's id, with the sample number if there are several samples."""
 
 _BOM = b"\xef\xbb\xbf"
 _CONTENTS = ("prompt", "template", "tokens")
@@ -32,14 +32,14 @@ _MOST_SAMPLES = 1 << 20
 class Line:
     """One line of a file of requests: its settings, or the reason why it cannot run.
 
-    `settings` holds every key except the id and ``n``; it is empty if there is an error. A line
-    with an error keeps its id, unless the id is invalid or the line cannot be read. Such a line has
-    one sample, the error.
+    `settings` has every key except the id and ``n``, or is empty if there is an error. A line with
+    an error has its own id, unless the id is invalid or the line cannot be read, and counts as one
+    sample.
 
     Attributes:
-      number: number of the line, from 1; blank lines are counted.
-      num_samples: rows of the line.
-      extra: number of rows of preceding lines beyond one per line.
+      number: line number, from 1; blank lines are counted.
+      num_samples: number of rows that the line requests.
+      extra: number of rows that preceding lines have in excess of one per line.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def first(self) -> int:
-        """Index of its first row in the file, from 0; blank lines are counted as rows."""
+        """Index of the line's first row in the file, from 0; blank lines count as rows."""
         return self.number - 1 + self.extra
 
     @property
@@ -64,17 +64,17 @@ class Line:
 def read_requests(
     path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
 ) -> list[Line]:
-    """The non-blank lines of a file, in order; all ids differ.
+    """The non-blank lines of a file, in order, with unique ids.
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
     is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
-    integers. Other settings are not checked here.
+    integers. Other settings are not checked.
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.
-      known: names of additional settings that a request may have, other than ``host_sampler`` and
+      known: names of additional settings that a request may have, besides ``host_sampler`` and
         ``read_back``.
-      num_samples: rows of a line without ``n``.
+      num_samples: number of rows for a line without ``n``.
     """
     file = Path(path)
     names = (*_KEYS, *sorted(set(known) - set(_KEYS)))
@@ -86,13 +86,13 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # An unreadable line is counted, so that fixing it does not renumber the other lines.
+        # An unreadable line counts too, so that fixing the line does not renumber other rows.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 
 
 def share(lines: Sequence[Line], index: int, count: int) -> list[Line]:
-    """The lines of process `index` of `count`: those whose number is `index` modulo `count`."""
+    """The lines that process `index` of `count` runs: line numbers equal to `index` mod `count`."""
     check_process(index, count)
     return [line for line in lines if line.number % count == index]
 
@@ -104,7 +104,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_process(index: int, count: int) -> None:
-    """Raises ValueError unless there is a process `index` of `count`."""
+    """Raises ValueError unless `index` and `count` are integers and 0 <= `index` < `count`."""
     for name, value in (("index", index), ("count", count)):
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         require(is_integer, f"{name}={value!r} of the processes is not an integer")
@@ -133,7 +133,7 @@ def _read(
     first: dict[Id, int],
     num_samples: int,
 ) -> Line:
-    """Parses one line; `first` maps each id so far to its line, and is updated."""
+    """Parses one line; `first` maps each id to the line that uses it, and is updated."""
     own = f"line {number}"
     try:
         request = _parse(raw, where)
@@ -168,7 +168,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; ValueError for a duplicate key."""
+    """The object with these pairs; ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -178,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
-    """The id, if it is unique across lines."""
+    """The id; ValueError if it is invalid or already used."""
     if isinstance(given, str):
         _check_text(f"{where}: id", given)
     elif type(given) is not int:
@@ -193,9 +193,7 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
 
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
-    """Raises ValueError for the first setting that is unknown, contradictory or of the wrong
-    type.
-    """
+    """Raises ValueError for a setting that is unknown, contradictory or of the wrong type."""
     for name, value in request.items():
         if name not in names:
             short = name if len(name) <= 60 else f"{name[:60]}..."
@@ -233,7 +231,7 @@ def _check_integer(where: str, value: Any) -> None:
 
 
 def _check_kind(where: str, value: Any, wanted: type, kind: str, remedy: str) -> None:
-    # bool is a subclass of int in Python.
+    # `isinstance` would accept bool for int.
     if type(value) is not wanted:
         raise ValueError(f"{where}={_show(value)} is not {kind}; {remedy}")
 

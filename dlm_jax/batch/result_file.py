@@ -1,15 +1,15 @@
-"""One file of results on disk: lines, run record, lock and replacement.
+"""Files of results on disk: lines, run record, lock and atomic replacement.
 
-A results file with lines has a companion ``FILE.run`` with the fingerprint of its run and a flag
-that is set once the results of all processes have been merged. A file with lines but no companion
-is foreign; an empty file belongs to no run. The lines and the record have checksums (`checksums`).
+A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run
+and a flag that is set once the results of all processes have been merged. A file with lines but no
+companion is foreign; an empty file belongs to no run. Lines and record have checksums.
 
-An append-only file of results that survives interruption and is sorted by request at the end.
+Results are appended, so that they survive interruption, and are sorted by request at the end.
 
 A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` in the same
-directory. The last process to finish merges the parts. No communication is needed: the merged file
-appears atomically, and the parts are removed only afterwards. A process that finds a part missing
-can read its lines from the merged file, and concurrent merges write the same content.
+directory. The last process to finish merges the parts. The processes need not communicate: the
+merged file appears atomically, and the parts are removed only afterwards. If a part is missing, its
+lines are in the merged file. Concurrent merges write the same content.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from dlm_jax.batch.request_file import Key, check_process, require
 from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
 
 Rows = dict[Key, bytes]
-"""Lines by the key of their result."""
+"""Lines by result key."""
 
 
 def result_key(result: Any) -> Key | None:
-    """The key of a result, from its ``id`` and, if present, its ``sample``; None if it is not a
-    result.
-    """
+    """The key of a result, from ``id`` and, if present, ``sample``; None for other values."""
     key = result.get("id") if isinstance(result, Mapping) else None
     if not isinstance(key, str | int) or isinstance(key, bool):
         return None
@@ -47,19 +45,19 @@ def shown(key: Key) -> str:
 
 
 def line_of(result: Mapping[str, Any]) -> bytes:
-    """The line of a result, with checksum and newline."""
-    # Lone surrogates are escaped, so that no text stops a run.
+    """The line for a result, with checksum and newline."""
+    # Lone surrogates are escaped, so that no text can stop a run.
     text = json.dumps(dict(result), ensure_ascii=False)
     return with_crc(text.encode("utf-8", "backslashreplace")) + b"\n"
 
 
 def run_path(file: Path) -> Path:
-    """The file that records the run of a results file."""
+    """The path of the run record of a results file."""
     return file.with_name(f"{file.name}.run")
 
 
 def run_of(file: Path) -> dict[str, Any]:
-    """The record of a file; empty if it is missing, unreadable or damaged."""
+    """The run record of a file; empty if missing, unreadable or damaged."""
     try:
         record = json.loads(without_crc(run_path(file).read_bytes().removesuffix(b"\n")))
     except (OSError, ValueError):
@@ -68,9 +66,9 @@ def run_of(file: Path) -> dict[str, Any]:
 
 
 def owned(file: Path, fingerprint: str) -> bytes:
-    """The content of a file of this run; empty if the file is empty or absent."""
-    # Read twice, because another process may write its first line between the two reads. Read the
-    # `.run` first and then the file, because they are removed in the reverse order.
+    """The content of a file that belongs to this run; empty if the file is empty or absent."""
+    # Try twice, because another process may write its first line between reading the record and the
+    # file. The record is read before the file, because they are removed in the reverse order.
     for _ in range(2):
         is_ours = run_of(file).get("fingerprint") == fingerprint
         try:
@@ -87,7 +85,7 @@ def owned(file: Path, fingerprint: str) -> bytes:
 
 
 def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """Complete lines by key (the first of duplicates), and the byte offset of their end."""
+    """Complete lines by key (the first of duplicates), and the byte offset at which they end."""
     content = owned(file, fingerprint)
     *lines, _ = content.split(b"\n")
     rows: Rows = {}
@@ -111,7 +109,7 @@ def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
 
     Args:
       target: the file to write.
-      content: the new content, complete.
+      content: the complete new content.
       temporary: a path in the same directory that no other process uses.
     """
     with replacing(target, temporary) as file:
@@ -119,26 +117,26 @@ def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
 
 
 def append_line(writer: io.FileIO, line: bytes) -> None:
-    """Writes the whole line or, on any error or Ctrl-C, nothing."""
+    """Writes the whole line, or nothing if there is an error or Ctrl-C."""
     end = os.fstat(writer.fileno()).st_size
     try:
         rest = memoryview(line)
         while rest:
             rest = rest[writer.write(rest) :]
     except BaseException:
-        # Remove a partial line, so that the next one does not continue it.
+        # Remove a partial line, so that the next line does not continue it.
         writer.truncate(end)
         raise
 
 
 def open_locked(file: Path) -> io.FileIO:
-    """Opens the file for appending and locks it against other processes until it is closed."""
+    """Opens the file for appending, locked against other processes until closed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = io.FileIO(file, "a")
     try:
         fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Any other error comes from a file system without locks; write without one.
+        # Any other error means that the file system has no locks; write without a lock.
         if isinstance(error, BlockingIOError):
             writer.close()
             raise ValueError(
@@ -151,12 +149,12 @@ def open_locked(file: Path) -> io.FileIO:
 def fingerprint(
     requests: str | os.PathLike[str], *, model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> str:
-    """A fingerprint of requests, model and settings, as 64 hex digits.
+    """A fingerprint (64 hex digits) of requests, model and settings.
 
     Args:
       requests: the file of requests; the fingerprint depends on its bytes, not on its name.
-      model: a description of the model that JSON can represent.
-      settings: everything else that the results depend on, in any order.
+      model: a description of the model as JSON values.
+      settings: everything else that the results depend on; the order does not matter.
     """
     described = json.dumps([model, settings], sort_keys=True).encode()
     content = hashlib.sha256(Path(requests).read_bytes()).digest()
@@ -164,10 +162,10 @@ def fingerprint(
 
 
 class Results:
-    """The results of one process: those already on disk and those it writes.
+    """The results of one process: those already on disk and those that it writes.
 
-    `done` holds the keys of finished results. A result survives a crash of the process once `write`
-    has returned, and a power failure once `close` has returned.
+    `done` has the keys of finished results. Once `write` has returned, the result survives a crash
+    of the process; once `close` has returned, it survives a power failure.
     """
 
     def __init__(
@@ -178,13 +176,13 @@ class Results:
         index: int = 0,
         count: int = 1,
     ) -> None:
-        """Opens the file of this process and removes a partial last line.
+        """Opens this process's file and removes a partial last line.
 
         Args:
-          path: the merged file of all processes.
+          path: the file into which the results of all processes are merged.
           fingerprint: fingerprint of the run.
           index: index of this process.
-          count: number of processes that share the work.
+          count: number of processes among which the work is divided.
         """
         check_process(index, count)
         self.path = Path(os.path.realpath(path))
@@ -196,10 +194,10 @@ class Results:
         self._writer: io.FileIO | None = None
         self._is_closed = False
         is_merged = self._check_others()
-        # A repeated run that was already complete leaves no empty part behind.
+        # If the run is already complete, no empty part is created.
         if count == 1 or not is_merged:
             self._open()
-        # Check after opening, because a merge may have removed the part.
+        # Load this after opening, because a merge may have removed the part.
         self.done |= self._load(self.path).keys()
 
     def __enter__(self) -> Results:
@@ -209,11 +207,11 @@ class Results:
         self.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Appends one result and adds its key to `done`; on an error nothing is written.
+        """Appends one result and adds its key to `done`; on an error, nothing is written.
 
         Args:
-          result: a JSON object with an ``id`` and, if the id has several samples, a ``sample``; its
-              key must not be in `done`.
+          result: a JSON object with an ``id`` and, if the line has several samples, a ``sample``.
+              Its key must not be in `done` yet.
         """
         key = result_key(result)
         if key is None:
@@ -231,17 +229,17 @@ class Results:
         self.done.add(key)
 
     def finish(self, order: Sequence[Key]) -> bool:
-        """Merges the parts into `path` in this order; False while results are missing.
+        """Merges the parts into `path` in the given order; returns False while results are missing.
 
-        Call it when this process has written its share. The last process merges the parts. The
-        results are closed when they are complete.
+        Call this method when this process has written all its results. The last process merges the
+        parts. Complete results are closed.
 
         Args:
-          order: keys of all results, of every process.
+          order: keys of the results of all processes.
         """
         rows: Rows = {}
         parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []
-        # Read the merged file last: it contains every part that a concurrent merge has removed.
+        # Read the merged file last, because it contains every part that a concurrent merge removed.
         for file in (*parts, self.path):
             rows = self._load(file) | rows
         lost = next(iter(self.done - rows.keys()), None)
@@ -259,7 +257,7 @@ class Results:
             )
         content = b"".join(rows[key] for key in order)
         self.close()
-        # Write the record first: a merged file without it belongs to no run.
+        # Write the record first, because a merged file without a record belongs to no run.
         self._record(self.path, is_complete=True)
         if not self.path.exists() or self.path.read_bytes() != content:
             replace_lines(self.path, content, self._temporary)
@@ -267,7 +265,7 @@ class Results:
         return True
 
     def close(self) -> None:
-        """Syncs the file to disk and closes it; a second call does nothing."""
+        """Syncs the file to disk and closes it; a second call has no effect."""
         self._is_closed = True
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -276,7 +274,7 @@ class Results:
 
     @property
     def _temporary(self) -> Path:
-        # Named after the file of this process, so that no other process uses it.
+        # Named after this process's file, so that no other process uses the same name.
         return self._file.with_name(f"{self._file.name}.writing")
 
     def _part(self, index: int) -> Path:
@@ -284,14 +282,14 @@ class Results:
         return self.path.with_name(name)
 
     def _parts(self) -> dict[Path, int]:
-        """Parts with their counts, including parts of other runs and parts with only a ``.run``."""
+        """The count of each part, including parts of other runs and parts with only a ``.run``."""
         pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
         names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
         found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
         return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
 
     def _check_others(self) -> bool:
-        """Whether the merged file exists; ValueError if a file belongs to another run or count."""
+        """Whether the results are already merged; ValueError for files of another run or count."""
         rows = self._load(self.path)
         if rows and run_of(self.path).get("complete") is True:
             return True
@@ -308,7 +306,7 @@ class Results:
         return False
 
     def _open(self) -> io.FileIO:
-        """The locked file of this process; it ends with a complete line."""
+        """Opens and locks this process's file, without a partial last line."""
         writer = None
         try:
             writer = open_locked(self._file)
@@ -330,13 +328,13 @@ class Results:
         return load_lines(file, self._fingerprint)[0]
 
     def _record(self, file: Path, *, is_complete: bool) -> None:
-        """Records the run of a file, unless it is recorded already."""
+        """Writes the run record of a file, unless it is up to date."""
         record = {"fingerprint": self._fingerprint, "complete": is_complete}
         if run_of(file) != record:
             replace_lines(run_path(file), line_of(record), self._temporary)
 
     def _tidy(self) -> None:
-        """Removes only the parts of this run."""
+        """Removes the parts of this run, but not those of other runs."""
         for part in self._parts():
             if run_of(part).get("fingerprint") == self._fingerprint:
                 part.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Samples a file of requests and writes a file of results.
 
-Requests are grouped by their static settings and by their canvas, a power of two, so that a few
-programs serve all lengths. Within a group a free slot takes the next request.
+Requests are grouped by static settings and canvas size (a power of two), so that a few programs
+serve all lengths. Within a group, a free slot gets the next request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOST = ("host_sampler", "read_back")
 
 
 class Sink(Protocol):
-    """A store of results; `done` holds the keys of the stored ones."""
+    """A store of results; `done` has the keys of the stored results."""
 
     done: set[Key]
 
@@ -41,12 +41,12 @@ class RunReport(NamedTuple):
     """Statistics of a run.
 
     Attributes:
-      rows: finished in this run.
-      errors: requests that ended in an error in this run.
-      tokens: generated in this run, except in rows with errors.
-      occupancy: share of slot steps with a row while requests of the same program waited; 1 if none
-          waited.
-      programs: canvases and slots of the programs that ran.
+      rows: number of rows finished in this run.
+      errors: number of requests that ended in an error in this run.
+      tokens: number of tokens generated in this run, excluding rows with errors.
+      occupancy: fraction of slot steps that had a row while requests for the same program waited; 1
+          if none waited.
+      programs: canvas and number of slots of each program that ran.
     """
 
     rows: int
@@ -57,11 +57,11 @@ class RunReport(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan of a run.
+    """The planned work of a run.
 
     Attributes:
-      work: steps times positions of each unfinished row, by key; 0 for refused rows.
-      programs: canvases of the programs that will run.
+      work: steps times positions for each unfinished row, by key; 0 for refused rows.
+      programs: canvas of each program that will run.
     """
 
     work: dict[Key, float]
@@ -69,9 +69,10 @@ class Plan(NamedTuple):
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """A description that identifies this model in a fingerprint.
+    """A description that identifies the model in a fingerprint.
 
-    It covers config, tokenizer, ids, settings, all parameters, and the source of a custom network.
+    The description covers config, tokenizer, ids, settings, all parameters, and the source of a
+    custom network.
     """
     tokenizer = model.tokenizer.to_json()
     network: Any = ""
@@ -90,7 +91,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def own_source(code: Any) -> str:
-    """The name of custom code with a digest of its source, or only the name if it has no source."""
+    """The name of custom code, with a digest of its source or `NO_SOURCE`."""
     while isinstance(code, functools.partial):
         code = code.func
     code = code if hasattr(code, "__qualname__") else type(code)
@@ -98,7 +99,7 @@ def own_source(code: Any) -> str:
 
 
 NO_SOURCE = "without source"
-"""Replaces the digest of code without a file; changes of such code are not detected."""
+"""Replaces the digest for code without a file; changes to such code are not detected."""
 
 
 def run_requests(
@@ -115,32 +116,30 @@ def run_requests(
     on_result: _Listener | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
-    """Writes the results that `results` does not have yet, as rows finish.
+    """Runs the lines that have no result in `results` yet, and writes results as rows finish.
 
     A result has ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
-    slot) and counters (``forwards``, ``waves``, and other `Counters` that are not 0); or ``id`` and
-    ``error``. A line with several samples has a result for each, with its number in ``sample``,
-    from 0. ``read_back`` is present if the line requests it: see `Written.to_json`. The tokens of a
-    line do not depend on other lines, on their order or on a restart.
+    slot) and counters (``forwards``, ``waves``, and other nonzero `Counters`), or ``id`` and
+    ``error``. A line with several samples has one result per sample, numbered from 0 in ``sample``.
+    ``read_back`` (see `Written.to_json`) is present if the line requests it. A line's tokens do not
+    depend on other lines, on the order of lines or on restarts.
 
     Args:
-      model: from `load`.
-      lines: lines of this process, including finished ones, because they determine the shapes of
-          the programs.
-        If the devices of the model belong to several processes, pass all lines; each process runs
-        its share.
-      results: the store of the results.
+      model: a model from `load`.
+      lines: all lines of this process, including finished lines, because they determine the shapes
+        of the programs. If the model's devices belong to several processes, pass the lines of all
+        processes; each process runs its part.
+      results: the store to which results are written.
       seed: seed of the first row. Sample i of a line without a seed has the seed ``seed +
-          line.first +
-        i``, and sample i of a line with a seed has that seed plus i.
-      settings: defaults for the lines, in the same form.
-      batch_size: maximum slots of a program.
-      host_samplers: maps the ``host_sampler`` of a line to a function, or raises ValueError for
-        names that are not allowed. If None, lines have no host sampler.
-      max_candidates: maximum candidates per position for host samplers and read-back.
+        line.first + i``; sample i of a line with a seed has the line's seed plus i.
+      settings: default settings for all lines, in the same form as a line's.
+      batch_size: maximum number of slots per program.
+      host_samplers: maps a line's ``host_sampler`` to a function; raises ValueError for names that
+        are not allowed. If None, host samplers are refused.
+      max_candidates: maximum number of candidates per position for host samplers and read-back.
       on_plan: called once with the plan, before anything is compiled.
-      on_result: called with each written result and the number of its generated tokens.
-      on_turn: called with the engine after each of its turns.
+      on_result: called with each written result and the number of tokens generated for it.
+      on_turn: called with the engine after each turn.
     """
     hosts = _Hosts(model, host_samplers, max_candidates)
     found, asked, refused = _accepted(model, lines, seed, settings or {}, hosts)
@@ -149,7 +148,7 @@ def run_requests(
     with Engine(
         model, batch_size=batch_size, max_waiting=None, max_candidates=max_candidates
     ) as engine:
-        # Include finished lines, so that a resumed run uses the same programs.
+        # Finished lines are included, so that a resumed run uses the same programs.
         engine.reserve(asked)
         index, count = engine.share
         own = {key for line in lines if line.number % count == index for key in line.keys}
@@ -178,7 +177,7 @@ def run_requests(
 
 
 class _Asked(NamedTuple):
-    """A runnable row: a sample of a line, and the number of candidates to read back."""
+    """A runnable row: the sample number in a line, and the number of candidates to read back."""
 
     line: Line
     sample: int
@@ -190,7 +189,7 @@ class _Asked(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Index in the file, which does not depend on the other rows that run."""
+        """Index of the row in the file, which does not depend on which other rows run."""
         return self.line.first + self.sample
 
 
@@ -202,7 +201,7 @@ class _Hosts(NamedTuple):
     max_candidates: int
 
     def of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The host settings of a line as in a request, except that `read_back` is a number."""
+        """A line's host settings as in a request, except that `read_back` is a number."""
         name, size = settings.get("host_sampler"), settings.get("read_back")
         if size is True:
             size = self.max_candidates
@@ -234,7 +233,7 @@ class _Hosts(NamedTuple):
 def _accepted(
     model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
 ) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
-    """The rows that can run, with their requests, and error results for the others."""
+    """The rows that can run, their requests, and error results for all other rows."""
     found: list[_Asked] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
@@ -263,7 +262,7 @@ def _identified(line: Line, sample: int) -> dict[str, Any]:
 
 
 def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
-    """The settings with tuples in place of JSON lists; `lists` names those that may be lists."""
+    """The settings with lists as tuples; ValueError for a list if its setting is not in `lists`."""
     found = dict(settings)
     for name, value in settings.items():
         if not isinstance(value, list) or name in ("tokens", *_HOST):
@@ -285,7 +284,7 @@ def _planned(
     asked: Sequence[Request],
     own: set[Key],
 ) -> Plan:
-    """The work of the rows in `own`: steps times canvas length of each row."""
+    """The plan for the rows in `own`; the work of a row is steps times canvas length."""
     keys = (result_key(result) for result in refused)
     work = {key: 0.0 for key in keys if key is not None and key in own}
     programs: dict[Any, str] = {}
@@ -340,7 +339,7 @@ def _write(
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON for a fingerprint; custom code is represented by its source."""
+    """The settings as JSON values for a fingerprint; custom code is represented by its source."""
 
     def told(value: Any) -> str:
         if callable(value):

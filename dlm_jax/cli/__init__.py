@@ -1,7 +1,7 @@
-"""Programs of the command line."""
+"""Command-line programs."""
 
 import os
 
-# Set before JAX is imported. XLA logs a spurious error about machine features for every CPU program
-# that it reads from the compilation cache.
+# Must be set before JAX is imported: otherwise, XLA logs a spurious error about machine features
+# for every CPU program that it reads from the compilation cache.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,4 +1,4 @@
-"""Shared parts of the programs: flags, devices, the user's modules, and chats."""
+"""Parts that the programs share: flags, devices, the user's modules, and chats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dlm_jax.viewing.trace import write_trace
 
 
 def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
-    """Ids of a conversation with one user turn, up to the start of the answer."""
+    """Ids of a conversation with a single user turn, up to the start of the answer."""
     if model.chat is None:
         raise ValueError(
             "--chat: the model has no chat_template (in tokenizer_config.json, or as "
@@ -59,7 +59,7 @@ def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str
 
 
 def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt of the flags, for `dlm_jax.generate`."""
+    """The prompt that the flags describe, for `dlm_jax.generate`."""
     if args.chat:
         return {"tokens": turn_ids(model, args.prompt)}
     texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
@@ -67,9 +67,9 @@ def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class CompileClock:
-    """Wall-clock seconds that JAX spent tracing, lowering or compiling since its creation.
+    """Wall-clock seconds that JAX has spent tracing, lowering or compiling since creation.
 
-    JAX reports each interval at its end; nested intervals are counted once.
+    JAX reports an interval when it ends; nested intervals are counted once.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class CompileClock:
 
 @functools.cache
 def compile_clock() -> CompileClock:
-    """The instance of this process, created by the first call."""
+    """The process's only `CompileClock`, created by the first call."""
     return CompileClock()
 
 
@@ -108,7 +108,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
-    """The mesh of the flags, or None for the first device only."""
+    """The mesh that the flags describe; None for the first device only."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
@@ -116,7 +116,7 @@ def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig
 
 
 def check_batch(params: Params, batch_size: int) -> None:
-    """Raises ValueError unless the devices that split the rows evenly divide the batch."""
+    """Raises ValueError if the batch size is not divisible by the number of shards of the rows."""
     shares = num_shares(split_rows(params))
     if batch_size % shares:
         raise ValueError(
@@ -126,9 +126,9 @@ def check_batch(params: Params, batch_size: int) -> None:
 
 
 def share_of_host(params: Params) -> tuple[int, int, bool]:
-    """The share of the rows of this process, the number of shares, and whether it prints results.
+    """(index of this process's part of the rows, number of parts, whether it prints results).
 
-    Processes that split only the parameters have the same share, and only the first of them prints.
+    Processes that split only the parameters have the same part, and only the first of them prints.
     """
     rows = split_rows(params)
     index, count = OwnRows(rows, num_shares(rows)).share
@@ -140,9 +140,9 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """Replaces the setting at the start of an error by its flag: ``top_p=2`` becomes ``--top-p=2``.
+    """Replaces names of settings in errors by their flags: ``top_p=2`` becomes ``--top-p=2``.
 
-    Use it only for values of flags; errors in a file name the file instead.
+    Use this context only for values of flags; errors in a file name the file instead.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def naming_flags() -> Iterator[None]:
 
 
 def speeds(tokens: int, seconds: float, compiling: float) -> str:
-    """Tokens per second with and without compilation time."""
+    """Text with tokens per second, including and excluding compilation time."""
     without = max(seconds - compiling, 1e-6)
     return (
         f"{tokens / max(seconds, 1e-6):,.0f} tokens/s with {compiling:.2f} s of compilation, "
@@ -176,9 +176,7 @@ def import_module(module: str, where: str) -> ModuleType:
 
 
 def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
-    """A function that finds ``MODULE:FUNCTION`` in these modules and raises ValueError for
-    others.
-    """
+    """A function that looks up ``MODULE:FUNCTION``; ValueError for modules not in `modules`."""
 
     @functools.cache
     def find(name: str) -> HostSampler:
@@ -207,13 +205,13 @@ def import_sampler(name: str, where: str) -> HostSampler:
 
 
 def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
-    """Describes the heads of a model, and the fill and order of a row with these settings."""
+    """A line about the model's heads, and the fill and order that `sample` selects."""
     names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
 
 
 def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
-    """One committed token as text: position, probability, and the `size` most likely candidates."""
+    """A line about one committed token: position, probability, and `size` likeliest candidates."""
 
     def piece(token: int) -> str:
         text = tokenizer.decode([token])
@@ -229,20 +227,20 @@ def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
 
 
 def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
-    """Prints a line for each read-back token on standard error."""
+    """Prints a line for each read-back token to standard error."""
     for record in (record for records in result.read_back for record in records):
         print(read_back_line(record, tokenizer, size), file=sys.stderr)
 
 
 def check_page(name: str) -> None:
-    """Raises ValueError if the page will not be writable after sampling."""
+    """Raises ValueError if the page could not be written after sampling."""
     path = Path(name)
     if not path.parent.is_dir():
         raise ValueError(f"--trace {name}: the directory does not exist; create it first")
     if path.is_dir():
         raise ValueError(f"--trace {name} is a directory; pass a file")
     try:
-        # Permissions do not cover every case, such as a read-only file system.
+        # Checking permissions would miss some cases, such as a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -254,7 +252,7 @@ def check_page(name: str) -> None:
 def write_page(
     model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
 ) -> bool:
-    """Writes the page of the denoising; prints a line and returns whether it succeeded."""
+    """Writes the denoising page; prints a line and returns whether writing succeeded."""
     title = prompt.get("prompt") or prompt.get("template") or "unprompted"
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     try:
@@ -268,7 +266,7 @@ def write_page(
     return True
 
 
-# Seconds until JAX itself detects a lost host; `distributed.watch` is faster.
+# Seconds until JAX itself detects a lost host; `distributed.processes.Watch` is faster.
 _HEARTBEAT = 50
 
 CHECKPOINT = (
@@ -288,7 +286,7 @@ PRESET = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError, like the library, instead of printing its usage."""
+    """A parser that raises ValueError, like the library, instead of printing usage."""
 
     def __init__(self, *, prog: str, description: str | None, add_help: bool = True):
         super().__init__(
@@ -319,7 +317,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 SEED = whole(0, 2**32 - 1)
-"""Reads a seed."""
+"""Parses a seed."""
 COUNT = whole(1, 2**20)
 """Parses a count."""
 INDEX = whole(0, 2**20)
@@ -343,7 +341,7 @@ def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int,
     file: TextIO | None = None, line: str | None = None,
 ) -> None:  # fmt: skip
-    """Formats a warning as one line without its source location."""
+    """Writes a warning as one line, without the source location."""
     if issubclass(category, UserWarning):
         text = f"warning: {' '.join(str(message).split())}\n"
     else:
@@ -352,19 +350,20 @@ def _show_warning(
 
 
 def start_jax(args: argparse.Namespace | None = None) -> None:
-    """Sets up JAX for a program: joins other hosts if flags are set, and caches compilations.
+    """Sets up JAX for a program: joins other hosts if requested, and caches compilations.
 
-    Warnings of the library are then printed as one line on standard error.
+    From then on, each warning of the library is printed as one line on standard error.
 
-    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory; with it the second
-    start of a program takes a third of the first's time (`benchmarks/compile_cache.py`).
+    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory. With the cache,
+    the second start of a program takes a third of the time of the first
+    (`benchmarks/compile_cache.py`).
     """
     warnings.showwarning = _show_warning
     _refuse_lone_host_flags(args)
     if args is not None:
         join_hosts(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # A user without a writable home directory has no cache.
+        # Without a writable home directory, there is no cache.
         with contextlib.suppress(RuntimeError, OSError):
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
             cache = cache / "dlm_jax" / f"xla-{_machine()}"
@@ -374,7 +373,7 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
 
 
 def join_hosts(args: argparse.Namespace) -> None:
-    """Joins the other processes, if a flag of `add_host_flags` is set."""
+    """Joins the other processes if ``--distributed`` is set."""
     if not args.distributed:
         return
     keep_output_for_texts()
@@ -413,7 +412,7 @@ def load_model(
 
 
 def _machine() -> str:
-    """Identifies the processor, because compiled programs are specific to it."""
+    """A hash that identifies the processor, because compiled programs are specific to it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     told = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})

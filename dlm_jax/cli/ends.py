@@ -1,20 +1,20 @@
-"""The exit codes of the programs, and the handling of errors and closed streams.
+"""Exit codes of the programs, and handling of errors and closed streams.
 
 =====  =======================================================================================
 0      done
-1      not finite: the loss of a training, or the output of a model, is NaN or infinite
+1      not finite: the training loss, or the output of a model, is NaN or infinite
 2      refused: the input is invalid; one line on standard error has the cause and the remedy
-3      partly done: some requests of a file ended in an error, which their results hold
+3      partly done: some requests in a file ended in an error, which is in their results
 4      done, except for a page (``--trace``) that could not be written
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
-70     a defect of the program or of a custom rule; with a traceback
+70     a bug in the program or in a custom rule; a traceback is printed
 75     another process of the run was lost or refused; the same command resumes
-128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 reader gone, 143 SIGTERM
+128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
 =====  =======================================================================================
 
-Messages that cannot be written, because standard error is closed or full, are dropped. Characters
-that the encoding of standard output lacks are escaped.
+Messages that cannot be written because standard error is closed or full are dropped. Characters
+that the encoding of standard output does not have are escaped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import TextIO
 from dlm_jax.store.files import is_full
 
 Main = Callable[..., int]
-"""A program: takes arguments (None: those of the process) and returns its exit code."""
+"""A program: maps arguments (None means the process's own) to an exit code."""
 
 
 class End(enum.IntEnum):
-    """Exit codes (see the module)."""
+    """Exit codes; the module docstring explains them."""
 
     DONE = 0
     NOT_FINITE = 1
@@ -57,7 +57,7 @@ class NotFiniteError(Exception):
 
 
 def program(main: Main) -> Main:
-    """Runs `main` and converts any exception to an `End`; unwritten output is an error."""
+    """Decorates `main`: exceptions and unwritten output become an `End`."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def program(main: Main) -> Main:
                 print("stopped", file=sys.stderr)
                 return End.INTERRUPTED
             except SystemExit:
-                # The reader of --help may close the pipe early.
+                # The reader of --help output may close the pipe early.
                 with contextlib.suppress(AttributeError):
                     _end_quietly()
                 raise
@@ -95,9 +95,9 @@ def check_output() -> None:
 
 
 def keep_output_for_texts() -> None:
-    """Redirects output of libraries from standard output to standard error.
+    """Redirects what libraries write to standard output to standard error.
 
-    CPU collectives print there, for example. `sys.stdout` is unchanged.
+    CPU collectives, for example, write to standard output. `sys.stdout` is not redirected.
     """
     ours = sys.stdout
     if not isinstance(ours, io.TextIOWrapper) or ours.fileno() != 1:
@@ -111,10 +111,10 @@ def keep_output_for_texts() -> None:
 
 
 def emit(text: str) -> None:
-    """Writes the text as a line to standard output and flushes it.
+    """Writes the text as a line to standard output and flushes the stream.
 
     Raises:
-      OSError: it cannot be written, for example on a full disk.
+      OSError: the text cannot be written, for example on a full disk.
     """
     with _output():
         print(text, flush=True)
@@ -122,7 +122,7 @@ def emit(text: str) -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Sets the file name of an `OSError` raised by standard output."""
+    """Sets the file name of an `OSError` raised on writing to standard output."""
     try:
         yield
     except BrokenPipeError:
@@ -133,10 +133,10 @@ def _output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Converts ValueErrors of validation to exit code 2.
+    """Converts errors of validation to exit code 2.
 
-    The message is printed on standard error. Use it for validation only: errors of computations are
-    bugs and need a traceback.
+    The message is printed to standard error. Use this context only for validation: errors in
+    computations are bugs and need a traceback.
     """
     try:
         yield
@@ -174,7 +174,7 @@ def end_of(error: Exception) -> End:
 
 
 class _Forgiving(io.RawIOBase):
-    """Writes bytes to a file descriptor; bytes that cannot be written are dropped."""
+    """A raw stream to a file descriptor that drops bytes that cannot be written."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -199,9 +199,9 @@ class _Forgiving(io.RawIOBase):
 
 @contextlib.contextmanager
 def _steady_streams() -> Iterator[None]:
-    """Makes the standard streams tolerate any text and closed readers inside the context."""
-    # Otherwise a file opened later could get the descriptor of a closed stream and receive its
-    # messages.
+    """A context in which the standard streams tolerate any text and closed readers."""
+    # Otherwise, a file opened later could get the descriptor of a closed stream and receive the
+    # stream's messages.
     for number in range(3):
         try:
             os.fstat(number)
@@ -229,7 +229,7 @@ def _steady_streams() -> Iterator[None]:
 
 
 def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
-    # After a failed save, tensorstore may deliver results to a closed event loop.
+    # After a failed save, tensorstore may try to deliver results to a closed event loop.
     if str(told.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(told)
 

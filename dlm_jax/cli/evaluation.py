@@ -58,7 +58,7 @@ from dlm_jax.inference.scoring import (
 from dlm_jax.store.weights import SUFFIX
 
 Source = tuple[str, list[str], list[str] | None]
-"""A set of texts to score: name, texts, and a prompt for each or None."""
+"""A set of texts to score: name, texts, and one prompt per text (or None)."""
 
 
 def make_parser() -> Parser:
@@ -151,7 +151,7 @@ def _check_labelled(args: Namespace) -> None:
 
 
 def _decided(model: Model, args: Namespace) -> str:
-    """The output line for labelled lines; with ``--fit``, writes their scale."""
+    """The output line for labelled lines; with ``--fit``, also writes the fitted scale."""
     asked, right = [], []
     for number, line in enumerate(_read(args.labelled).split("\n"), 1):
         if line.strip():
@@ -189,7 +189,7 @@ def _decided(model: Model, args: Namespace) -> str:
 
 
 def _labelled(model: Model, where: str, line: str) -> tuple[Question, int]:
-    """The question of a labelled line, and the index of its label."""
+    """The question in a labelled line, and the index of the correct label."""
     fields = '{"prompt": ..., "choices": [...], "label": ...}'
     try:
         told = json.loads(line)
@@ -226,7 +226,7 @@ def _sources(args) -> Iterator[Source]:
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
-    """Scores of the windows of the held-out text: of the text and of its tails."""
+    """Scores of the windows of the held-out text, separately for the text and the EOS tails."""
     corpus, rows = _held_out_rows(model, args)
     cost = score_rows(model, rows, **drawn)
     place_L = np.arange(rows["tokens"].shape[1])[None]
@@ -234,8 +234,8 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
     is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
     tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
     tokens_N = free_N - tail_N
-    # Characters are known only for the whole text; each window gets a share in proportion to its
-    # tokens.
+    # The number of characters is known only for the whole text; it is divided among the windows in
+    # proportion to their numbers of tokens.
     characters_N = tokens_N * (corpus.num_val_characters / tokens_N.sum())
     name = f"held-out text of {corpus.name}"
     error_N = cost.text_variance_B**0.5
@@ -248,10 +248,10 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
 
 
 def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
-    """The held-out part of the requested corpus, or of the corpus of the model.
+    """The held-out part of the requested corpus, or of the model's own corpus.
 
-    A weights file may be untrusted, so it does not determine which files are read. Only the
-    environment determines where files are written (`dlm_jax.data.rows.default_cache_dir`).
+    A weights file may be untrusted, so it cannot determine which files are read. Where files are
+    written depends only on the environment (`dlm_jax.data.rows.default_cache_dir`).
     """
     assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None
@@ -299,7 +299,7 @@ def _is_placed(source: str) -> bool:
 
 
 def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
-    """Prints the corrupted share of each source, or the error of the sequence scorer."""
+    """Prints the estimated fraction of corrupted tokens per source, or the scorer's error."""
     if args.num_draws != 1:
         raise ValueError(
             f"--num-draws={args.num_draws} has no effect on a sequence scorer; remove it"
@@ -362,7 +362,7 @@ def _require_finite(name: str, *figures: float) -> None:
 
 
 def _or_none(number: float) -> float | None:
-    """JSON has no NaN."""
+    """The number, or None for NaN, which JSON lacks."""
     return None if math.isnan(number) else number
 
 

@@ -31,7 +31,7 @@ def make_parser() -> Parser:
 
 
 def _replace(meta: dict[str, Any], path: str) -> None:
-    """Copies the settings of samples and paths from the config file at `path` into `meta`."""
+    """Copies the sampling settings and the paths of the config file `path` into `meta`."""
     given = configs.to_dict(configs.load(path))
     said = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     meta["config"]["sample"] |= {key: given["sample"][key] for key in said.get("sample", {})}

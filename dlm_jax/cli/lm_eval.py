@@ -1,11 +1,11 @@
 r"""Runs lm-evaluation-harness with the model ``dlm_jax`` and the tasks that ship with the package.
 
-It takes the flags of ``lm_eval`` and adds a model and tasks:
+It accepts the flags of ``lm_eval`` and adds a model and tasks:
 
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze
 
-Requires the extra ``eval``: ``pip install dlm_jax[eval]``. Custom programs call `register`.
+The extra ``eval`` is required: ``pip install dlm_jax[eval]``. Custom programs call `register`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.cli.ends import End, program, refusals
 
 GROUP = "lm_eval.models"
-"""Entry points of this group name model classes of lm-evaluation-harness."""
+"""The entry-point group of model classes for lm-evaluation-harness."""
 
 
 @program
@@ -38,16 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             ) from None
         register()
         sys.argv = ["dlm-lm-eval", *(sys.argv[1:] if argv is None else argv)]
-        # The harness reads tasks, arguments and requests at run time.
+        # The harness checks tasks, arguments and requests only while it runs.
         harness.cli_evaluate()
     return End.DONE
 
 
 def register() -> None:
-    """Registers the models of `GROUP` and their tasks with lm-evaluation-harness."""
+    """Registers the models in `GROUP` and the shipped tasks with lm-evaluation-harness."""
     registry: Any = importlib.import_module("lm_eval.api.registry").model_registry
     importlib.import_module("lm_eval.models")
-    if "dlm_jax" not in registry:  # a checkout that is not installed has no entry points
+    if "dlm_jax" not in registry:  # without installation, a checkout has no entry points
         registry.register("dlm_jax", target="dlm_jax.harness.lm:DlmJax")
     for entry in metadata.entry_points(group=GROUP):
         if entry.name not in registry:
@@ -59,7 +59,7 @@ def register() -> None:
 def _add_own_tasks(manager: Any) -> None:
     """Adds the shipped tasks to the search path of every task manager.
 
-    ``--include_path`` accepts one directory. Its tasks override shipped ones of the same name.
+    ``--include_path`` accepts one directory, whose tasks override shipped tasks of the same name.
     """
     plain = manager.__init__
     own = str(resources.files("dlm_jax.harness").joinpath("tasks"))

@@ -1,8 +1,9 @@
-"""Entry points of the programs, before heavy imports: Ctrl-C ends them without a traceback.
+"""Entry points of the programs, before heavy imports, so that Ctrl-C leaves no traceback.
 
-Python raises KeyboardInterrupt at any point of the program. During a compilation, it leaves XLA
-objects alive that crash the interpreter at exit. A program with nothing to save is therefore
-terminated by the signal itself, and an interrupted one exits without finalising the interpreter.
+Python can raise KeyboardInterrupt anywhere. During a compilation, the exception leaves XLA objects
+alive that crash the interpreter at exit. A program with nothing to save is therefore terminated by
+the signal itself, and a program that handles the interrupt exits without finalising the
+interpreter.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from dlm_jax.cli.ends import End
 def _run(name: str) -> int:
     handler = signal.getsignal(signal.SIGINT)
     is_heard = threading.current_thread() is threading.main_thread()
-    # Unhandled signals do not end the first process of a container.
+    # In the first process of a container, unhandled signals have no effect.
     if is_heard and os.getpid() != 1 and handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = importlib.import_module(f"dlm_jax.cli.{name}").main
-    # The training loop handles signals itself; until then Ctrl-C ends the program at once.
+    # The training loop handles signals itself; before it starts, Ctrl-C ends the program at once.
     if handler is not None and name != "train":
         signal.signal(signal.SIGINT, handler)
     code = main()

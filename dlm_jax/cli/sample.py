@@ -78,9 +78,9 @@ def watched(
     common: dict[str, Any],
     frames: dict[int, list[Frame]],
 ) -> tuple[dlm_jax.Texts, float]:
-    """Samples the texts and shows them while they are denoised; `frames` collects frames by row.
+    """Samples the texts and shows the denoising; `frames` collects the frames of each row.
 
-    Also returns the seconds spent waiting between redraws.
+    Returns the texts, and the seconds spent waiting between redraws.
     """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     steps = common.get("steps", model.sample.steps)
@@ -108,9 +108,9 @@ def time_line(
     batch_size: int,
     **common: Any,
 ) -> str:
-    """The fraction of the time of a step spent in the trunk, for the program with the most rows.
+    """A line with the fraction of a step spent in the trunk, for the program with the most rows.
 
-    Their first steps run several times, alternating with a forward of the trunk.
+    The first steps of these rows run several times, alternating with forward passes of the trunk.
     """
     requests = all_requests(model, prompts, num_samples, common)
     groups = group(requests).values()
@@ -153,11 +153,11 @@ def time_line(
         jax.block_until_ready(trunk(model.params, tokens_BL, length_B))
         return time.perf_counter() - began
 
-    # The first round may compile.
+    # The first round is excluded, because it may compile.
     found = [(steps(), one()) for _ in range(1 + _ROUNDS)][1:]
     step, alone = (statistics.median(times) for times in zip(*found, strict=True))
     times = statistics.median(forwards)
-    # May be slightly below 0 because of noise.
+    # Noise can make this slightly negative.
     sampling = 1 - alone * times / step
     return (
         f"a step of {size} rows of {bucket.canvas} takes {1e3 * step:.2f} ms, the trunk "
@@ -226,7 +226,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
 
 
 def _host_sampler(args: argparse.Namespace) -> HostSampler | None:
-    """The host sampler of ``--host-sampler``; also imports the allowed modules of requests."""
+    """The function that ``--host-sampler`` names; imports the modules that requests may use."""
     for module in args.allow_host_sampler:
         import_module(module, f"--allow-host-sampler {module}")
     if args.host_sampler is None:
@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if jax.process_index() != 0:
         return End.DONE
     texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
-    # Print the texts first, so that later failures do not lose them.
+    # The texts are printed first, so that later failures do not lose them.
     emit("\n---\n".join(texts))
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
@@ -345,10 +345,10 @@ def _generated(
     settings: dict[str, Any],
     heads: str,
 ) -> dlm_jax.Result:
-    """Samples the texts with a progress line, and prints the line about the heads after the first
-    step.
+    """Samples the texts with a progress line; prints the line about the heads after the first step.
 
-    Before that, a canvas may be refused for lack of memory, and a refusal prints only one line.
+    Before the first step, a canvas may be refused for lack of memory, and a refusal must print only
+    one line.
     """
 
     def committed(number: int) -> None:
@@ -365,9 +365,10 @@ def _generated(
 
 
 def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
-    """The line about the heads of the model and the resulting fill, after checking the request.
+    """Checks the request; returns the line about the model's heads, the fill and the order.
 
-    It is empty in processes without output. Warnings are printed with the texts.
+    The line is empty in processes that print nothing. Warnings are suppressed, because sampling
+    repeats them.
     """
     asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
     with refusals(), naming_flags(), warnings.catch_warnings():
@@ -377,14 +378,14 @@ def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any])
 
 
 def _noted(line: str) -> str:
-    """Prints a line unless it is empty, and returns the empty string."""
+    """Prints the line unless it is empty; returns the empty string."""
     if line:
         print(line, file=sys.stderr)
     return ""
 
 
 def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
-    """Reports the texts left unfinished by non-finite logits; `otherwise` if there are none."""
+    """Reports texts left unfinished by non-finite logits; returns `otherwise` if there are none."""
     broken = [str(i) for i, status in enumerate(result.status) if status is Status.NON_FINITE]
     if broken:
         say_error(f"the model's logits are not finite: texts {', '.join(broken)} are unfinished")
@@ -405,7 +406,7 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
-    """The rules of the module of ``--rules``; their settings become flags."""
+    """The rules in the module that ``--rules`` names; their settings become flags."""
     parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
     module = parser.parse_known_args(argv)[0].rules
@@ -415,7 +416,7 @@ def _own_rules(argv: Sequence[str]) -> list[type]:
 
 
 def _counted(result: dlm_jax.Texts) -> str:
-    """The counters that are not 0."""
+    """The nonzero counters as text."""
     total = {name: int(column.sum()) for name, column in result.counters._asdict().items()}
     return "".join(f"{n} {name}, " for name, n in total.items() if n)
 

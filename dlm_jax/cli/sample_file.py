@@ -44,7 +44,7 @@ from dlm_jax.store.files import source_digest
 
 
 class Meter:
-    """Reports the progress of an engine; `tick` may be called at any time."""
+    """Reports an engine's progress at intervals; `tick` may be called at any time."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Meter:
             self.tell()
 
     def tell(self) -> None:
-        """Writes a line about the work since the last line."""
+        """Writes a line about the work since the previous line."""
         now, report = self._clock(), self._engine.report()
         figures = self._figures(report, max(now - self._last, 1e-9), now - self._start)
         self._last, self._before = now, report.work
@@ -77,7 +77,7 @@ class Meter:
                 self._records.write(f"{json.dumps(figures)}\n")
                 self._records.flush()
             except OSError as error:
-                # Failures of reports must not end the work.
+                # A failure to report must not end the run.
                 self._records = None
                 self._write(
                     f"warning: metrics cannot be recorded: {error.strerror}; they are discarded"
@@ -115,7 +115,7 @@ def _to_standard_error(line: str) -> None:
 
 
 class _NoResults:
-    """The results of a process that computes but does not write."""
+    """Replaces `Results` in a process that computes but does not write."""
 
     def __init__(self, done: set[Key]):
         self.done = done
@@ -133,7 +133,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
     host = {"host_sampler": args.host_sampler, "read_back": args.read_back}
     host = {name: value for name, value in host.items() if value is not None}
     with refusals(), naming_flags():
-        # Checked once, because the error does not depend on a line.
+        # Checked once, because these errors do not depend on the line.
         sample = settings_of_call(model, settings, needs_host=bool(host))
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
@@ -166,13 +166,13 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
 
 
 def _modules(args: argparse.Namespace) -> set[str]:
-    """The modules with functions that requests may use."""
+    """The modules whose functions requests may use."""
     own = set() if args.host_sampler is None else {args.host_sampler.partition(":")[0]}
     return own | set(args.allow_host_sampler)
 
 
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
-    """The share of the lines of this process, the number of shares, and whether it writes them."""
+    """(index of this process's part of the lines, number of parts, whether it writes results)."""
     if args.distributed:
         return share_of_host(model.params)
     return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True
@@ -185,7 +185,7 @@ def _run(
     lines: list[Line],
     results: Results | _NoResults,
 ) -> int:
-    """Runs the lines without a result, merges the results, and prints a summary."""
+    """Runs the lines that have no result yet, merges the results, and prints a summary."""
     index, count, tells = _share(model, args)
     own = share(lines, index, count)
     began, compiled = time.perf_counter(), compile_clock().seconds
@@ -223,7 +223,7 @@ def _shown(
     lines: list[Line],
     results: Results | _NoResults,
 ) -> RunReport:
-    """Runs the requests and shows progress and the state of the engine."""
+    """Runs the requests, showing progress and the state of the engine."""
     tells = isinstance(results, Results)
     tokens = 0
     work: dict[Key, float] = {}
@@ -258,7 +258,7 @@ def _shown(
 
 @contextlib.contextmanager
 def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engine], None]]:
-    """The function that reports progress after each turn of the engine, by the flags."""
+    """A function to call after each turn of the engine, which reports as the flags request."""
     made: list[Meter] = []
     with contextlib.ExitStack() as stack:
         records = None
@@ -273,7 +273,7 @@ def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engin
                 made.append(Meter(engine, every=args.report_every, write=_above, records=records))
             for meter in made:
                 if records is not None and not engine.is_busy:
-                    # Final report, while the engine still has its programs.
+                    # The final report, while the engine still has its programs.
                     meter.tell()
                 else:
                     meter.tick()
@@ -286,8 +286,8 @@ def _above(line: str) -> None:
 
 
 def _end(output: Path) -> End:
-    """The exit code for the results of all requests, including earlier ones."""
-    # Not `splitlines`, which also splits at characters that may occur unescaped in JSON.
+    """The exit code for all results, including those of earlier runs."""
+    # `splitlines` would also split at characters that may occur unescaped in JSON.
     rows = [json.loads(row) for row in output.read_bytes().split(b"\n") if row]
     if any(row.get("status") == "non_finite" for row in rows):
         return End.NOT_FINITE

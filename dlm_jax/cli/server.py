@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
-    """Creates the server from the flags. `undo` closes its socket."""
+    """Creates the server that the flags describe; `undo` closes the server's socket."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
@@ -169,9 +169,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
 
 
 def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """The settings of a preset and of ``--default``, which overrides the preset, checked
-    together.
-    """
+    """The settings of a preset, overridden by those of ``--default``; the result is validated."""
     own: dict[str, str] = {}
     for text in texts:
         name, is_given, value = text.partition("=")
@@ -198,21 +196,21 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
 
 
 def _calibration(model: Model, path: str | None) -> dict[str, dict[str, Scale]] | None:
-    """The scales of decisions by task, for each order."""
+    """The scales of decisions, by order and task."""
     if path is None:
         return None
     return {order: read_calibration(path, model, order=order) for order in ORDERS}
 
 
 def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:
-    """Default number of new tokens of completions and infills, if a flag sets it."""
+    """Default number of new tokens in completions and infills; None if no flag sets it."""
     if not any(re.match(r"\s*gen.length\s*=", text) for text in texts):
         return None
     return settings["gen_length"] or model.max_length
 
 
 def _name_of(checkpoint: str) -> str:
-    """Name of a checkpoint for clients: its id, directory, or file name without the suffix."""
+    """Name of a checkpoint for clients: Hub id, directory name, or file name without suffix."""
     asked = hub_id(checkpoint)
     if asked is not None:
         return asked[0]
@@ -240,7 +238,7 @@ def _key(name: str) -> str | None:
 
 
 def _with_template(model: Model, args: argparse.Namespace) -> Model:
-    """The model, with the chat template of the flags."""
+    """The model, with the chat template from ``--chat-template`` if given."""
     if args.chat_template is None:
         return model
     path = Path(args.chat_template)

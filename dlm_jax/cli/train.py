@@ -40,7 +40,7 @@ from dlm_jax.training.train_step import TrainState
 
 
 def dry_run(config: Config, topology: str) -> Plan:
-    """The plan of a run on the available devices, or on those of a topology.
+    """The plan for a run on the available devices, or on the devices of a topology.
 
     If ``model.vocab_size`` is set, the corpus is not read.
     """
@@ -127,7 +127,7 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:
-    """Shows one sample on standard error during training; shows nothing for a sequence scorer."""
+    """Prints one sample to standard error during training, unless the model writes no text."""
     if not run.task.writes_text:
         return
     for text in _texts(run, state, num_samples=1, seed=run.config.train.seed):
@@ -135,11 +135,11 @@ def show_sample(run: Run, state: TrainState, step: int) -> None:
 
 
 def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
-    """Texts of the current model, on the first process; none on the others.
+    """Texts from the current model, in the first process; empty in all other processes.
 
-    With several processes, all must call it: each samples its share of the rows and holds its shard
-    of the parameters. If sampling fails, it prints the reason and returns nothing, because a failed
-    sample must not end the run.
+    All processes must call this function, because each samples its part of the rows with its shard
+    of the parameters. If sampling fails, the reason is printed and no text is returned, because a
+    failed sample must not end the run.
     """
     try:
         model = Model(
@@ -159,7 +159,7 @@ def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
 
 
 def finish(outcome: Outcome) -> int:
-    """Reports the end of the run, prints samples, and returns the exit code."""
+    """Reports how the run ended, prints samples, and returns the exit code."""
     run = outcome.run
     if outcome.reason == "non_finite":
         return End.NOT_FINITE

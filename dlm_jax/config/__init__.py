@@ -1,4 +1,4 @@
-"""Configuration: the settings of runs and requests, and how they are read."""
+"""Configuration: declares and reads the settings of runs and requests."""
 
 from dlm_jax.config.reading import (
     MOVED,

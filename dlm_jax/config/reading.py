@@ -1,11 +1,11 @@
 """Reads a configuration from TOML, from the JSON of a checkpoint, and from flags.
 
-A config file has one table per section (``[model]``, ``[data]``, ...); dotted names are
-command-line flags (``--train.steps 100``). Unknown keys and invalid values raise an error that
-names the key, the value and the remedy.
+A config file has one table per section (``[model]``, ``[data]``, ...). Command-line flags are
+dotted names (``--train.steps 100``). Unknown keys and invalid values raise an error that names the
+key, the value and the remedy.
 
-A boolean setting has two flags without a value, ``--edit`` and ``--no-edit``; ``--edit true`` and
-``--edit=false`` are equivalent.
+A boolean setting has two flags without a value, such as ``--edit`` and ``--no-edit``, which are
+equivalent to ``--edit true`` and ``--edit=false``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 MOVED = {"heads.sampler_min_neighbors_ratio": "sample.sampler_min_neighbors_ratio"}
-"""Keys of earlier versions, in files and checkpoints, and their current names."""
+"""Current names of keys in files and checkpoints of earlier versions."""
 
 
 def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
-    """Config from nested JSON values; `where` names their origin in errors.
+    """Config from nested JSON values; `where` names their source in errors.
 
     Raises:
-      ValueError: an unknown section or key (with the nearest match), a value of the wrong type,
-        or one out of range.
+      ValueError: a section or key is unknown (the message has the nearest match), or a value has
+        the wrong type or is out of range.
     """
     flat = {}
     for section, values in raw.items():
@@ -64,14 +64,14 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
 
 
 def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Config from a TOML file (or the defaults), with dotted keys overridden by flag texts.
+    """Config from a TOML file (or the defaults), with some keys overridden by the texts of flags.
 
     Args:
-      path: path of the file, or the name of a shipped config (``quickstart``).
-      overrides: texts by key.
+      path: path of the file, or the name of a shipped config, such as ``quickstart``.
+      overrides: texts by dotted key.
 
     Raises:
-      ValueError: if the file does not exist, and as in `from_dict` and `override`.
+      ValueError: the file does not exist, or as in `from_dict` and `override`.
     """
     if path is None:
         return override(Config(), overrides or {})
@@ -80,11 +80,11 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """The config with dotted keys replaced by the values of flags.
+    """The config with the values of some dotted keys replaced by the values of flags.
 
     Raises:
-      ValueError: an unknown key, an invalid text, or contradictory values. The
-        message names the flag.
+      ValueError: a key is unknown, a text is invalid, or values contradict each other. The message
+        names the flag.
     """
     if not overrides:
         return config
@@ -99,7 +99,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         return _build(values)
     except ValueError as error:
         about = {error.name, *error.others} if isinstance(error, SettingError) else set()
-        # A setting of a request has no section name.
+        # Errors about settings of requests have no section name.
         named = [key for key in overrides if {key, key.removeprefix("sample.")} & about]
         flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
         raise ValueError(f"command line: {flags}: {error}") from None
@@ -121,10 +121,10 @@ def _build(flat: Mapping[str, Any]) -> Config:
 def sample_settings(
     texts: Mapping[str, str], kind: type[RowSettings] = SampleConfig
 ) -> dict[str, Any]:
-    """Values of sampling settings from texts, by the field names of `kind`.
+    """Values of sampling settings, parsed from texts by field name of `kind`.
 
     Raises:
-      ValueError: an unknown name, or a text that is not a value of its type.
+      ValueError: a name is unknown, or a text is not a value of the setting's type.
     """
     values = {}
     for name, text in texts.items():
@@ -138,7 +138,7 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
 
 
 def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> Any:
-    """The value converted to the type of its setting, without a range check."""
+    """The value converted to the type of the setting, without a range check."""
     try:
         return msgspec.convert(value, setting.annotation, strict=strict)
     except msgspec.ValidationError:
@@ -151,7 +151,7 @@ def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> 
 
 
 def _split(text: str, hint: Any) -> Any:
-    """The text of a flag. Lists are written as ``a,b``, pairs as ``12:-5,30:2``."""
+    """The text of a flag, split if it is a list (``a,b``) or pairs (``12:-5,30:2``)."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     if typing.get_origin(hint) is tuple:
         return items
@@ -176,7 +176,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find(path: str | Path) -> Path:
-    """The config file at `path`, or the shipped one of that name.
+    """The config file at `path`, or the shipped config of that name.
 
     Raises:
       ValueError: neither exists.
@@ -214,7 +214,7 @@ def _describe(hint: Any) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per key, grouped by section, with the help of the key."""
+    """Adds one flag with help per key, grouped by section."""
     for section, cls in sections().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
         for name, setting in cls.declared.items():
@@ -226,7 +226,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_sample_flags(
     parser: argparse.ArgumentParser, kind: type[RowSettings] = SampleConfig
 ) -> None:
-    """Adds one flag without a default per field of `kind`, with dashes for underscores."""
+    """Adds one flag per field of `kind`, without a default and with dashes for underscores."""
     group = parser.add_argument_group(
         "sampling", "Defaults are the recommendations of the checkpoint."
     )
@@ -235,7 +235,7 @@ def add_sample_flags(
 
 
 def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "") -> None:
-    """One flag, with its negation if it is boolean; its value is the given text or None."""
+    """Adds one flag, and its negation if the setting is boolean; values remain texts."""
     help = f"{setting.help}{default}".replace("%", "%%")
     kept: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar.upper()}
     if setting.annotation is not bool:
@@ -251,10 +251,10 @@ def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "
 def parse_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The parsed flags, and the texts of those that are config keys.
+    """The parsed flags, and the texts of the flags that are config keys.
 
     Raises:
-      ValueError: an unknown flag, with the nearest match.
+      ValueError: a flag is unknown; the message has the nearest match.
     """
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -270,7 +270,7 @@ def parse_flags(
 
 
 def differing(config: Config) -> dict[str, dict[str, Any]]:
-    """The values that differ from the defaults, by section and key; other sections are absent."""
+    """The values that differ from the defaults, by section and key, without unchanged sections."""
     found = {
         section: {key: value for key, value, default in pairs if value != default}
         for section, pairs in _with_defaults(config)
@@ -279,11 +279,11 @@ def differing(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config, *, header: str = "") -> str:
-    """The config as TOML; comments show the default of changed values.
+    """The config as TOML; comments show the defaults of changed values.
 
     Args:
       config: the config.
-      header: lines of text that become the comment at the top.
+      header: text of the comment at the top, in lines.
     """
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     for section, pairs in _with_defaults(config):
@@ -295,7 +295,7 @@ def to_toml(config: Config, *, header: str = "") -> str:
 
 
 def _with_defaults(config: Config) -> Iterator[tuple[str, list[tuple[str, Any, Any]]]]:
-    """The keys of each section, with values and defaults, as JSON values."""
+    """(key, value, default) of all keys by section, as JSON values."""
     defaults: Mapping[str, Any] = to_dict(Config())
     for section, values in to_dict(config).items():
         yield section, [(key, value, defaults[section][key]) for key, value in values.items()]
@@ -305,7 +305,7 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, str):
-        # TOML's basic strings are those of JSON, except for DEL.
+        # A TOML basic string is a JSON string, except that DEL must be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()

@@ -1,8 +1,8 @@
 """The sections of a config.
 
-Every key is declared once, as a `Setting`: those of ``[sample]`` in the rules of
-`dlm_jax.sampling`, those of ``[mesh]`` and ``[objective]`` next to the code that reads them, and
-the rest here.
+Every key is declared once, as a `Setting`. The rules of `dlm_jax.sampling` declare the keys of
+``[sample]``. The keys of ``[mesh]`` and ``[objective]`` are declared next to the code that reads
+them, and this module declares all other keys.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class TrainConfig(Section):
 
 
 INIT = "init"
-"""The value of ``data.tokenizer`` for the tokenizer of ``train.init_from``."""
+"""The value of ``data.tokenizer`` that selects the tokenizer of ``train.init_from``."""
 
 
 @section("data")
@@ -287,7 +287,7 @@ class RLConfig(Section):
 
 
 class RowSettings(Section):
-    """Validated settings of one row under a table of rules; every default is neutral.
+    """Validated settings of one row, declared by a table of rules; every default is neutral.
 
     Attributes:
       table: the rules that declare the settings.
@@ -308,7 +308,7 @@ class RowSettings(Section):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the row takes the argmax at every step."""
+        """Whether every token is the argmax."""
         return is_greedy(self)
 
     @property
@@ -328,19 +328,19 @@ class RowSettings(Section):
 
     @property
     def renoises(self) -> bool:
-        """Whether tokens can be overwritten before a forward."""
+        """Whether tokens can be overwritten before a forward pass."""
         return self.table.named("renoise", self) is not None
 
     @property
     def refines(self) -> bool:
-        """Whether existing tokens can change, as needed for a draft."""
+        """Whether existing tokens can change, which drafts require."""
         renews = self.table.commit[self.order].renews
         return self.remasks or self.resample or self.edits or self.renoises or renews
 
 
 @functools.lru_cache(maxsize=64)
 def settings_of(table: RuleTable) -> type[RowSettings]:
-    """A frozen dataclass with one field for each setting of a table.
+    """A frozen dataclass with one field per setting of a rule table.
 
     Raises:
       ValueError: the default of a setting is invalid.
@@ -369,8 +369,8 @@ else:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # The loop of variable-length edits: edit, re-noise, forward, write every token that is not
-    # given. Re-noise has its own schedule and is off by default.
+    # The loop of variable-length edits: edit, re-noise, run the network, and write every token that
+    # is not given. Re-noise has its own schedule and is off by default.
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
         "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
@@ -380,17 +380,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",
     },
 }  # fmt: skip
-"""Presets for every model: keywords of `dlm_jax.generate`, ``--preset NAME``."""
+"""Presets for every model: keyword arguments of `dlm_jax.generate`, or ``--preset NAME``."""
 
 
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
-    """Settings from layers of names and values; later layers win, `None` is an empty layer.
+    """Settings from layers of names and values; later layers take precedence, and `None` is empty.
 
-    Pass the recommendations of a checkpoint first and explicit values last. An explicit value wins
-    even if it equals the built-in default; an absent name overrides nothing.
+    Pass a checkpoint's recommendations first and explicit values last. A value overrides earlier
+    layers even if it equals the built-in default; an absent name overrides nothing.
 
     Raises:
-      ValueError: an unknown name, with the nearest known one; or a value out of range.
+      ValueError: a name is unknown (the message has the nearest known name), or a value is out of
+          range.
     """
     known = tuple(table.settings)
     merged: dict[str, Any] = {}
@@ -639,7 +640,7 @@ class ModelConfig(Section):
 
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
-        """The indices of the layers of each stack of blocks, in the order of its parameters."""
+        """The layer indices of each stack of blocks, in the order of the stack's parameters."""
         first, every = self.dense_layers, self.full_every
         full = tuple(range(every - 1, self.depth, every)) if every else ()
         rest = tuple(at for at in range(first, self.depth) if at not in full)
@@ -950,13 +951,13 @@ class Config:
 
 
 def declared() -> dict[str, Setting]:
-    """All settings of a config by dotted key."""
+    """All settings of a config, by dotted key."""
     return {f"{name}.{key}": one for name, cls in sections().items()
             for key, one in cls.declared.items()}  # fmt: skip
 
 
 def keys(trait: Trait) -> tuple[str, ...]:
-    """The dotted keys of the settings that have a trait."""
+    """The dotted keys of the settings with a trait."""
     return tuple(
         f"{name}.{key}" for name, cls in sections().items()
         for key, found in cls.traits.items() if trait in found

@@ -1,8 +1,8 @@
 """Reads, splits and encodes a corpus, and caches it on disk as token files.
 
-The name of a token file contains a hash of its inputs (text, tokenizer, split, format), so that
-equal inputs share files and any change creates new ones. Encoding is deterministic and files are
-replaced atomically, so several processes may encode at once.
+The name of a token file contains a hash of its inputs (text, tokenizer, split, format): equal
+inputs share files, and any change creates new files. Encoding is deterministic and files are
+replaced atomically, so several processes may encode the same corpus at once.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ class Corpus:
     """A corpus for training.
 
     Attributes:
-      name: name of the source in messages.
-      tokenizer: made from the text, or as given.
-      train_rows: input of `train_batches`: a token file, or rows of documents.
-      val_rows: the held-out text, for `validation_windows`.
-      sha256: of the whole text in UTF-8 (documents: of a JSON line ``[prompt, text]`` for each;
-        shards: of their index); store it with the results.
-      num_train_characters: characters of training text, excluding prompts.
-      num_val_characters: characters of held-out text, excluding prompts. Bits per character are
-        nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
-      num_train_tokens: trained tokens, including tails (see `load_corpus`) but not prompts.
-      num_val_tokens: the same for the held-out text.
+      name: the source's name in messages.
+      tokenizer: the given tokenizer, or one made from the text.
+      train_rows: input of `train_batches`, such as a token file or rows of documents.
+      val_rows: held-out rows, input of `validation_windows`.
+      sha256: hash of the whole text in UTF-8, of the documents as JSON lines ``[prompt, text]``, or
+        of the index of the shards. Store the hash with results.
+      num_train_characters: number of characters of training text, excluding prompts.
+      num_val_characters: number of characters of held-out text, excluding prompts. Bits per
+        character are nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
+      num_train_tokens: number of training targets, including tails (see `load_corpus`) but not
+          prompts.
+      num_val_tokens: number of targets in the held-out text.
     """
 
     name: str
@@ -69,14 +70,14 @@ class Corpus:
 
 MakeTokenizer = Callable[[str], Tokenizer]
 TokenizerOf = str | Tokenizer | MakeTokenizer
-"""A kind of tokenizer, a tokenizer, or a function that creates one for a text."""
+"""A kind of tokenizer, a tokenizer, or a function that creates a tokenizer for a text."""
 
-# Shards have their own tokenizer; these values select it (the last one is the default).
+# Values of `data.tokenizer` that select the shards' own tokenizer; the last is the default.
 _OWN = ("corpus", "character")
 
 
 def roots_of(source: Source) -> list[str]:
-    """The directories and URLs of sharded corpora named by `source`; empty for text."""
+    """The directories and URLs of the sharded corpora in `source`; empty for text."""
     names = corpora.names_of(source)
     found = [name for name in names if _is_sharded(name)]
     if found and len(found) < len(names):
@@ -100,7 +101,7 @@ def load_sharded(
     weights: Sequence[float],
     cache_dir: Path,
 ) -> Corpus:
-    """The corpus of the shards under `roots`; they are not loaded into memory."""
+    """The corpus of the shards under `roots`, which are not loaded into memory."""
     indices = [read_index(root) for root in roots]
     if callable(tokenizer):
         tokenizer = tokenizer("")
@@ -199,28 +200,27 @@ def load_corpus(
     tail: str = "eos",
     weights: Sequence[float] = (),
 ) -> Corpus:
-    """Loads the corpus of `source` and encodes it unless the cache has its token files.
+    """Loads the corpus `source`, and encodes it unless the cache has its token files.
 
-    The text is held in memory while it is read and encoded; training maps the token files.
+    The whole text is in memory while it is read and encoded; training maps the token files.
 
     Args:
-      source: the name of a corpus, a path or a glob, or several (see `read_documents`); or one or
-        several sharded corpora, directories or URLs, whose tokens are read in place.
-      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
-        function that makes one for the whole text. A character tokenizer uses the whole text, so
-        that the held-out part can be encoded; a BPE is trained on the training text only.
-      seq_len: tokens of a row. The training text must fill one window; a prompt, its response and
-        one EOS must fit a row.
-      held_out: share to hold out at the end, in (0, 1): a fraction of the characters, or of the
-          documents.
-      cache_dir: directory of the token files; None is `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
-      layout: ``windows`` joins the documents with blank lines and cuts consecutive windows; with
-        ``documents``, a row is a document, or a part of a long one. Prompts require ``documents``.
-      tail: with documents, how the rest of a row is filled: ``eos``, trained EOS to the end of the
-          row, so that a
-        model learns to stop; or ``pad``, one EOS.
-      weights: shares of the rows of several sharded corpora, which need not sum to 1; if empty,
-          proportional to their tokens.
+      source: a name, path or glob, or several (see `read_documents`); or the directories or URLs of
+        one or several sharded corpora, whose tokens are read in place.
+      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer (such as a checkpoint's), or a
+        function that makes one from the whole text. A character tokenizer is made from the whole
+        text, so that the held-out part can be encoded; a BPE is trained only on the training text.
+      seq_len: number of tokens per row. The training text must fill at least one window; a prompt,
+        its response and one EOS must fit in a row.
+      held_out: fraction of the characters (or documents) to hold out at the end, in (0, 1).
+      cache_dir: directory of the token files; None means `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
+      layout: ``windows`` joins the documents with blank lines and cuts the text into consecutive
+        windows; with ``documents``, each row is a document or part of a long document. Prompts
+        require ``documents``.
+      tail: how the rest of a row of documents is filled: ``eos``, EOS as a target to the end of the
+        row, so that a model learns to stop; or ``pad``, one EOS and then PAD.
+      weights: relative numbers of rows from each sharded corpus, which need not sum to 1; if empty,
+          proportional to the numbers of tokens.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -277,7 +277,7 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: Tokenizer
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     paths = job.paths("tokens", _cache_key(sha256, coder, job.held_out))
     missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
-    # Both are encoded before either is written, so that an error leaves no file.
+    # Both parts are encoded before either is written, so that an error leaves no file.
     encoded = {part: _encode(coder, parts[part], documents) for part in missing}
     for part, ids in encoded.items():
         token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
@@ -372,7 +372,7 @@ def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[En
 
 
 def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:
-    """Ids of `text`; an error names the document and the position in it."""
+    """Ids of `text`; an error names the document and the position within it."""
     try:
         return tokenizer.encode(text)
     except ValueError:

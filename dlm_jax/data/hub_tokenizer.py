@@ -1,8 +1,8 @@
-"""The tokenizer of a published model: ids of its file, special tokens of its configs.
+"""The tokenizer of a published model, with ids from its file and special tokens from its configs.
 
-Unlike `dlm_jax.data.subword.SubwordTokenizer` no special tokens are appended: they are ids that the
-model was trained with. Text is never encoded as a special token. `encode_marked` is for chat
-templates, where names of special tokens are encoded as such.
+Unlike in `dlm_jax.data.subword.SubwordTokenizer`, no special tokens are appended, because the model
+was trained with its own. `encode` never encodes text as a special token. `encode_marked` is for
+chat templates, in which names of special tokens stand for these tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dlm_jax.data.tokenizers import checked_ids, utf8
 
-# The splitting of GPT-4 and Qwen2: contractions, words, single digits, punctuation, white space.
+# The split of Qwen2 (like GPT-4's): contractions, words, single digits, punctuation, white space.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +28,7 @@ _QWEN_SPLIT = (
 
 @dataclass(frozen=True)
 class HubTokenizer:
-    """The tokenizer in a published `tokenizer.json`, with the ids of its specials."""
+    """The tokenizer in a published `tokenizer.json`, with the ids of its special tokens."""
 
     content: str
     mask_id: int
@@ -68,9 +68,9 @@ class HubTokenizer:
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that samplers never propose, ascending: MASK, PAD, BOS, and those without a token.
+        """Ids that samplers never propose, ascending: MASK, PAD, BOS and ids without a token.
 
-        PAD or BOS may be proposed if it is also EOS.
+        PAD and BOS may be proposed if they equal EOS.
         """
         return self._banned
 
@@ -102,11 +102,11 @@ class HubTokenizer:
         return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
     def token(self, id_: int) -> str:
-        """The name of a token in the file; empty for an id without one."""
+        """The name of a token in the file; empty for an id without a name."""
         return self._marked.id_to_token(id_) or ""
 
     def id_of(self, token: str) -> int | None:
-        """The id of the token of that name, or None."""
+        """The id of the token named `token`, or None."""
         return self._marked.token_to_id(token)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,15 +118,16 @@ class HubTokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """The text of a tokenizer.json without truncation and padding, and the tokenizers from it.
+    """The text of a tokenizer.json without truncation and padding, and two tokenizers made from it.
 
-    The first tokenizer never encodes text as a special token. A large file takes seconds to parse.
+    The first tokenizer never encodes text as a special token. Results are cached, because parsing a
+    large file takes seconds.
     """
     try:
         data = {**json.loads(content), "truncation": None, "padding": None}
         content = json.dumps(data, separators=(",", ":"))
         plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
-    # The library raises plain Exception, and files of other programs can cause any error.
+    # The library raises plain Exception, and files from other programs can cause any error.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"the tokenizer.json is broken ({reason}); download it again") from None

@@ -1,15 +1,15 @@
-"""Batches of rows: the same global batch at a step for any number of processes.
+"""Batches of rows; the global batch of a step does not depend on the number of processes.
 
-An epoch of documents shows each row once, in shuffled order. An epoch of windows cuts the training
-text into adjacent windows from a new random offset, in shuffled order: each token occurs once per
-epoch (except for less than two windows at the ends), at a new position in its window. Windows at
-independent offsets would miss 37% of the text after the same number of tokens. The content of a row
-is a pure function of the files, the seed and its index in the endless stream of rows, so a process
-computes only its own rows, batches are independent, and resuming is O(1).
+An epoch of documents shows each row once, in shuffled order. For an epoch of windows, the training
+text is cut into adjacent windows from a new random offset, and the windows are shuffled. Each token
+occurs once per epoch (except for fewer than two windows at the ends), at a new position in its
+window. Windows at independent offsets would miss 37% of the text after the same number of tokens.
+The content of a row is a pure function of the files, the seed and the row's index in an endless
+stream, so a process computes only its own rows, batches are independent, and resuming is O(1).
 
 Grain's `shuffle().repeat().batch()` is not used: it passes every row of every process through every
-stage (16 us per row), and its index shuffle walks a domain far larger than the few hundred windows
-of a small corpus (25-90 us per row). Short epochs are therefore shuffled by a table.
+stage (16 us per row), and its index shuffle walks through a domain far larger than the few hundred
+windows of a small corpus (25-90 us per row). Short epochs are therefore shuffled with a table.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dlm_jax.data.shards import Mixture, TokenShards, joined
 RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
 """A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
 
-# Epochs of fewer rows than this are shuffled by a table (8 MiB), longer ones by grain's cipher,
-# which needs no memory; grain's `shuffle` uses the same number of rounds.
+# Epochs with fewer rows than this are shuffled with a table (8 MiB), longer epochs with grain's
+# cipher, which needs no memory. The number of rounds is that of grain's `shuffle`.
 _TABLE_LIMIT = 1 << 20
 _CIPHER_ROUNDS = 4
 
@@ -51,12 +51,12 @@ def train_dataset(
     The first `given` tokens of a row are a prompt.
 
     Args:
-      source: `Corpus.train_rows`, or a token file that is cut into windows.
+      source: `Corpus.train_rows`, or a token file to cut into windows.
       seq_len: tokens of a row, >= 1.
-      batch_size: rows of the global batch.
-      seed: order of the rows, in [0, 2**32).
+      batch_size: number of rows in the global batch.
+      seed: seed of the row order, in [0, 2**32).
       process_index: index of this process, in [0, process_count).
-      process_count: number of processes that share the global batch.
+      process_count: number of processes among which the global batch is divided.
     """
     for field, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if value < 1:
@@ -97,11 +97,11 @@ def train_batches(
     start_step: int = 0,
     prefetch: int = 4,
 ) -> grain.DatasetIterator:
-    """An endless iterator over `train_dataset` from step `start_step` on, read ahead by a thread.
+    """An endless iterator over `train_dataset` from step `start_step` on; a thread reads ahead.
 
-    Its `get_state()` is a small dict for `set_state` (batches read ahead are not counted), so
-    grain's checkpoint handlers save it; `start_step` needs only the step number. With a `prefetch`
-    of 0 batches are read in the caller's thread.
+    `get_state()` returns a small dict for `set_state`, not counting batches read ahead, so grain's
+    checkpoint handlers can save the iterator; alternatively, `start_step` needs only the step
+    number. If `prefetch` is 0, batches are read in the caller's thread.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -114,7 +114,8 @@ def train_batches(
         process_index=process_index,
         process_count=process_count,
     )
-    # One thread: a batch takes far less than a step, and more threads would compete for the GIL.
+    # One thread is enough, because a batch takes far less time than a step; more threads would
+    # compete for the GIL.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     batches = iter(dataset.to_iter_dataset(options))
     grain.experimental.set_next_index(batches, start_step)
@@ -129,18 +130,18 @@ def validation_windows(
     max_windows: int | None = None,
     multiple_of: int = 1,
 ) -> Columns:
-    """Held-out rows in their order, as one batch of N rows.
+    """Held-out rows, in order, as one batch of N rows.
 
-    Documents are returned as stored; a token file as consecutive windows that cover it without
-    overlap. The last one may be short, with PAD from `length` on.
+    Documents are returned as stored, and a token file as consecutive windows that cover the file
+    without overlap. The last window may be short, with PAD from `length` on.
 
     Args:
-      source: `Corpus.val_rows`, or a token file that is cut into windows.
+      source: `Corpus.val_rows`, or a token file to cut into windows.
       seq_len: tokens of a row, >= 1.
-      pad_id: fills a row beyond its length.
-      max_windows: maximum number of rows, spread evenly over the file; None: all.
-      multiple_of: rows of length 0 are appended until N is a multiple of this, so that a batch
-        divides evenly over devices.
+      pad_id: the id that fills a row beyond its length.
+      max_windows: maximum number of rows, spread evenly over the file; None means all.
+      multiple_of: rows of length 0 are appended until N is a multiple of this, so that a batch can
+        be divided evenly among devices.
     """
     sizes = {"seq_len": seq_len, "max_windows": max_windows, "multiple_of": multiple_of}
     for field, value in sizes.items():
@@ -170,12 +171,12 @@ def _spread(count: int, limit: int | None) -> np.ndarray:
 
 
 Ids = TokenFile | TokenShards
-"""A long sequence of ids that is read in slices."""
+"""A long sequence of ids, read in slices."""
 
 
 @dataclass(frozen=True)
 class Windows(Mapped):
-    """Consecutive windows of `seq_len` ids, from an offset determined by the bits of the epoch."""
+    """Consecutive windows of `seq_len` ids, from an offset that the epoch's bits determine."""
 
     ids: Ids
     seq_len: int
@@ -185,7 +186,7 @@ class Windows(Mapped):
         return len(self.ids) - self.seq_len + 1
 
     def __len__(self) -> int:
-        # One window less than the maximum, so that the offset can vary by a whole window.
+        # One window fewer than the maximum, so that the offset can vary by a whole window.
         return max(1, self._num_starts // self.seq_len)
 
     def read(self, places: Sequence[Place]) -> Columns:
@@ -215,7 +216,7 @@ def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) ->
 def _rows(
     source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
 ) -> Windows | DocumentRows:
-    """The rows of `source`, after checking that they have `seq_len` tokens and are not empty."""
+    """The rows of `source`, checked to have `seq_len` tokens and at least one row."""
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
             raise ValueError(
@@ -234,7 +235,7 @@ def _rows(
 
 @dataclass(frozen=True)
 class _ReadBatch:
-    """Maps a step to rows `[first_row, first_row + num_rows)` of its global batch."""
+    """Maps a step to rows `[first_row, first_row + num_rows)` of the step's global batch."""
 
     parts: tuple[Windows | DocumentRows, ...]
     mixture: Mixture | None
@@ -253,7 +254,7 @@ class _ReadBatch:
         return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
 
     def _place(self, part: int, row: int) -> Place:
-        """Row number `row` of the endless stream of rows of a part."""
+        """Row number `row` in the endless stream of rows of a part."""
         size = len(self.parts[part])
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
@@ -271,16 +272,16 @@ def _shuffled(index: int, *, size: int, seed: int) -> int:
 
 @lru_cache(maxsize=16)
 def _permutation(size: int, seed: int) -> np.ndarray:
-    # Raw bits, because NumPy guarantees their stream, but not that of `Generator`.
+    # Raw bits are used because NumPy guarantees their stream, but not that of `Generator`.
     return np.argsort(np.random.Philox(seed).random_raw(size), kind="stable")
 
 
 @lru_cache(maxsize=64)
 def _epoch_bits(seed: int, epoch: int, part: int) -> tuple[int, int]:
-    """Two random 32-bit numbers of an epoch: the seed of its shuffle, and its offset.
+    """Two random 32-bit numbers for an epoch: the seed of its shuffle, and its offset.
 
-    They are hashed, because with `seed + epoch` the second epoch of one run would equal the first
-    of another.
+    They are hashes of the seed and the epoch; with `seed + epoch`, the second epoch of one run
+    would equal the first epoch of another.
     """
     entropy = [seed, epoch, part] if part else [seed, epoch]
     shuffle_seed, offset_bits = np.random.SeedSequence(entropy).generate_state(2)

@@ -2,15 +2,15 @@
 
 The row boundaries of a token file are stored in the same format (`rows.DocumentRows`).
 
-A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program can
-read it and a training process maps it into memory; the last 4 bytes, which readers of .npy ignore,
-are the CRC32 of the rest. Files are written atomically, also by concurrent writers.
+A token file is an ordinary .npy of the smallest type that holds the vocabulary. Any program can
+read it, and training processes map it into memory. The last 4 bytes, which .npy readers ignore, are
+the CRC32 of the rest. Files are written atomically, even by concurrent writers.
 
-The rows of a batch in token files: windows of one text, or one document each.
+The rows of a batch are windows of one text, or one document each.
 
-Both map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given": int32 [b]}`,
-where `given` counts the leading tokens that are a prompt: never noised, and never a target. Both
-are pickled as their fields; each process maps the file on first read.
+Both kinds of source map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given":
+int32 [b]}`, where `given` counts the leading prompt tokens, which are never noised and never
+targets. Only the fields of a source are pickled; each process maps the file on first read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 def default_cache_dir() -> Path:
-    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` when that is not set."""
+    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` if the variable is not set."""
     named = os.environ.get("DLM_JAX_CACHE")
     folder = Path(os.path.expanduser(named or "~/.cache/dlm_jax"))
     if not named and not folder.is_absolute():
@@ -50,7 +50,7 @@ def default_cache_dir() -> Path:
 
 
 def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
-    """Writes `ids` `[n]` to `path` and replaces an existing file atomically.
+    """Writes `ids` `[n]` to `path`, replacing an existing file atomically.
 
     Raises:
       OSError: the disk is full.
@@ -67,7 +67,7 @@ def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
 
 
 def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
-    """The ids in a token file `[n]`, mapped read-only; header and size are checked."""
+    """The ids in a token file, `[n]`, mapped read-only; checks header and size."""
     remedy = "load the corpus again to rebuild it"
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -83,7 +83,7 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` is a complete token file with the right checksum (1-2 GB/s)."""
+    """Whether `path` is a complete token file with the right checksum (checked at 1-2 GB/s)."""
     try:
         open_tokens(path)
         with path.open("rb") as file:
@@ -94,7 +94,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _crc32(file: IO[bytes], num_bytes: int) -> int:
-    """CRC32 of the next `num_bytes` of `file`; advances the file position."""
+    """CRC32 of the next `num_bytes` bytes of `file`; advances the file position."""
     checksum, left = 0, num_bytes
     while left > 0:
         chunk = file.read(min(left, _CHUNK_BYTES))
@@ -110,11 +110,11 @@ TAILS = ("eos", "pad")
 
 
 Place = tuple[int, int]
-"""A row of an epoch: its index in the epoch, and the epoch's random 32 bits."""
+"""A row's index in its epoch, and the epoch's 32 random bits."""
 
 
 class Mapped:
-    """Drops mapped files when pickled."""
+    """Drops mapped files (fields that begin with an underscore) when pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
@@ -122,7 +122,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class TokenFile(Mapped):
-    """The ids of a token file."""
+    """The ids in a token file, mapped on first read."""
 
     path: str | os.PathLike[str]
 
@@ -143,18 +143,17 @@ class TokenFile(Mapped):
 
 @dataclass(frozen=True)
 class DocumentRows(Mapped):
-    """Rows of one document each, or of one part of a document longer than a row.
+    """Rows with one document each, or with one part of a document longer than a row.
 
     Attributes:
-      tokens_path: token file of all documents, one after the other.
-      bounds_path: token file `[2n + 1]` of positions in it: the prompt of row i is `[b[2i],
-        b[2i+1])`, its text is `[b[2i+1], b[2i+2])`.
-      seq_len: tokens of a row.
-      eos_id: ends a document if it fits.
-      pad_id: fills a canvas beyond its length.
-      tail: fill of the rest of a row: with ``eos``, trained EOS up to the end of the row (`length`
-          is
-        `seq_len`); with ``pad``, one EOS and then PAD.
+      tokens_path: token file with all documents, concatenated.
+      bounds_path: token file `[2n + 1]` with positions in `tokens_path`: the prompt of row i is
+        `[b[2i], b[2i+1])`, and its text is `[b[2i+1], b[2i+2])`.
+      seq_len: number of tokens per row.
+      eos_id: the id that ends a document if there is room for it.
+      pad_id: the id that fills a canvas beyond its length.
+      tail: what fills the rest of a row: ``eos`` is EOS as a target to the end of the row (`length`
+        is `seq_len`); ``pad`` is one EOS, then PAD.
     """
 
     tokens_path: Path
@@ -183,8 +182,8 @@ class DocumentRows(Mapped):
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
         size = (stop - start)[:, None]
-        # Positions beyond the end of a row may lie beyond the end of the file; their values are not
-        # used.
+        # Positions beyond the end of a row may be beyond the end of the file; their values are
+        # unused.
         where = np.minimum(start[:, None] + columns, len(self._tokens) - 1)
         fill = self.eos_id if self.tail == "eos" else self.pad_id
         behind = np.where(columns == size, self.eos_id, fill)
@@ -196,7 +195,7 @@ class DocumentRows(Mapped):
         }
 
     def num_targets(self) -> int:
-        """The number of trained tokens (live and not given) in all rows."""
+        """The number of targets (live tokens that are not given) in all rows."""
         bounds = self._bounds.astype(np.int64)
         given = bounds[1::2] - bounds[:-1:2]
         return int(self._lengths(bounds[:-1:2], bounds[2::2]).sum(dtype=np.int64) - given.sum())
@@ -214,10 +213,10 @@ Encoded = tuple[str, np.ndarray | None, np.ndarray]
 def cut_into_rows(
     documents: Iterable[Encoded], *, seq_len: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """(chunks of ids that form the tokens, bounds `[2n + 1]`) of n rows.
+    """(chunks whose concatenation is the tokens, bounds `[2n + 1]`) for n rows.
 
-    Plain text longer than a row is cut into consecutive rows. The last part has no EOS if it fills
-    its row exactly, because a row of only EOS would train empty texts.
+    Plain text longer than a row is cut into consecutive rows. The last part gets no EOS if it fills
+    its row exactly, because an extra row with only EOS would train the model to write empty texts.
     """
     parts: list[np.ndarray] = []
     bounds = [0]

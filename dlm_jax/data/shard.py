@@ -97,8 +97,8 @@ def _found(patterns: Sequence[str]) -> list[str]:
 
 
 RECORD_TOKENS = 16_384
-"""Ids of a record. Smaller records take more time per id, larger ones read more unused ids at
-row boundaries."""
+"""Number of ids per record. Smaller records take more time per id; with larger records, more unused
+ids are read at row boundaries."""
 
 _WRITER = "group_size:1,uncompressed"
 
@@ -120,7 +120,7 @@ class Job:
 def documents_of(
     files: Sequence[tuple[str, int]], number: int, num_spans: int
 ) -> Iterator[tuple[str, str]]:
-    """(name, text) of the documents that begin in one of `num_spans` equal spans of all bytes."""
+    """(name, text) of the documents that begin in span `number` of `num_spans` equal byte spans."""
     total = sum(size for _, size in files)
     begin, end = (total * n // num_spans for n in (number, number + 1))
     offset = 0
@@ -170,7 +170,7 @@ def _is_held_out(text: str, share: float) -> bool:
 
 
 class _Writer:
-    """Writes the documents of one shard as records; the shard appears when it is complete."""
+    """Writes the documents of one shard as records; the file appears once it is complete."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._path, self._coder = path, tokenizer
@@ -202,7 +202,7 @@ class _Writer:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Converts the `RuntimeError` of ArrayRecord for failed writes to `OSError`."""
+        """Converts the `RuntimeError` that ArrayRecord raises for a failed write to `OSError`."""
         try:
             yield
         except RuntimeError as error:
@@ -210,7 +210,7 @@ class _Writer:
             raise OSError(said, os.strerror(said), str(self._path)) from error
 
     def close(self) -> Shard | None:
-        """The finished shard; None, without a file, if it has no documents."""
+        """The finished shard; None, and no file is written, if the shard has no documents."""
         if len(self._rest):
             self._record(self._rest)
         with self._failures():
@@ -224,7 +224,7 @@ class _Writer:
 
 
 def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
-    """The shards of one span of the files: one for training, and a held-out one."""
+    """The training shard and the held-out shard of one span of the files."""
     with tempfile.TemporaryDirectory() as temporary:
         remote = is_remote(job.out)
         folder = Path(temporary) if remote else Path(job.out)
@@ -240,7 +240,7 @@ def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
 
 
 def make_shards(job: Job, *, workers: int) -> Index:
-    """Writes the corpus with `workers` processes and returns its index, written last."""
+    """Writes the corpus with `workers` processes, then writes and returns its index."""
     tasks = [(job, number) for number in range(job.num_shards)]
     if workers == 1:
         made = [write_shard(*task) for task in tasks]
@@ -260,10 +260,10 @@ def make_shards(job: Job, *, workers: int) -> Index:
 def choose_tokenizer(
     kind: str, files: Sequence[tuple[str, int]], *, held_out: float, sample_bytes: int
 ) -> Tokenizer:
-    """The tokenizer of a kind: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
+    """The tokenizer for `kind`: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
 
-    A BPE is trained on the first documents of 64 equal spans of the files, up to `sample_bytes`
-    bytes in total, without held-out documents.
+    A BPE is trained on the first documents of 64 equal spans of the files, without held-out
+    documents and up to about `sample_bytes` bytes in total.
     """
     if kind == "character":
         raise ValueError("--tokenizer character needs the whole text at once; use byte or bpe:N")
@@ -282,8 +282,8 @@ def choose_tokenizer(
 
 
 def prepare_out(out: str) -> None:
-    """Creates the directory; refuses a directory that already has a corpus, and unreachable
-    buckets.
+    """Creates the directory; refuses unreachable buckets and directories that already have a
+    corpus.
     """
     check_bucket("--out", out)
     path = located(out)

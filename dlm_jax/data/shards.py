@@ -1,21 +1,21 @@
-"""Sharded corpora, read by index, and their mixtures by weight.
+"""Sharded corpora, read by index, and weighted mixtures of corpora.
 
 A sharded corpus is a directory or bucket prefix::
 
-    index.json                        see `Index`, and its CRC32 on a second line
+    index.json                        an `Index`, with its CRC32 on a second line
     train-00000-of-00100.array_record
     val-00000-of-00100.array_record   held-out documents
 
 A shard is an ArrayRecord file. Its first record is JSON that identifies the tokenizer (see
-`fingerprint`); each other record holds `record_tokens` little-endian ids; the last one may
-be shorter. The ids are those of consecutive documents, with EOS after every document.
+`fingerprint`). Each of the other records has `record_tokens` little-endian ids; the last may be
+shorter. The ids encode consecutive documents, with EOS after every document.
 
-The ids of all shards form one sequence, which is never in memory as a whole. A reader reads only
-the records that it needs; ArrayRecord verifies their checksums. Files in buckets are copied into
-the cache and verified on first read. The number of open files, and thus memory, is bounded.
+The ids of all shards form one sequence, which is never in memory as a whole. Only the records
+needed are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the
+cache and verified on first read. The number of open files, and thus memory, is bounded.
 
-A mixture assigns rows in blocks of `BLOCK`. Each corpus has the same number of rows in every block,
-in a random order per block, so the source of any row can be computed directly.
+A mixture assigns rows in blocks of `BLOCK` rows. Each corpus has a fixed number of rows per block,
+in a different random order in each block, so the source of any row can be computed directly.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Index:
 
     @property
     def sha256(self) -> str:
-        """Digest of its contents: equal for equal corpora at any location."""
+        """Hash of the contents, which does not depend on the location of the corpus."""
         return hashlib.sha256(self._line().encode("ascii")).hexdigest()
 
     def _line(self) -> str:
@@ -120,8 +120,8 @@ def read_index(directory: str) -> Index:
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
 
-# Corpora up to this size are read completely before a run starts (a second or two), larger corpora
-# are checked by their sizes and headers, and by the checksums of ArrayRecord when they are read.
+# Corpora up to this size are read and checked completely before a run starts (a second or two). For
+# larger corpora, only sizes and headers are checked before; ArrayRecord verifies checksums on read.
 CHECK_BYTES = 2 << 30
 
 _MAX_OPEN = 128
@@ -145,7 +145,7 @@ class TokenShards(Mapped):
 
     @classmethod
     def of(cls, directory: str, index: Index, part: str, cache_dir: Path) -> TokenShards:
-        """Shards of a part, ``train`` or ``val``, of the corpus in `directory`."""
+        """The shards of one part (``train`` or ``val``) of the corpus in `directory`."""
         shards: tuple[Shard, ...] = getattr(index, part)
         root = located(directory)
         return cls(
@@ -226,7 +226,7 @@ class TokenShards(Mapped):
             )
 
     def _local(self, shard: int) -> str:
-        """A local path of the shard: itself, or a verified local copy."""
+        """The path of a local shard, or of a verified local copy of a remote shard."""
         path, facts = self.paths[shard], self.shards[shard]
         if not is_remote(path):
             return path
@@ -254,9 +254,9 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{self.paths[shard]} has a wrong checksum; copy the shard again")
 
     def check(self) -> None:
-        """Refuses shards that are missing, of another size or tokenizer, or (if small) damaged.
+        """Refuses shards that are missing, damaged (if small), or have another size or tokenizer.
 
-        See `CHECK_BYTES`. Shards in buckets are verified when they are copied.
+        `CHECK_BYTES` defines small. Shards in buckets are verified when they are copied.
         """
         reads_all = sum(shard.num_bytes for shard in self.shards) <= CHECK_BYTES
         for number, (path, facts) in enumerate(zip(self.paths, self.shards, strict=True)):
@@ -286,27 +286,27 @@ def joined(parts: Sequence[TokenShards]) -> TokenShards:
 
 
 BLOCK = 10_000
-"""Rows of a block; weights are rounded to multiples of its inverse."""
+"""Rows per block; weights are rounded to multiples of 1 / `BLOCK`."""
 
 _SALT = 0x6D697865
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several sharded corpora with the same tokenizer, and the rows of each per block."""
+    """Several sharded corpora with the same tokenizer, and the number of rows per block of each."""
 
     sources: tuple[TokenShards, ...]
     quotas: tuple[int, ...]
 
     def locate(self, row: int, seed: int) -> tuple[int, int]:
-        """(source, index of the row in its own stream) of a row of the mixed stream."""
+        """(source, index in that source's stream) of a row in the mixed stream."""
         block, place = divmod(row, BLOCK)
         source, rank = _order(self.quotas, seed, block)[:, place]
         return int(source), block * self.quotas[source] + int(rank)
 
 
 def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Rows of each corpus in a block, by the method of largest remainders; 0 for a weight of 0."""
+    """Rows per block of each corpus, by the largest-remainder method; 0 for a weight of 0."""
     if not all(np.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"data.weights={list(weights)} must be numbers of at least 0")
     if not sum(weights) > 0:
@@ -325,7 +325,7 @@ def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _order(quotas: tuple[int, ...], seed: int, block: int) -> np.ndarray:
-    """The source of each row of a block, and its rank among the rows of that source."""
+    """The source of each row in a block, and the row's rank among the rows of that source."""
     bits = np.random.Philox(np.random.SeedSequence([_SALT, seed, block])).random_raw(BLOCK)
     places = np.argsort(bits, kind="stable")
     ends = np.cumsum(quotas)

@@ -1,13 +1,13 @@
-"""Subword tokenizers: Hugging Face `tokenizer.json` files, and byte-level BPEs trained on a text.
+"""Subword tokenizers: Hugging Face `tokenizer.json` files, and BPEs trained on a text.
 
-The content of the file is stored in checkpoints, and tokenizers of equal content are equal.
-Encoding differs from the settings of the file in a few ways, so that ids are unambiguous:
+Checkpoints store the content of the file, and tokenizers with equal content are equal. Encoding
+deviates from the file's settings in a few ways to make ids unambiguous:
 
-- Specials are the file's added tokens with a usual name (`<|mask|>`, `[PAD]`, `<s>`, `</s>`, ...);
-  missing ones are appended to its vocabulary, in the order MASK, PAD, BOS, EOS.
-- Text never becomes a special token: the characters of a special are encoded as text.
+- The special tokens are the file's added tokens with a common name (`<|mask|>`, `[PAD]`, `<s>`,
+  `</s>`, ...); missing ones are appended to the vocabulary, in the order MASK, PAD, BOS, EOS.
+- Text never becomes a special token: the name of a special token is encoded as text.
 - Truncation, padding, BPE dropout and template specials are disabled.
-- Text without ids in the file is refused instead of dropped or mapped to an unknown token.
+- Text that the file cannot encode is refused instead of dropped or mapped to an unknown token.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dlm_jax.data.tokenizers import NEVER_IN_UTF8, checked_ids, utf8
 SPECIALS = ("mask", "pad", "bos", "eos")
 
 MOST_IDS = 2**22
-"""The largest number of ids of a tokenizer, 16 times that of published models."""
+"""The largest vocabulary size of a tokenizer, 16 times that of published models."""
 
-# Names of special tokens without brackets, in lower case; the first one found is used.
+# Names of special tokens without brackets, in lower case; the first that the file has is used.
 _NAMES = {
     "mask": ("mask", "mdm_mask"),
     "pad": ("pad", "padding"),
@@ -41,8 +41,8 @@ _NAMES = {
 }
 _SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
 
-# Plain byte-level splitting puts a newline between two non-space characters into its own piece, so
-# text can be cut after it without changing ids.
+# Plain byte-level splitting makes a newline between two non-space characters a piece of its own, so
+# text can be cut after such a newline without changing ids.
 _PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 _CHUNK = 1 << 16
@@ -51,7 +51,7 @@ _CHUNKS_AT_ONCE = 64
 
 @dataclass(unsafe_hash=True)
 class SubwordTokenizer:
-    """The tokenizer of a `tokenizer.json` (the module docstring lists the differences)."""
+    """The tokenizer of a `tokenizer.json`, with the differences listed in the module docstring."""
 
     content: str
 
@@ -60,7 +60,7 @@ class SubwordTokenizer:
             data = json.loads(self.content)
             self.content = json.dumps(data, separators=(",", ":"))
             self._read(data)
-        # The library raises plain Exception, and files of other programs can cause any error.
+        # The library raises plain Exception, and files from other programs can cause any error.
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
@@ -106,7 +106,7 @@ class SubwordTokenizer:
         if not self._vocabulary:
             raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
-        # Checked before anything is allocated per id.
+        # The number of ids is checked before anything is allocated for each id.
         if num_tokens > MOST_IDS:
             raise ValueError(
                 f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
@@ -176,7 +176,7 @@ class SubwordTokenizer:
         return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
 
     def _candidates(self, piece: str) -> Iterator[int]:
-        """Ids that may encode `piece` inside a text."""
+        """Candidate ids that may encode `piece` within a text."""
         ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
         if len(ids) == 1:
             yield ids[0]
@@ -208,10 +208,10 @@ class SubwordTokenizer:
         return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
 
     def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
-        """Ids of tokens with a byte that never occurs in UTF-8."""
+        """Ids of tokens that contain a byte that never occurs in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
-            # In the alphabet of byte-level tokens, these bytes represent themselves.
+            # The byte-level alphabet represents these bytes by themselves.
             never = {chr(byte) for byte in NEVER_IN_UTF8}
             return {number for token, number in learnt.items() if not never.isdisjoint(token)}
         fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
@@ -225,8 +225,8 @@ class SubwordTokenizer:
     def piece_id(self, piece: str) -> int | None:
         """The id that appends `piece` to preceding text, or None.
 
-        It is determined between two other tokens, because some tokenizers encode the first token
-        differently.
+        The piece is tested between two other tokens, because some tokenizers treat the first token
+        of a text differently.
         """
         first = next(self._candidates("a"), None)
         if not piece or first is None:
@@ -242,7 +242,7 @@ class SubwordTokenizer:
 
 
 def train_json(text: str, num_tokens: int) -> str:
-    """The `tokenizer.json` of a byte-level BPE of at most `num_tokens` ids, trained on `text`."""
+    """The `tokenizer.json` of a byte-level BPE with at most `num_tokens` ids, trained on `text`."""
     plain = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
     plain["pre_tokenizer"] = plain["decoder"] = {**_PLAIN_BYTE_LEVEL, "trim_offsets": True}
     backend = tokenizers.Tokenizer.from_str(json.dumps(plain))
@@ -257,7 +257,7 @@ def train_json(text: str, num_tokens: int) -> str:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """`text` in parts whose concatenated ids are the ids of the whole."""
+    """Parts of `text` whose concatenated ids equal the ids of the whole text."""
     start = 0
     while cut := _CUT.search(text, start + _CHUNK):
         yield text[start : cut.start()]
@@ -266,7 +266,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
-    """The token of each role that has one in `names`."""
+    """The token in `names` for each role, without the roles that have none."""
     cores: dict[str, str] = {}
     for name in names:
         if match := _SPECIAL.fullmatch(name):
@@ -279,11 +279,10 @@ def _find_specials(names: Iterable[str]) -> dict[str, str]:
 
 
 def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str, Any]:
-    """`data` without truncation, padding and dropout, and with special tokens that no text can
-    produce.
+    """`data` without truncation, padding and dropout, with special tokens that no text can produce.
 
-    A word-level model would encode the name of a special token in a text as that token, so the
-    token is renamed. BPE merges never produce special tokens.
+    A word-level model would encode the name of a special token as that token, so special tokens are
+    renamed. BPE merges never produce special tokens.
     """
     model = {key: value for key, value in data["model"].items() if key != "dropout"}
     data = {**data, "model": model, "truncation": None, "padding": None}
@@ -301,7 +300,7 @@ def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str,
 
 
 def _inner(data: dict[str, Any], name: str) -> str:
-    """The internal name of the special `name`."""
+    """The internal name of the special token `name`."""
     return name if "merges" in data["model"] else f"\ue000{name}\ue000"
 
 
@@ -317,7 +316,7 @@ def _refuse(text: str, position: int) -> None:
 
 
 def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
-    """A byte-level BPE of exactly `vocab_size` ids: 256 bytes, merges, and four specials.
+    """A byte-level BPE with exactly `vocab_size` ids: 256 bytes, merges and four special tokens.
 
     Any text can be encoded and decodes exactly. A pair of pieces is merged only if it occurs at
     least twice. Equal texts give equal tokenizers.
@@ -328,7 +327,7 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
             f"a BPE of {vocab_size} ids cannot hold the 256 bytes and {len(SPECIALS)} specials; "
             f"use at least bpe:{smallest}"
         )
-    # Every merge requires two bytes of text, and the library allocates all ids at once.
+    # The library allocates all ids at once, and every merge requires two bytes of text.
     largest = min(smallest + len(utf8(text)), MOST_IDS)
     if vocab_size > largest:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Training text: UTF-8 files, JSON lines, built-in corpora, and the held-out split.
 
-``tinyshakespeare`` is always verified by its digest, so that results on it are comparable.
+The digest of ``tinyshakespeare`` is always verified, so that results on this corpus are comparable.
 ``python-reference`` is the language reference that ships with CPython (`pydoc_data.topics`), so
-that training needs no network. A fifth of its text occurs twice, because topics copy parts of
-longer ones, and a bound on held-out text would partly measure memorisation. A topic is therefore
-dropped if at least half of it occurs in longer topics.
+training on it needs no network. Topics copy parts of longer topics, so a fifth of the text occurs
+twice, and a bound on held-out text would partly measure memorisation. A topic is therefore dropped
+if at least half of it occurs in longer topics.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Document:
     """One document of a corpus.
 
     Attributes:
-      name: its origin.
-      text: the trained text.
-      prompt: given text before it, which is never noised; None for plain text.
+      name: where the document comes from, for messages.
+      text: the text to train on.
+      prompt: given text before `text`, never noised; None for plain text.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Document:
 
 
 def read_jsonl(name: str, content: str) -> Iterator[Document]:
-    """The documents of the lines of `content`, in order; blank lines are skipped.
+    """One document per line of `content`, in order; blank lines are skipped.
 
     A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt may
     be empty; a response or text may not.
@@ -58,7 +58,7 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
 
 
 def parse_line(where: str, line: str) -> Document:
-    """The document of one line, named `where`; errors as for `read_jsonl`."""
+    """The document in one line, named `where`; the format is that of `read_jsonl`."""
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -104,10 +104,10 @@ _BY_PATH = "pass the path of the file instead: --data.source path/to/input.txt"
 
 
 def read_shakespeare() -> str:
-    """The text, from the file in `$DLM_JAX_TINYSHAKESPEARE`, the cache, or a download.
+    """The text, from the file that `$DLM_JAX_TINYSHAKESPEARE` names, the cache, or a download.
 
     A download is stored atomically in the cache directory (`dlm_jax.data.rows.default_cache_dir`);
-    a damaged copy there is downloaded again.
+    a damaged cached copy is downloaded again.
     """
     named = os.environ.get(SHAKESPEARE_PATH)
     if named:
@@ -141,7 +141,7 @@ def _checked(data: bytes, where: str) -> str:
 def _download() -> bytes:
     try:
         with urllib.request.urlopen(_URL, timeout=_TIMEOUT_SECONDS) as response:
-            # One more byte detects a response of any larger size.
+            # Reading one more byte detects a response that is too long.
             return response.read(_NUM_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -163,24 +163,24 @@ PYTHON_SOURCE = "python-source"
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-# Directories of the standard library that are skipped: tests (some are not UTF-8), installed
-# packages, and the language reference, which is a separate corpus.
+# Directories of the standard library to skip: tests (some are not UTF-8), installed packages, and
+# the language reference, which is a separate corpus.
 _NO_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
-# Shortest paragraph (characters) that counts as a copy if it occurs in two topics.
+# Paragraphs of at most this many characters are ignored when copies are detected.
 _MIN_COPIED = 40
 
 
 def read_documents(source: Source) -> tuple[Document, ...]:
-    """The documents of `source`, sorted by name, without duplicates and empty ones.
+    """The documents of `source`, sorted by name, without duplicates or empty documents.
 
     Args:
-      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library,
-          without tests), `tinyshakespeare.NAME` (downloaded if needed), ``task:NAME`` (prompts and
-        answers of `dlm_jax.tasks`), a path or a glob (`**` spans folders), or several of these. An
-        existing path is never a glob. A file is one document; a ``.jsonl`` file has a document per
-        line (see `read_jsonl`). A byte-order mark is removed; everything else, including line
-        endings, is kept.
+      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (one document per file of the standard library,
+        without tests), `SHAKESPEARE` (downloaded if needed), ``task:NAME`` (prompts and answers of
+        `dlm_jax.tasks`), a path or a glob (`**` matches nested folders), or several of these. An
+        existing path is never treated as a glob. A file is one document, except that a ``.jsonl``
+        file has one per line (see `read_jsonl`). A byte-order mark is removed; everything else,
+        including line endings, is unchanged.
     """
     patterns = names_of(source)
     if not patterns:
@@ -218,10 +218,10 @@ def join_documents(documents: Sequence[Document]) -> str:
 
 
 def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """(training text, held-out text): held-out text is the end of `text`.
+    """(training text, held-out text); the held-out text is the end of `text`.
 
-    The cut is at a line start, the nearest one that holds out at least `held_out` but at most
-    twice as much; text without such a line start is cut at the character.
+    The cut is at the last line start that holds out at least the fraction `held_out`, but at most
+    twice as much; if there is none, the text is cut within a line.
     """
     _check_share(held_out)
     if len(text) < 2:
@@ -236,7 +236,7 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
 def split_documents(
     documents: Sequence[Document], held_out: float, *, name: str
 ) -> tuple[Sequence[Document], Sequence[Document]]:
-    """(training documents, held-out documents): the last fraction `held_out` is held out."""
+    """(training documents, held-out documents); the last fraction `held_out` is held out."""
     _check_share(held_out)
     if len(documents) < 2:
         raise ValueError(
@@ -248,7 +248,7 @@ def split_documents(
 
 
 def describe(source: Source) -> str:
-    """A short name of `source` for messages."""
+    """A short description of `source` for messages."""
     patterns = names_of(source)
     shown = ", ".join(patterns[:3])
     return shown if len(patterns) <= 3 else f"{shown} and {len(patterns) - 3} more"
@@ -265,7 +265,7 @@ def names_of(source: Source) -> list[str]:
 
 
 def _match(pattern: str) -> tuple[bool, list[Path]]:
-    """Whether `pattern` names one file, and the matching files."""
+    """Whether `pattern` is the path of one file, and the matching files."""
     path = Path(os.path.expanduser(pattern))
     if path.is_dir():
         raise ValueError(
@@ -301,7 +301,7 @@ def _read(path: Path) -> str:
 
 
 def _builtin_documents() -> list[Document]:
-    """Topics of the language reference, sorted by name, without copies (see the module)."""
+    """Topics of the language reference, sorted by name, without those that copy other topics."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
@@ -321,7 +321,7 @@ def _builtin_documents() -> list[Document]:
 
 
 def _python_source() -> list[Document]:
-    """Modules of the standard library, sorted by path; without tests and installed packages."""
+    """Modules of the standard library, sorted by path, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
@@ -337,7 +337,7 @@ def _python_source() -> list[Document]:
 
 
 def _task_documents(name: str) -> list[Document]:
-    """Examples of a task, each a prompt and its answer."""
+    """Examples of a task, each with a prompt and an answer."""
     task = TASKS[name]
     return [
         Document(f"task:{name} example {number}", answer, prompt)
@@ -351,4 +351,4 @@ NAMED: dict[str, Callable[[], list[Document]]] = {
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
     **{f"task:{name}": functools.partial(_task_documents, name) for name in TASKS},
 }
-"""Corpora by name, which do not depend on the working directory."""
+"""Corpora by name, independent of the working directory."""

@@ -1,4 +1,4 @@
-"""Tokenizers by name: from a kind and a text, or from the JSON of a checkpoint."""
+"""Creates tokenizers from a kind and a text, or from the JSON in a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
     """The tokenizer of `kind` for the corpus `text`.
 
     Args:
-      kind: one of `TOKENIZERS`; ``bpe:SIZE``, a byte-level BPE of SIZE ids that is trained here;
-        or the path of a Hugging Face ``tokenizer.json``, a name that ends in ``.json``.
-      text: all text that must be encoded.
-      train_text: the part that a BPE is trained on; None: all of `text`.
+      kind: one of `TOKENIZERS`; ``bpe:SIZE``, which trains a byte-level BPE with SIZE ids; or the
+        path of a Hugging Face ``tokenizer.json``, with a name that ends in ``.json``.
+      text: all text that the tokenizer must encode.
+      train_text: the part of `text` that a BPE is trained on; None means all of `text`.
     """
     if kind in _FROM_TEXT:
         return _FROM_TEXT[kind](text)
@@ -81,8 +81,8 @@ def from_json(data: Any) -> Tokenizer:
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuses a tokenizer with ids that a model of `vocab_size` logits does not have.
 
-    Fewer ids than logits are allowed: published models pad their vocabulary. Logits with index
-    `tokenizer.vocab_size` or above have no token and must be banned in sampling.
+    Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
+    index `tokenizer.vocab_size` or above have no token, so sampling must ban them.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Options of XLA's compilers for each kind of device, with their measured or estimated gains.
+"""XLA compiler options for each kind of device, with measured or estimated gains.
 
-Gains on TPUs are compile-time estimates (`dlm_jax.distributed.costs`): milliseconds per step by
-roofline / cycles, without and with the option, and the seconds of compilation. Rows have 4096
-positions in training, and 1024 in sampling, where a step computes whole canvases.
+Gains on TPUs are estimates from compiled programs (`dlm_jax.distributed.costs`): milliseconds per
+step by roofline / cycles, first without and then with the option, followed by seconds of
+compilation. Rows have 4096 positions in training and 1024 in sampling, where a step computes whole
+canvases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Use = Literal["train", "sample"]
 
 @dataclass(frozen=True)
 class Option:
-    """A compiler option, the uses that have it by default, and its gain."""
+    """A compiler option, the uses for which it is a default, and its gain."""
 
     name: str
     value: str
@@ -32,7 +33,7 @@ class Option:
     gain: str
 
 
-# On-chip memory that one operation may use. More allows larger tiles, which take longer to
+# On-chip memory that one operation may use. More memory allows larger tiles, which take longer to
 # compile.
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # Matrix products of at least this size with a sharded matrix are computed in parts.
@@ -55,17 +56,17 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
         Option(_VMEM, "65536", ("sample",), "8B, 4x4: 209 / 335 to 214 / 283; 29 to 46 s"),
     ),
     "cpu": (
-        # Reductions go to YNNPACK. Matrix products remain in Eigen, which is faster for the batched
-        # products of attention.
+        # YNNPACK computes reductions. Eigen still computes matrix products, because it is faster
+        # for the batched products of attention.
         Option(
             "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE",
             ("train", "sample"), "softmax and norms",
         ),
     ),
 }  # fmt: skip
-"""Default options by the name of a chip (`dlm_jax.distributed.mesh.CHIPS`), or by platform.
+"""Default options by chip name (see `dlm_jax.distributed.mesh.CHIPS`) or platform.
 
-Options that the installed compiler does not support are omitted. GPUs have none.
+Options that the installed compiler does not support are omitted. GPUs have no default options.
 """
 
 
@@ -75,12 +76,12 @@ def options(
     """Options for ``jax.jit(..., compiler_options=...)``.
 
     Args:
-      use: use of the program.
-      place: devices of the program; None for the devices of this process.
+      use: whether the program trains or samples.
+      place: devices of the program; None means the devices of this process.
       given: ``mesh.compiler_options``, which override the defaults.
 
     Raises:
-      SettingError: the compiler rejects a given option or its value.
+      SettingError: the compiler rejects an option in `given`, or the option's value.
     """
     device: Any = _device_of(place)
     chip = CHIPS.get(device.device_kind)
@@ -116,9 +117,9 @@ def _device_of(place: Mesh | Sharding | None) -> Any:
 
 @functools.cache
 def _fault(device: Any, name: str, value: str) -> str:
-    """The error of the compiler of a device for an option; empty if it accepts it.
+    """The error with which a device's compiler rejects an option; empty if the option is accepted.
 
-    Compilers report unknown options only when they compile.
+    A compiler reports unknown options only when compiling a program.
     """
     place = SingleDeviceSharding(device)
     negative = jax.jit(jnp.negative, compiler_options={name: value}, in_shardings=place)

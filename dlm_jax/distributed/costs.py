@@ -1,8 +1,8 @@
-"""Estimates the time of a compiled program from its XLA text.
+"""Estimates the run time of a compiled program from its XLA text.
 
-Operations run in order, with collectives in parallel. The body of a loop counts once per iteration.
-An asynchronous collective costs only the time that remains when its result is needed. Use the
-estimates to compare programs, not to predict hardware.
+Operations run in order, overlapping with collectives. A loop body counts once per iteration. An
+asynchronous collective costs only the time that remains when its result is needed. Use the
+estimates to compare programs, not to predict actual times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of a type; `in_memory` is True for main memory."""
+    """One array in an XLA type; `in_memory` says whether the array is in main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; operands are names, or the text in parentheses if there are no operands."""
+    """One operation. Operands are names; constants and parameters have the text in parentheses."""
 
     name: str
     kind: str
@@ -67,24 +67,24 @@ class Operation:
 
 @dataclass
 class Module:
-    """A program: its computations by name, each a list of operations in their order."""
+    """A program: its computations by name, each an ordered list of operations."""
 
     computations: dict[str, list[Operation]] = field(default_factory=dict)
     entry: str = ""
 
     def called(self, operation: Operation, key: str = "calls") -> str | None:
-        """The computation that `key` of an operation refers to, if the program has it."""
+        """The computation that the attribute `key` of an operation names; None if unknown."""
         name = operation.attribute(key + r"=%([\w.\-]+)")
         return name if name in self.computations else None
 
 
 def shapes_of(text: str) -> list[Shape]:
-    """The arrays of a type; other values, such as tokens, are skipped."""
+    """The arrays in an XLA type; other values, such as tokens, are skipped."""
     found = []
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above are memories other than main memory.
+            # S(1) and above denote memories other than main memory.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -112,7 +112,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """The lines of the text, without line breaks inside the metadata of custom calls."""
+    """The lines of the text; lines broken inside the metadata of a custom call are joined."""
     lines: list[str] = []
     for line in text.split("\n"):
         begins = line.startswith((" ", "}", "%", "ENTRY", "HloModule", "\t"))
@@ -141,7 +141,7 @@ def _operation(name: str, rest: str) -> Operation:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Index of the bracket that matches the one at `opening`."""
+    """Index of the bracket that closes the bracket at `opening`."""
     depth = 0
     for place in range(opening, len(text)):
         if text[place] in "()":
@@ -152,7 +152,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int | None:
-    """Iterations of a ``while``, if its bound is a constant."""
+    """Number of iterations of a ``while`` whose bound is a constant; None otherwise."""
     known = loop.attribute(r'known_trip_count"?:?\{"?n"?:?"?(\d+)')
     if known:
         return int(known)
@@ -178,7 +178,7 @@ def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int 
 def _carried_bound(
     condition: list[Operation], loop: Operation, parent: list[Operation]
 ) -> int | None:
-    """The bound of a loop whose constant is part of the loop carry."""
+    """The bound of a loop that has the bound as a constant in its loop carry."""
     here = {operation.name: operation for operation in parent}
     start = here.get(loop.operands[0])
     if start is None or start.kind != "tuple":
@@ -211,7 +211,7 @@ def _carried_bound(
 
 
 Types = dict[str, str]
-"""Types of the operations of a computation, by name."""
+"""The type of each operation in a computation, by the operation's name."""
 
 _FREE = frozenset({
     "bitcast", "get-tuple-element", "tuple", "parameter", "constant", "after-all", "partition-id",
@@ -222,7 +222,7 @@ _SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
 
 
 def products(module: Module, name: str, known: dict[str, float]) -> float:
-    """FLOP of all matrix products and convolutions inside a computation; `known` is its memory."""
+    """FLOP of all matrix products and convolutions in a computation; `known` caches results."""
     if name in known:
         return known[name]
     body = module.computations[name]
@@ -239,7 +239,7 @@ def products(module: Module, name: str, known: dict[str, float]) -> float:
 
 
 def product(operation: Operation, types: Types) -> float:
-    """FLOP of one ``dot`` or ``convolution``: two for each multiplication."""
+    """FLOP of one ``dot`` or ``convolution``: two per multiplication."""
     outputs = math.prod(operation.shapes[0].dims)
     left, right = (_dims(types[name]) for name in operation.operands[:2])
     if operation.kind == "dot":
@@ -257,9 +257,9 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _share_of_taps(operation: Operation, left: tuple[int, ...], lhs: str, out: str) -> float:
-    """The share of a convolution's window that is neither padding nor dilation.
+    """The fraction of a convolution's window that is neither padding nor dilation.
 
-    XLA expresses batched products as convolutions with mostly dilated windows.
+    XLA expresses batched products as convolutions whose windows are mostly dilation.
     """
     window = operation.attribute(r"window=\{([^}]*)\}")
     sizes = _window(window, "size")
@@ -293,10 +293,10 @@ def _window(window: str | None, key: str) -> list[int]:
 
 
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
-    """Bytes that an operation reads from and writes to the main memory.
+    """Bytes that an operation reads from and writes to main memory.
 
-    Only the slices of a sliced operand are counted, and only the updates of an operand updated in
-    place.
+    If an operand is sliced, only the slices count; if an operand is updated in place, only the
+    updates count.
     """
     if operation.kind in _FREE:
         return 0.0
@@ -359,7 +359,7 @@ def _users(body: list[Operation]) -> dict[str, list[Operation]]:
 
 
 def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
-    """The operations that read a value, also through views such as bitcasts."""
+    """The operations that read a value, directly or through views such as bitcasts."""
     found: list[Operation] = []
     for user in users[name]:
         found += (_uses(user.name, users) or [user]) if user.kind in _SAME_PLACE else [user]
@@ -367,7 +367,7 @@ def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
 
 
 def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Operation]) -> bool:
-    """Whether `use` writes a part of the parameter in place."""
+    """Whether `use` writes part of the parameter in place."""
     if use.kind != "dynamic-update-slice" or not use.operands or parameter is None:
         return False
     name = use.operands[0]
@@ -388,14 +388,15 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Torus:
-    """The layout of the devices of a program: coordinates by number, and sizes of dimensions."""
+    """The layout of a program's devices: coordinates by device number, and dimension sizes."""
 
     chip: Chip
     places: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
 
     def bandwidth(self, group: list[int]) -> float:
-        """Bytes/s into a chip of a group, over the links of every dimension that the group spans.
+        """Bytes/s into a chip of a group, over the links along every dimension that the group
+        spans.
 
         A dimension is counted twice if the group wraps around it.
         """
@@ -410,9 +411,9 @@ class Torus:
 
 
 def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tuple[float, float]:
-    """(bytes that a chip receives or sends, seconds) of a collective without contention.
+    """(bytes that a chip receives or sends, seconds) for a collective without contention.
 
-    An all-reduce counts as a reduce-scatter and an all-gather.
+    An all-reduce counts as a reduce-scatter followed by an all-gather.
     """
     if kind == "collective-permute":
         return result_bytes, result_bytes / (torus.chip.link / 2)
@@ -424,12 +425,12 @@ def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tupl
         size = result_bytes * len(group) * share
     else:
         size = result_bytes * share
-    # An all-to-all crosses a torus in many hops; a quarter of the time approximates the mean.
+    # The mean path of an all-to-all on a torus is approximated by a quarter of the time.
     return size, size / speed / (4 if "all-to-all" in kind else 1)
 
 
 def first_group(attributes: str, num_devices: int) -> list[int]:
-    """The devices that exchange with each other in the first group of a collective."""
+    """The devices in the first group of a collective."""
     mesh = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([\d,]*)\))? \{([^}]*)\}", attributes
     )
@@ -456,15 +457,15 @@ def _numbers(text: str) -> list[int]:
 
 
 Mode = Literal["roof", "cycles"]
-"""The bound of an operation without products: bytes at full bandwidth, or the compiler's cycles.
+"""How an operation without products is timed: bytes at full bandwidth, or the compiler's cycles.
 
-The first is optimistic, the second is the compiler's pessimistic estimate of vector work.
+``roof`` is optimistic; ``cycles`` is the compiler's pessimistic estimate of vector operations.
 """
 
-# The share of the peak that attention kernels in Pallas reach.
+# The fraction of peak performance that Pallas attention kernels reach.
 _KERNEL_SHARE = 0.55
-# Matrix products of a kernel by its name: two in the forward pass; five in the backward pass in one
-# kernel, or four and three in two.
+# Number of matrix products of a kernel, by its name. The forward pass has two. The backward pass
+# has five in a single kernel, or four and three in two kernels.
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 _UNTIMED = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -474,15 +475,15 @@ _UNTIMED = frozenset({
 
 @dataclass
 class Cost:
-    """The cost of a program, or of a part of it, on one device.
+    """The cost of a program, or of part of a program, on one device.
 
     Attributes:
-      seconds: estimated.
-      exposed: seconds spent waiting for collectives.
+      seconds: estimated time.
+      exposed: seconds of it spent waiting for collectives.
       flops: FLOP of matrix products.
-      memory_bytes: traffic of the main memory in bytes.
-      moved: bytes by kind of collective.
-      unknown_loops: loops with an unknown bound, which count once.
+      memory_bytes: main-memory traffic in bytes.
+      moved: bytes moved, by kind of collective.
+      unknown_loops: number of loops with an unknown bound; their bodies count once.
     """
 
     seconds: float = 0.0
@@ -501,15 +502,15 @@ class Cost:
 
 
 def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
-    """The cost per device of the program in the text of ``compiled.as_text()``."""
+    """The cost per device of a program, given the text ``compiled.as_text()``."""
     module = parse(text)
     return _Timeline(module, module.entry, torus, mode).read()
 
 
 class _Timeline:
-    """Schedules one computation: computation overlaps with collectives on the links.
+    """Schedules one computation, overlapping its operations with collectives on the links.
 
-    `known` and `products` cache the cost of the computations that it calls.
+    `known` and `products` cache the costs of called computations.
     """
 
     def __init__(self, module: Module, name: str, torus: Torus, mode: Mode):
@@ -568,7 +569,7 @@ class _Timeline:
             self.cost.add(self._of(body), 1 if times is None else times)
 
     def _branches(self, operation: Operation) -> None:
-        """Only the most expensive branch counts."""
+        """Adds the cost of the most expensive branch only."""
         listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
             re.findall(r"%([\w.\-]+)", listed)
@@ -579,7 +580,7 @@ class _Timeline:
         self.cost.add(max(costs, key=lambda cost: cost.seconds))
 
     def _send(self, kind: str, size: float, attributes: str) -> float:
-        """The end time of a collective that starts as soon as the links are free."""
+        """Starts a collective as soon as the links are free; returns its end time."""
         size, seconds = moved(kind, size, attributes, self.torus)
         self.cost.moved[kind] += size
         self.links_free = max(self.cost.seconds, self.links_free) + seconds
@@ -606,7 +607,7 @@ class _Timeline:
             return
         size = num_bytes(operation.type)
         if kind.endswith("-start"):
-            # The type contains inputs and outputs.
+            # The type includes both inputs and outputs.
             given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
             if base == "collective-permute":
                 size = given
@@ -617,7 +618,7 @@ class _Timeline:
         self._wait(self._send(base, size, operation.attributes))
 
     def _fused_in(self, operation: Operation) -> list[tuple[tuple[str, float], Operation]]:
-        """Collectives inside a fusion, by their channel and size."""
+        """The collectives inside a fusion, each with its channel and size."""
         name = self.module.called(operation) if operation.kind == "fusion" else None
         inside = self.module.computations[name] if name else []
         return [
@@ -652,9 +653,7 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """The cost of an attention kernel, from its matrix products; other kernels have cost
-        zero.
-        """
+        """Adds the cost of an attention kernel's matrix products; other kernels cost nothing."""
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         dims = [shapes[0].dims for shapes in given if shapes]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]

@@ -1,4 +1,4 @@
-"""Placement of the rows of a batch: one device, several devices, or several processes."""
+"""Placement of a batch's rows on one device, several devices, or several processes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def split_rows(params: Params) -> NamedSharding | None:
 
 
 def num_shares(rows: NamedSharding | None) -> int:
-    """Number of parts into which `split_rows` splits the rows; 1 without a split."""
+    """Number of parts into which `split_rows` splits the rows; 1 if the rows are not split."""
     return 1 if rows is None else math.prod(rows.mesh.shape[axis] for axis in rows.spec[0])
 
 
 def spans_processes(rows: NamedSharding | None) -> bool:
-    """Whether the devices belong to several processes, which must then run every step together."""
+    """Whether several processes own the devices and must therefore run every step together."""
     return rows is not None and bool(rows.mesh.is_multi_process)
 
 
 def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Sharding | None:
     """Placement of the state: sharded like `rows`, or replicated on the devices of the parameters.
 
-    A state with this placement keeps it through a call, which avoids a second compilation.
+    A compiled call preserves this placement, which avoids a second compilation.
     """
     if rows is not None:
         return rows
@@ -51,15 +51,15 @@ def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Shardi
 
 
 class OwnRows:
-    """The rows of a batch that this process feeds and reads; all rows in a single process.
+    """The rows of a batch that this process feeds and reads; a single process has all rows.
 
     Args:
       home: placement of the rows.
-      num_rows: number of rows over all processes.
+      num_rows: total number of rows in all processes.
 
     Attributes:
-      share: index of the part, and number of parts; processes that split only parameters have the
-        same part.
+      share: (index of this process's part of the rows, number of parts); processes that split only
+        parameters have the same part.
       count: number of rows of this process.
     """
 
@@ -71,7 +71,7 @@ class OwnRows:
         self.count = num_rows // self.share[1]
 
     def place(self, tree: Any) -> Any:
-        """Arrays on the devices, from the rows of each process."""
+        """Arrays on the devices, assembled from the rows of each process."""
         home = self._home
         if self.share[1] == 1 or not isinstance(home, NamedSharding):
             return jax.device_put(tree, home)
@@ -83,9 +83,10 @@ class OwnRows:
         return jax.tree.map(place, tree)
 
     def passed(self, tree: Any) -> Any:
-        """Host arrays as arguments of a compiled call.
+        """Host arrays in the form in which a compiled call accepts them.
 
-        On a single device they are returned unchanged; the call transfers them 20 times as fast.
+        On a single device, the arrays are returned unchanged, because the call transfers them 20
+        times as fast.
         """
         return self.place(tree) if isinstance(self._home, NamedSharding) else tree
 
@@ -101,11 +102,11 @@ class OwnRows:
 
 
 def digest_of(params: Params) -> str:
-    """A digest of a pytree of arrays with any sharding, as 16 hex digits.
+    """A digest (16 hex digits) of a pytree of arrays with any sharding.
 
-    Each device reads its own part without a copy. The digest consists of two sums over all
-    elements, of each bit pattern times an odd number derived from the index. A change of a single
-    element is always detected.
+    Each device reads its own part without copying. Two sums over all elements are hashed; each
+    element contributes its bit pattern times an odd number derived from its index. A change to a
+    single element is therefore always detected.
     """
     leaves = jax.tree.leaves(params)
     mesh = getattr(_sharding_of(params), "mesh", None)
@@ -117,7 +118,7 @@ def digest_of(params: Params) -> str:
 
 
 def _sums(leaf: jax.Array) -> jax.Array:
-    """Two sums over the bits of an array, uint32 ``[2]``, independent of its sharding."""
+    """Two sums over the bits of an array, uint32 ``[2]``, independent of the sharding."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
@@ -127,7 +128,7 @@ def _sums(leaf: jax.Array) -> jax.Array:
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place = place * jnp.uint32(size % 2**32) + along
 
-    # Mixes neighbouring indices over all bits.
+    # Spreads the differences between neighbouring indices over all bits.
     mixed = place * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
     return jnp.stack([
@@ -137,6 +138,6 @@ def _sums(leaf: jax.Array) -> jax.Array:
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:
-    """The sharding of any parameter; None if no parameter is on a device."""
+    """The sharding of the first parameter that has one; None if no parameter is on a device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     return next((sharding for sharding in shardings if sharding is not None), None)

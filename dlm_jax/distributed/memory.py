@@ -13,9 +13,9 @@ _INFO = Path("/proc/meminfo")
 
 
 def free_bytes(device: Any) -> int | None:
-    """Free memory of a device; None if it is unknown.
+    """Free memory of a device in bytes; None if unknown.
 
-    For a CPU it is the available memory of the operating system.
+    For a CPU, this is the operating system's available memory.
     """
     if device.platform == "cpu":
         return _free_on_host()
@@ -25,12 +25,12 @@ def free_bytes(device: Any) -> int | None:
 
 
 def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: str) -> None:
-    """Checks that each of the devices has this many free bytes.
+    """Checks that each device of this process has `num_bytes` free.
 
-    CPU devices of one host share its memory.
+    All CPU devices of a host use the same memory.
 
     Raises:
-      MemoryError: if it does not fit; the message gives the sizes and a remedy.
+      MemoryError: if a device lacks memory; the message gives the sizes and a remedy.
     """
     mine = [device for device in devices if device.process_index == jax.process_index()]
     on_host = [device for device in mine if device.platform == "cpu"]
@@ -47,7 +47,7 @@ def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: st
 def require_working_room(
     program: jax.stages.Compiled, devices: Iterable[Any], what: str, remedy: str
 ) -> None:
-    """Raises MemoryError if a device lacks memory for the temporaries of a program."""
+    """Raises MemoryError if a device lacks memory for a program's temporary buffers."""
     plan = program.memory_analysis()
     require_room(getattr(plan, "temp_size_in_bytes", 0), devices, what, remedy)
 

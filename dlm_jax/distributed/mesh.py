@@ -1,4 +1,4 @@
-"""Meshes: devices along named axes, published specifications of chips, and topologies by name."""
+"""Meshes of devices with named axes, published chip specifications, and topologies by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlm_jax.settings import Section, Trait, require, section, setting
 _MOST_DEVICES = 2**20
 
 WITHOUT_DEFAULTS = "none"
-"""The entry of ``mesh.compiler_options`` that disables the defaults of the devices."""
+"""The entry of ``mesh.compiler_options`` that disables the default options."""
 
 
 def _options(given: Any) -> tuple[str, ...]:
@@ -79,14 +79,13 @@ class Chip:
     """Peak performance of one chip.
 
     Attributes:
-      name: prefix in the name of a topology.
-      flops: matrix products in bfloat16, FLOP/s.
-      clock: cycles/s of the compiler's estimates.
-      memory: bytes.
+      name: prefix of topology names.
+      flops: peak of matrix products in bfloat16, FLOP/s.
+      clock: clock rate in the compiler's estimates, cycles/s.
+      memory: size of the memory, bytes.
       bandwidth: memory bandwidth, bytes/s.
-      link: bandwidth of the links along one dimension of the torus, both directions together,
-        bytes/s.
-      torus: smallest size of a dimension with wrap-around links; 0: none.
+      link: total bandwidth of the links along one torus dimension in both directions, bytes/s.
+      torus: smallest size of a dimension with wrap-around links; 0 if there are none.
     """
 
     name: str
@@ -103,10 +102,10 @@ CHIPS: dict[str, Chip] = {
     "TPU v5 lite": Chip("v5e", 197e12, 1.5e9, 15.75 * 2**30, 8.1e11, 9.0e10, 16),
     "TPU v6 lite": Chip("v6e", 918e12, 1.75e9, 31.25 * 2**30, 1.6e12, 1.8e11, 16),
 }
-"""Chips by their name in JAX.
+"""Chips by JAX device kind.
 
-Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the clock rate is
-the compiler's.
+Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the compiler for clock
+rates.
 """
 
 
@@ -114,12 +113,12 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Axes of a mesh, from the outermost (least communication) to the innermost."""
 
 _ROWS = 3
-# Every mesh has these axes, because other code refers to them.
+# Axes that every mesh has, because other code refers to them.
 _ALWAYS = ("data", "fsdp", "tensor")
 
 
 def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Sizes of the axes of a mesh: the non-trivial axes of `AXES`, and data, fsdp and tensor."""
+    """Axis sizes of a mesh: data, fsdp and tensor, plus other axes of `AXES` larger than 1."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     sizes["fsdp"] = max(1, sizes["fsdp"])
     inner = math.prod(size for axis, size in sizes.items() if axis != "data")
@@ -142,7 +141,7 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
 
 
 def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
-    """Meshes that fit, most similar first."""
+    """Advice that lists up to three meshes that fit, most similar first."""
     kept = math.prod(sizes[axis] for axis in ("expert", "context"))
     found = []
     for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
@@ -160,10 +159,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
-    """The default number of devices that split parameters and optimiser state.
+    """The default number of devices among which parameters and optimiser state are split.
 
-    It is the smallest number that leaves three quarters of a device's memory free: gradients are
-    summed over the other devices in any case, and replicated parameters need no gather.
+    This is the smallest number that leaves three quarters of a device's memory free. A larger
+    number gains nothing, because gradients are summed over all devices anyway and replicated
+    parameters need no gather.
     """
     if device_bytes <= 0:
         return 1
@@ -172,11 +172,11 @@ def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
 
 
 def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
-    """The devices in the shape of a mesh.
+    """The devices arranged in the shape of a mesh.
 
-    Slices of a pod, which are joined by a slow network, are the outermost part of ``data``. Inside
-    a TPU slice, neighbours in the mesh are neighbours on the torus, provided that each process
-    feeds consecutive rows. Otherwise the devices of a process are neighbours.
+    Slices of a pod, which are joined by a slow network, are the outermost part of ``data``. Within
+    a TPU slice, neighbours in the mesh are neighbours on the torus if each process then feeds
+    consecutive rows. Otherwise, the devices of each process are neighbours.
     """
     slices: dict[int, list[Any]] = defaultdict(list)
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
@@ -200,7 +200,7 @@ def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndar
 
 
 def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
-    """Whether every process holds consecutive rows."""
+    """Whether every process has consecutive rows."""
     num_split = sum(name in AXES[:_ROWS] for name in names)
     rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
     held: dict[int, set[int]] = defaultdict(set)
@@ -217,7 +217,7 @@ def _is_run(places: Iterable[int]) -> bool:
 
 _NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")
 
-# Values that libtpu would otherwise query from the machine.
+# Values for which libtpu would otherwise query the machine.
 _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -227,10 +227,10 @@ _ALONE = {
 
 
 def topology_devices(name: str) -> list[Any]:
-    """The devices of a topology of TPUs, such as ``v5p:8x8x8`` or, for two slices, ``v5e:4x4*2``.
+    """The devices of a TPU topology, such as ``v5p:8x8x8`` or, with two slices, ``v5e:4x4*2``.
 
-    Programs can be compiled for them but not run. Call it before the first array is created;
-    afterwards this process computes on CPUs.
+    Programs can be compiled for these devices but not run. Call this function before the first
+    array is created; afterwards, the process computes on CPUs.
     """
     found = _NAME.fullmatch(name)
     if found is None:

@@ -1,12 +1,12 @@
-"""Sharding on a mesh: a partition for each parameter by its path, and for each activation.
+"""Sharding on a mesh: a partition for each parameter path and for each kind of activation.
 
 ``data`` splits the batch. ``fsdp`` splits the batch, the parameters and their optimiser state.
 ``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and the
 batch elsewhere. ``context`` splits the positions of a row.
 
-By default the compiler propagates the sharding of the parameters. With ``fsdp`` it would split
-hidden vectors by feature: every chip would hold all rows, and each product would end in a sum over
-all chips. Therefore every activation that a layer returns has a sharding constraint.
+By default, the compiler propagates the sharding of the parameters. With ``fsdp``, it would split
+hidden vectors by feature, so that every chip would hold all rows and every product would end in a
+sum over all chips. Every activation that a layer returns therefore has a sharding constraint.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ PLACES: dict[str, P] = {
     "hidden": P(ROWS, "context", None),
     # [B, L, H, K]: queries and the output of attention.
     "queries": P(ROWS, "context", "tensor", None),
-    # [B, L, G, K]: keys and values; each query needs those of its whole row.
+    # [B, L, G, K]: keys and values; a query needs all keys and values of its row.
     "keys": P(ROWS, None, "tensor", None),
     # [B, L, F]: inside an MLP.
     "inner": P(ROWS, "context", "tensor"),
-    # [B, L, ...]: inputs and outputs of the loss; the chips that share a row split its
-    # positions.
+    # [B, L, ...]: inputs and outputs of the loss; chips that have the same row split its positions.
     "losses": P(ROWS, ("context", "tensor")),
-    # [B, L]: tokens, which are embedded where they are stored.
+    # [B, L]: tokens; each chip embeds the tokens that it stores.
     "tokens": P(ROWS, "context"),
-    # [B, ...]: tokens, lengths and figures by row.
+    # [B, ...]: tokens, lengths and metrics per row.
     "rows": P(ROWS),
 }
 """Partition of each kind of activation."""
 
 
 def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """`spec` without the axes that the mesh lacks or that do not divide their dimension."""
+    """`spec` without axes that the mesh lacks or that do not divide the dimension."""
 
     def fit(axes: Any, size: int) -> Any:
         names = (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -61,7 +60,7 @@ def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
 
 
 def pin(x: jax.Array, kind: str) -> jax.Array:
-    """`x`, and its gradient, with the partition that `PLACES` has for this kind of activation."""
+    """Constrains `x` and its gradient to the partition of `kind` in `PLACES`."""
     if kind not in PLACES:
         raise ValueError(f"activation {kind!r} has no partition; add it to PLACES")
     mesh = mesh_in_use()
@@ -73,7 +72,7 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
 def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
     """Runs ``compute(*rows)`` on pytrees of rows; each device computes its own rows.
 
-    The first axis of every leaf is the row axis, or the axis of parts of rows.
+    The first axis of every leaf counts rows or parts of rows.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -88,15 +87,15 @@ def on_own_share(
 ) -> jax.Array:
     """Runs ``compute(params, *arrays)``; each device computes its own shard of the arrays.
 
-    The parameters that `compute` reads are gathered once, outside its loops, and their gradient is
-    summed over the devices once, in their own dtype.
+    The parameters that `compute` reads are gathered once, outside any loop in `compute`, and their
+    gradient is summed over the devices once, in the parameters' dtype.
 
     Args:
-      compute: must be independent along the axes that `kind` splits; the result is split like the
-          arrays.
-      params: all parameters; those that it does not read are not moved.
-      arrays: arrays with equal leading dimensions, which `kind` splits.
-      kind: kind of the arrays and of the result, a name in `PLACES`.
+      compute: a function that is independent along the axes that `kind` splits; its result is split
+          like the arrays.
+      params: all parameters; those that `compute` does not read are not moved.
+      arrays: arrays with the same leading dimensions, which are split as in `PLACES[kind]`.
+      kind: a key of `PLACES`, for both the arrays and the result.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -119,9 +118,9 @@ def on_own_share(
 
 
 def _with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    """`spec` with all axes of size one, over which gradients would otherwise be summed.
+    """`spec` with all mesh axes of size one added; gradients would otherwise be summed over them.
 
-    Such sums move no data but prevent fusion.
+    Such sums move no data, but they prevent fusion.
     """
     first = spec[0] if spec else None
     named = (first,) if isinstance(first, str) else tuple(first or ())
@@ -153,7 +152,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
     (r"self_conditioning/mlp/(up|gate)/kernel$", P("fsdp", "tensor")),
     (r"self_conditioning/mlp/down/kernel$", P("tensor", "fsdp")),
-    # Small, hence replicated.
+    # Small, and therefore replicated.
     (r"blocks/.*/router(/kernel|_bias)$", P()),
     (r"blocks/.*_scale$", P()),
     (r"(^|/)adapters/", P()),
@@ -164,14 +163,14 @@ RULES: tuple[tuple[str, P], ...] = (
     # Other heads are small and therefore replicated.
     (r"(^|/)\w+_head/", P()),
 )
-"""Path pattern and partition; the first match wins. Paths of optimiser moments end in the same
-way."""
+"""(path pattern, partition) pairs; the first match applies. The path of an optimiser moment ends
+like its parameter's path."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Mesh over all devices of all processes, or those given.
+    """Mesh over `devices`, by default all devices of all processes.
 
-    Its axes are ``data``, ``fsdp`` and ``tensor``, and ``expert`` and ``context`` if they are used.
+    The axes are ``data``, ``fsdp`` and ``tensor``, plus ``expert`` and ``context`` if used.
     """
     devices = jax.devices() if devices is None else devices
     num_slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
@@ -192,9 +191,9 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
 
 
 def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-    """(index, count): this process feeds share `index` of `count` equal shares of the batch.
+    """(index, count): this process feeds part `index` of `count` equal parts of the batch.
 
-    Processes that split only parameters or matrices feed the same share.
+    Processes that split only parameters or matrices feed the same part.
     """
     spans = sharding.addressable_devices_indices_map((batch_size,)).values()
     starts = {(span or (slice(None),))[0].indices(batch_size)[:2] for span in spans}
@@ -222,7 +221,7 @@ def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Sharding of every leaf of a training state, given as arrays or their shapes."""
+    """Sharding of every leaf of a training state, whose leaves are arrays or their shapes."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, partition(path_name(path), leaf.shape, mesh)), tree
     )

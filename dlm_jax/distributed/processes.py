@@ -1,12 +1,12 @@
-"""Agreement between the processes of one run, and detection of lost processes.
+"""Agreement between the processes of a run, and detection of lost processes.
 
-Every process sends a heartbeat, so that no host of a run waits for a lost one.
+Every process sends a heartbeat, so that no host waits for a lost host.
 
 Collectives block forever if a host is lost. Every process therefore writes an increasing number to
-JAX's coordination service. Process 0 reads all of them; the others read only its number and its
-decision. A process that detects a lost or failed process prints one line and exits with
-`EXIT_LOST`, so that the scheduler restarts the job. If process 0 is lost, the service ends with it,
-and jaxlib ends the other processes.
+JAX's coordination service. Process 0 reads the numbers of all processes; the others read only the
+number and the decision of process 0. A process that detects a lost or failed process prints one
+line and exits with `EXIT_LOST`, so that the scheduler restarts the job. If process 0 is lost, so is
+the coordination service, and jaxlib ends the other processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jax.experimental import multihost_utils
 
 
 def on_first_process(decide: Callable[[], Any]) -> Any:
-    """Runs ``decide`` on process 0 and returns its result on every process; an error is raised on
-    every process.
+    """Runs ``decide`` on process 0 and returns its result, or raises its error, on every process.
 
-    Every process must call it at the same point; it returns after process 0 has decided. The result
-    must be JSON. Other processes raise an error of process 0 as `ValueError`.
+    Every process must call this function at the same point; the call returns after process 0 has
+    decided. The result must be a JSON value. An error in process 0 is raised as `ValueError` in the
+    other processes.
     """
     if jax.process_count() == 1:
         return decide()
@@ -55,9 +55,9 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
 
 
 def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
-    """The sum of integers over the shares of all processes, on every process.
+    """The sum of integer counts over the parts of all processes, on every process.
 
-    Every process must call it at the same point.
+    Every process must call this function at the same point.
     """
     if jax.process_count() == 1:
         return counts
@@ -67,10 +67,10 @@ def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all processes, in order, on every process.
+    """The values of all processes, in process order, on every process.
 
-    Every process must call it at the same point. The values are pickled, so use it within one
-    program only.
+    Every process must call this function at the same point. Values are pickled, so all processes
+    must run the same program.
     """
     if jax.process_count() == 1:
         return [value]
@@ -83,9 +83,9 @@ def gathered(value: Any) -> list[Any]:
 
 
 def check_same_everywhere(facts: dict[str, Any]) -> None:
-    """Raises on every process if values differ between processes.
+    """Raises ValueError on every process if any value differs between processes.
 
-    Every process must call it at the same point.
+    Every process must call this function at the same point.
     """
     if jax.process_count() == 1:
         return
@@ -107,7 +107,7 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
 
 
 EXIT_LOST = 75
-"""Exit code of a process that ends because another process was lost (a temporary failure)."""
+"""Exit code of a process that ends because another process was lost (temporary failure)."""
 
 PATIENCE = 25.0
 """Seconds without a heartbeat after which a process is considered lost."""
@@ -119,7 +119,7 @@ _ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
 
 
 class Watch:
-    """Monitors the other processes, in a thread after `start`."""
+    """Monitors the other processes in a thread, which `start` starts."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -132,11 +132,11 @@ class Watch:
         self._thread.start()
 
     def done(self) -> None:
-        """Reports the normal end of this process to the others."""
+        """Reports to the other processes that this process ended normally."""
         self._leave(_DONE)
 
     def left(self, code: int) -> None:
-        """Reports the failure of this process to the others and waits until they have read it."""
+        """Reports the failure of this process; returns once all processes have read the report."""
         self._leave(f"{_LEFT} {code}")
         if self._me == 0:
             self._tell(f"process 0 ended with code {code}")
@@ -157,7 +157,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._state:
-            # The service fails only if process 0 is lost; jaxlib then ends this process.
+            # The service fails only if process 0 is lost, in which case jaxlib ends this process.
             with contextlib.suppress(Exception):
                 self._say()
                 verdict = self._found() if self._me == 0 else self._heard()
@@ -166,7 +166,7 @@ class Watch:
             time.sleep(_INTERVAL)
 
     def _found(self) -> str:
-        """The message about a lost process from process 0; empty if there is none."""
+        """In process 0, a message about a lost process; empty if no process is lost."""
         signs = dict(self._client.key_value_dir_get(_ALIVE))
         for process in range(1, self._count):
             reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
@@ -175,7 +175,7 @@ class Watch:
         return ""
 
     def _heard(self) -> str:
-        """The decision of process 0, or a message that process 0 itself is lost."""
+        """In other processes, the decision of process 0, or a message that process 0 is lost."""
         with contextlib.suppress(Exception):
             return self._client.key_value_try_get(_VERDICT)
         sign = ""
@@ -184,7 +184,7 @@ class Watch:
         return self._judged(0, sign)
 
     def _judged(self, process: int, sign: str) -> str:
-        """The reason why a process with this heartbeat is considered lost; empty if it is not."""
+        """Why a process with this heartbeat is considered lost; empty if the process is alive."""
         if sign == _DONE:
             return ""
         if sign.startswith(_LEFT):
@@ -204,7 +204,8 @@ class Watch:
         )
         sys.stderr.flush()
         if self._me == 0:
-            # The service ends with this process, so the others must read the verdict first.
+            # The service ends with this process, so the other processes must read the verdict
+            # first.
             self._tell(verdict)
             time.sleep(5 * _INTERVAL)
         os._exit(EXIT_LOST)
@@ -212,10 +213,10 @@ class Watch:
 
 @contextlib.contextmanager
 def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """A context in which no process waits for a lost one; it has no effect in a single process.
+    """A context in which no process waits for a lost process; no effect with a single process.
 
-    An exception that leaves the context ends the process at once, without the shutdown barrier of
-    JAX, which waits for the other processes. If a lost process caused it, the exit code is
+    An exception that leaves the context ends the process without JAX's shutdown barrier, which
+    would wait for the other processes. If a lost process caused the exception, the exit code is
     `EXIT_LOST`.
     """
     if jax.process_count() == 1:
@@ -231,7 +232,8 @@ def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
         watch.left(code)
         os._exit(code)
     except Exception as error:
-        # If a lost process is the cause, the watch detects it and ends this process.
+        # If a lost process is the cause, the watch detects this during the sleep and ends this
+        # process.
         time.sleep(PATIENCE + 10 * _INTERVAL)
         code = end_of(error)
         _flush()

@@ -1,12 +1,13 @@
 """``lm_eval --model dlm_jax``: the model class for lm-evaluation-harness.
 
-Likelihoods of diffusion models are bounds, each the mean over a number of mask draws that are
-seeded by the request; those of causal models are exact. Results do not depend on the batch size or
-on the order of requests, bit for bit.
+The likelihood of a diffusion model is a bound: the mean over several masks, with a seed that
+depends on the request. The likelihood of a causal model is exact. Results are bitwise independent
+of the batch size and of the order of requests.
 
-A pair runs in a program with a fixed number of rows, on a canvas that depends on its length only.
-Draws come in antithetic pairs of one random order: the first hides the first k tokens of the order,
-and the second hides the k-th and all later ones.
+A request runs in a program with a fixed number of rows, on a canvas whose size depends only on the
+length of the request. Masks come in antithetic pairs that use the same random order of tokens: the
+first mask hides the first k tokens in this order, and the second mask hides the k-th and all later
+tokens.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ from dlm_jax.types import Network, Params
 
 
 class Pair(NamedTuple):
-    """A row of tokens, int32 ``[n]``; tokens after the first `given` are scored."""
+    """A row of tokens, int32 ``[n]``; all tokens after the first `given` are scored."""
 
     ids: np.ndarray
     given: int
 
     def seed(self, seed: int, *more: object) -> np.ndarray:
-        """Four random words that depend only on the request and `seed`, uint32 ``[4]``."""
+        """Four random numbers, uint32 ``[4]``, that depend only on the request and `seed`."""
         told = f"{seed} {self.given} {more}".encode() + self.ids.astype("<i4").tobytes()
         return np.frombuffer(hashlib.sha256(told).digest()[:16], "<u4")
 
 
 def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
-    """A continuation with its context, which is cut on the left to fit the canvas.
+    """A continuation after its context, which is truncated on the left to fit the canvas.
 
     Trailing spaces of the context belong to the continuation, as in lm-evaluation-harness.
     """
     encode = model.tokenizer.encode
     if is_chat:
-        # The text after a template's header is tokenised separately.
+        # The text after the template's header is tokenised separately.
         return _fitted(model, encoded(model, context, is_chat=True), encode(continuation))
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
@@ -70,7 +71,7 @@ def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = Fa
 
 
 def encoded(model: Model, context: str, *, is_chat: bool) -> np.ndarray:
-    """Ids of a context; in a chat, the names of special tokens are encoded as those tokens."""
+    """Ids of a context; in a chat, names of special tokens are encoded as special tokens."""
     if is_chat and isinstance(model.tokenizer, HubTokenizer):
         return model.tokenizer.encode_marked(context)
     return model.tokenizer.encode(context)
@@ -90,7 +91,7 @@ def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
 
 
 def windows_of(model: Model, text: str) -> list[Pair]:
-    """Windows of a text that score each token once; the last has the most context."""
+    """Windows of a text that score each token once; the last window has the most context."""
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
@@ -104,7 +105,7 @@ def windows_of(model: Model, text: str) -> list[Pair]:
 
 _LENGTH = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the length argument in order of precedence, as in lm-evaluation-harness."""
+"""Names of the length argument, in lm-evaluation-harness's order of precedence."""
 
 _READ = ("do_sample", "until", *_LENGTHS, "temperature")
 
@@ -121,7 +122,7 @@ _WITHOUT_COUNTERPART = frozenset((
     "skip_special_tokens", "spaces_between_special_tokens", "suppress_tokens", "synced_gpus",
     "top_h", "use_beam_search", "use_cache",
 ))  # fmt: skip
-"""Generation arguments of other models without a counterpart here."""
+"""Generation arguments of other models that have no equivalent in this library."""
 
 _ON_BY_DEFAULT = ("skip_special_tokens", "spaces_between_special_tokens", "use_cache")
 
@@ -137,12 +138,12 @@ class Asked(NamedTuple):
     """A requested text.
 
     Attributes:
-      context: text before the generation.
-      until: stop strings, which are not part of the result.
-      length: limit of new tokens; None: 256, as in lm-evaluation-harness.
+      context: text before the generated text.
+      until: stop strings, which are excluded from the result.
+      length: maximum number of new tokens; None means 256, as in lm-evaluation-harness.
       settings: settings of the row.
-      is_chat: whether names of special tokens in the context are encoded as those tokens.
-      unread: ignored generation arguments that would have an effect in other models.
+      is_chat: whether names of special tokens in the context are encoded as special tokens.
+      unread: ignored generation arguments that would affect other models.
     """
 
     context: str
@@ -154,7 +155,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> Asked:
-    """Parses a request of lm-evaluation-harness.
+    """Parses a generation request of lm-evaluation-harness.
 
     ``do_sample`` false, the default, means temperature 0. Other settings may be given by name.
     """
@@ -191,7 +192,7 @@ def texts(
     batch_size: int,
     seed: int,
 ) -> list[str]:
-    """The texts, independent of order and batch size; a program has `slots` rows."""
+    """The generated texts, independent of order and batch size; programs have `slots` rows."""
     found = {place: "" for place, one in enumerate(asked) if one.length == 0}
     requests = {
         place: _request(model, one, common, seed, place)
@@ -240,17 +241,17 @@ def _request(
 
 
 ROWS = 32
-"""Rows of every program."""
+"""Number of rows in every program."""
 
 
 Row = tuple[Pair, np.ndarray]
-"""A row to compute: its pair, and True at hidden tokens ``[n]``; empty for causal models."""
+"""A row to compute: a pair and a mask ``[n]``, True at hidden tokens; empty if causal."""
 
 
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
-    """Masks of a pair, bool ``[draws, n]``; a single mask if one token is scored.
+    """Masks for a pair, bool ``[draws, n]``; a single mask if one token is scored.
 
-    For a block-causal model they are drawn for each block separately.
+    For a block-causal model, masks are drawn for each block separately.
     """
     n = pair.ids.size
     places = np.arange(pair.given, n)
@@ -261,7 +262,7 @@ def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np
     rng = np.random.Generator(np.random.Philox(key=pair.seed(seed).view("<u8")))
     masks = np.zeros((num_draws, n), bool)
     for block in blocks:
-        # Levels are spaced evenly over the antithetic pairs.
+        # The antithetic pairs have evenly spaced levels.
         pairs = -(-num_draws // 2)
         levels = (rng.random() + np.arange(pairs) / pairs) % 1.0
         for number, level in enumerate(levels):
@@ -274,12 +275,12 @@ def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np
 
 
 class Likelihoods:
-    """Likelihoods under one model.
+    """Computes likelihoods under one model.
 
     Args:
-      model: a diffusion model (bounds) or a causal one (exact).
-      num_draws: masks of each pair.
-      batch_size: rows per call, up to `ROWS`; the remaining rows of the program are padding.
+      model: a diffusion model (bounds) or a causal model (exact likelihoods).
+      num_draws: number of masks per pair.
+      batch_size: number of rows per call, up to `ROWS`; the rest of the program's rows are padding.
       seed: seed of the masks.
     """
 
@@ -302,7 +303,7 @@ class Likelihoods:
         self._mask_id = model.tokenizer.mask_id
 
     def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Cost of each pair in nats, float64 ``[N]``."""
+        """Negative log-likelihood of each pair in nats, float64 ``[N]``."""
         unit = self._model.network.block_length
         masks = [
             np.zeros((1, 0), bool)
@@ -321,9 +322,9 @@ class Likelihoods:
         return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether the model generates each pair at temperature 0, most confident token first.
+        """Whether the model would generate each pair's scored tokens at temperature 0.
 
-        A causal model decodes from left to right.
+        The most confident token is decoded first, or in a causal model the leftmost.
         """
         run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
@@ -344,7 +345,7 @@ class Likelihoods:
         return is_greedy
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], tuple[np.ndarray, ...]]]:
-        """Indices of rows that run together, and the arrays of their program."""
+        """Yields the indices of rows that run together, and the inputs of their program."""
         sizes: dict[int, list[int]] = {}
         for place, (pair, _) in enumerate(rows):
             size = canvas_size(pair.ids.size, is_shared=True)
@@ -384,7 +385,7 @@ def _costs(
 def _guesses(
     network: Network, mask_id: int, compiler_options: tuple[str, ...]
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The most likely id at each position, and its probability."""
+    """A function for the most likely id at each position, and its log-probability."""
 
     def run(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
@@ -408,7 +409,7 @@ def _guesses(
 
 
 Instances = Sequence[Any]
-"""Requests of lm-evaluation-harness, each with its arguments in ``args``."""
+"""Requests of lm-evaluation-harness, with their arguments in ``args``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -419,7 +420,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def model_class() -> type:
-    """`Evaluated` as a model class of lm-evaluation-harness, which must be installed."""
+    """`Evaluated` as a model class for lm-evaluation-harness, which must be installed."""
     base = importlib.import_module("lm_eval.api.model").LM
     return type("DlmJax", (Evaluated, base), {"__doc__": Evaluated.__doc__})
 
@@ -429,18 +430,18 @@ class Evaluated:
 
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
-      draws: masks of each likelihood.
-      likelihood: likelihood of continuations: ``bound``, or ``chain``, which is exact: tokens are
-          decoded from left to right (`dlm_jax.decide`), so choices are compared without mask draws.
-      batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
-      seed: seed of masks and texts.
+      draws: number of masks per likelihood.
+      likelihood: how continuations are scored: ``bound``, or ``chain``, the exact probability of
+          decoding the tokens from left to right (as in `dlm_jax.decide`), which needs no masks.
+      batch_size: number of rows that run at once, up to 32; "auto" is 32. Does not affect results.
+      seed: seed of the masks and texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
-      preset: name of a preset of the model.
+      preset: name of one of the model's presets.
       model: a loaded model, instead of `checkpoint`.
       max_batch_size: ignored.
-      device: ignored; JAX chooses it.
-      **settings: settings of generated texts, by name (docs/settings.md).
+      device: ignored; JAX chooses the device.
+      **settings: settings for generated texts, by name (docs/settings.md).
     """
 
     def __init__(
@@ -489,7 +490,7 @@ class Evaluated:
         return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
-        """The log-likelihood of whole texts, in windows of the model's canvas."""
+        """The log-likelihood of whole texts, scored in canvas-sized windows."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self._likelihoods.nats([pair for some in windows for pair in some])
         ends = np.cumsum([len(some) for some in windows])
@@ -498,7 +499,7 @@ class Evaluated:
         return found
 
     def generate_until(self, requests: Instances) -> list[str]:
-        """Generated texts; each row ends at its first stop string."""
+        """Generated texts; each row ends at the first stop string."""
         asked = []
         for place, request in enumerate(requests):
             try:
@@ -527,14 +528,14 @@ class Evaluated:
         return f"dlm_jax-{hashlib.sha256(told).hexdigest()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The chat template; empty if it is not applied."""
+        """The chat template; empty if no template is applied."""
         return self._chat.source if chat_template else ""
 
     def get_model_info(self) -> Mapping[str, Any]:
         return {"model_max_length": self.model.max_length, "model_family": self.model.family}
 
     def _keep(self, kind: str, requests: Instances, found: Sequence[Any]) -> None:
-        """Updates the cache of the harness, if there is one."""
+        """Updates the harness's cache, if there is one."""
         if (hook := getattr(self, "cache_hook", None)) is not None:
             for request, one in zip(requests, found, strict=True):
                 hook.add_partial(kind, request.args, one)

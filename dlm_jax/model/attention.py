@@ -1,4 +1,4 @@
-"""Attention on accelerators: kernels that never materialise all scores, and the plain formula."""
+"""Attention on accelerators, by kernels that never materialise all scores or the plain formula."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Window, live_positions
 
 MaySee = Callable[[Any, Any], Any]
-"""``(query positions, key positions) -> True`` where a query may attend to a key.
+"""``(query positions, key positions)`` -> True where a query may attend to a key.
 
-It must be static: a module-level function or a frozen dataclass with ``__call__``. It must accept
-NumPy and JAX integers that broadcast, and allow every query at least one key. The length of the row
-is applied separately.
+The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
+must accept NumPy and JAX integers that broadcast, and let every query attend to at least one key.
+Row lengths are applied separately.
 """
 
 SAVED = "attention"
-"""Names of values that rematerialisation may keep: the output of attention, and residuals of its
-kernel."""
+"""Name of the values that rematerialisation may save: attention outputs and kernel residuals."""
 
-# Below this length, XLA's fusions are as fast as the kernel, whose blocks have at least 128
+# Below this length, XLA's fusions are as fast as the kernel, which has blocks of at least 128
 # positions.
 _LEAST_FOR_SPLASH = 256
-# Maximum number of scores per device that the plain form stores at a time.
+# Maximum number of scores that the plain formula stores at a time on one device.
 _MAX_SCORES = 2**28
 
 
 def causal(query: Any, key: Any) -> Any:
-    """A position attends to itself and to the positions on its left."""
+    """A position attends to itself and all earlier positions."""
     return key <= query
 
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A position attends to its own block of this length and to all earlier blocks."""
+    """A position attends to its own block of `length` positions and to all earlier blocks."""
 
     length: int
 
@@ -53,9 +52,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class BesideClean:
-    """A noisy position attends to the noisy positions of its block and the clean positions of
-    earlier blocks.
-    """
+    """A noisy position attends to noisy positions of its block and clean ones of earlier blocks."""
 
     length: int
     num_positions: int
@@ -75,14 +72,14 @@ def attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]`` over the live keys that each query may attend to.
+    """Attention output ``[B, L, H, K]``; each query attends to the live keys that `may_see` allows.
 
-    It uses the splash kernel on a TPU, cuDNN on a GPU in half precision, and otherwise the plain
-    formula. The keys may come from several concatenated streams of the rows, which `may_see`
-    distinguishes.
+    TPUs use the splash kernel, GPUs in half precision use cuDNN, and everything else uses the plain
+    formula. The keys may be several streams of the same rows, concatenated; `may_see` then
+    distinguishes the streams.
     """
     num_positions, platform = q_BLHK.shape[1], devices.platform()
-    # A row of length 0 attends to its first key, which keeps the result finite.
+    # A row of length 0 attends to its first key, so that the result is finite.
     is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
     is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
     given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
@@ -90,7 +87,7 @@ def attention(
         # Imported here, because importing Pallas takes a third of a second.
         from dlm_jax.model.kernels.splash import splash_attention
 
-        # The kernel already names its output; another name would store it twice.
+        # The kernel already names its output; naming it again would store it twice.
         return splash_attention(*given, may_see=may_see, saved=SAVED)
     is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0 and may_see in (None, causal):
@@ -108,9 +105,7 @@ def cudnn_attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """`attention` with the fused kernel of cuDNN, for half precision and head sizes that are
-    multiples of 8.
-    """
+    """`attention` with cuDNN's fused kernel, for half precision and head sizes divisible by 8."""
     visible_B = jnp.maximum(length_B, 1)
     return jax.nn.dot_product_attention(
         q_BLHK,
@@ -131,9 +126,9 @@ def plain_attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """`attention` by the plain formula, in slices of queries if the scores do not fit.
+    """`attention` by the plain formula, in slices of queries if there are too many scores.
 
-    The scores of a slice are recomputed in the backward pass.
+    The backward pass recomputes the scores of each slice.
     """
     num_rows, num_positions, num_heads, _ = q_BLHK.shape
     key_M = jnp.arange(k_BMGK.shape[1])
@@ -170,14 +165,14 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
 def proportional_angles(
     num_positions: int, head_size: int, theta: float, share: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`rotary_angles` where only the first fraction of the pairs is rotated."""
+    """`rotary_angles`, with only the first fraction `share` of the pairs rotated."""
     cos_LK, sin_LK = rotary_angles(num_positions, head_size, theta)
     turns_K = jnp.arange(head_size // 2) < int(share * head_size // 2)
     return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
 
 
 def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
-    """Queries or keys rotated by their position; dimensions without an angle are unchanged."""
+    """Queries or keys rotated by position; dimensions without an angle are unchanged."""
     size = 2 * cos_LK.shape[-1]
     if size == x_BLHK.shape[-1]:
         return cpu.rotate(x_BLHK, cos_LK, sin_LK)
@@ -193,11 +188,11 @@ def attend(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]``, where keys at or beyond ``length_B`` are masked.
+    """Attention output ``[B, L, H, K]``, with keys at or beyond ``length_B`` masked.
 
-    Heads share the ``G`` key/value heads in consecutive groups. Outputs at positions beyond the
-    length are finite but meaningless. The implementation depends on the target devices: the forms
-    of `dlm_jax.model.kernels.cpu`, or `dlm_jax.model.attention.attention`.
+    Consecutive groups of heads share the ``G`` key/value heads. Outputs at positions beyond the
+    length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`; all others use
+    `attention`.
     """
     if platform() != "cpu":
         may_see = causal if is_causal else None
@@ -214,7 +209,7 @@ def attend_in_blocks(
     *,
     block_length: int,
 ) -> jax.Array:
-    """Like `attend`, where a position attends to its own block and all earlier blocks."""
+    """Like `attend`, but a position attends to its own block and all earlier blocks."""
     if platform() != "cpu":
         may_see = InBlocks(block_length)
         return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
@@ -233,9 +228,10 @@ def attention_weights(
     is_causal: bool,
     block_length: int = 0,
 ) -> jax.Array:
-    """The attention weights of `attend`, or of `attend_in_blocks` with blocks, ``[B, H, L, L]``.
+    """The attention weights ``[B, H, L, L]`` of `attend`, or with blocks of `attend_in_blocks`.
 
-    float32, by the formula on all devices: ``softmax(q k^T / sqrt(K))`` over the visible keys.
+    They are computed in float32 by the formula ``softmax(q k^T / sqrt(K))`` over the visible keys
+    on all devices.
     """
     num_positions, num_heads, size = q_BLHK.shape[1:]
     k_BLHK = jnp.repeat(k_BLGK, num_heads // k_BLGK.shape[2], axis=2)
@@ -259,11 +255,12 @@ def attend_behind(
     start_B: jax.Array,
     window: int,
 ) -> jax.Array:
-    """Like `attend`, for a text followed by a canvas whose first position is ``start_B``.
+    """Like `attend`, for a text followed by a canvas that starts at position ``start_B``.
 
     A text position attends to itself and earlier positions; a canvas position attends to the text
     and the canvas. With a window, a text position attends to the last `window` text positions, and
-    the canvas to the last ``window - 1`` (DiffusionGemma, 2026). A window of 0 is unlimited.
+    a canvas position to the last ``window - 1`` text positions (DiffusionGemma, 2026). A window of
+    0 is unlimited.
     """
     start_B11 = start_B[:, None, None]
 
@@ -290,18 +287,18 @@ def attend_beside_clean(
     *,
     block_length: int,
 ) -> jax.Array:
-    """Attention of two streams of the same rows, the first noisy, the second clean.
+    """Attention for two streams of the same rows, the first noisy and the second clean.
 
     A noisy position attends to the noisy positions of its block and the clean positions of earlier
-    blocks. A clean position attends to the clean positions of its block and of earlier blocks
-    (Arriola et al. 2025, Block diffusion, section 3.1).
+    blocks. A clean position attends to the clean positions of its own and earlier blocks (Arriola
+    et al. 2025, Block diffusion, section 3.1).
 
     Args:
-      q_BLHK: queries of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
+      q_BLHK: queries of both streams, concatenated along the row axis: ``[2 B, L, H, K]``.
       k_BLGK: keys, ``[2 B, L, G, K]``.
       v_BLGK: values, ``[2 B, L, G, K]``.
-      length_B: lengths of the rows of one stream.
-      block_length: positions of a block.
+      length_B: row lengths, the same for both streams.
+      block_length: number of positions per block.
     """
     half = length_B.shape[0]
     k_BMGK, v_BMGK = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k_BLGK, v_BLGK))
@@ -329,9 +326,10 @@ def seen_keys(
     block_length: int,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention biases from the positions `place_BW` of a window to the canvas and to the window.
+    """Attention biases for queries at the window's positions `place_BW`: to canvas and to window.
 
-    ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``, with hidden keys as in `shared_bias`.
+    The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. Keys are hidden as in
+    `shared_bias`.
     """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
@@ -382,9 +380,9 @@ def attend_beside_kept(
     own_BGWK: tuple[jax.Array, jax.Array],
     seen: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Attention output ``[B, W, H, K]`` of a window over cached keys and values and its own.
+    """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
-    One softmax covers both without concatenation. Products accumulate in float32.
+    One softmax covers both parts without concatenating them. Products accumulate in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
@@ -397,7 +395,7 @@ def attend_beside_kept(
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Product over the last axes of both operands in the dtype of `b`."""
+    """Product of the last axis of `a_BGNM` and `axis` of `b`, in the dtype of `b`."""
     return jax.lax.dot_general(
         a_BGNM.astype(b.dtype), b, (((3,), (axis,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
@@ -405,7 +403,7 @@ def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
-    """True ``[B, N, M]`` where a query may attend to a key; a window of 0 allows all keys."""
+    """True ``[B, N, M]`` where a query may attend to a key; everywhere if `block_length` is 0."""
     query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
     if block_length == 0:
         return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)

@@ -1,11 +1,11 @@
-"""The Transformer on whole rows and on windows of rows, with cached keys and values.
+"""The Transformer with cached keys and values, on whole rows and on windows of rows.
 
-The cache has one leaf for keys and one for values, ``[B, depth, L, G, K]`` in the compute dtype:
-``2 depth B L G K`` numbers. Updates are computed in this layout; without a layout constraint, the
-TPU compiler transposes the whole cache at every step. On a CPU, where layers are unrolled, each
-layer has its own leaves, ``[B, G, L K]``, which are read in place. With shifted predictions, the
-hidden vectors of all positions are also cached, ``[B, L, D]``, because the position before a window
-predicts its first position.
+The cache has one leaf for keys and one for values, each ``[B, depth, L, G, K]`` in the compute
+dtype: ``2 depth B L G K`` numbers in total. Updates are computed in this layout; without a layout
+constraint, the TPU compiler would transpose the whole cache at every step. On a CPU, where layers
+are unrolled, each layer has its own leaves, ``[B, G, L K]``, which are read in place. With shifted
+predictions, the hidden vectors of all positions are also cached, ``[B, L, D]``, because the first
+position of a window is predicted by the position before the window.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window
 
-# Up to this many rows are written one by one in place; more rows use one scatter.
+# Up to this many rows are written in place one by one; more rows are written by one scatter.
 _FEW = 8
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
-    """Vectors shifted right by one position after `before_BD`; None repeats the first one."""
+    """Vectors shifted right by one position, after `before_BD` (None repeats the first vector)."""
     first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
     return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
 
@@ -45,7 +45,7 @@ def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array
 def put_at(
     axis: int, row_N: jax.Array | None, place_N: jax.Array
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """``(old, new) -> old`` with `new` written at the given rows and positions along the axis."""
+    """``(old, new) -> old`` with `new` written at the given rows and positions along `axis`."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if row_N is None:
@@ -81,10 +81,9 @@ def cached_trunk(
     block: Callable[[Any], Any],
     norm: Callable[[Params, jax.Array], jax.Array],
 ) -> CachedTrunk:
-    """The trunk of `config` for use with a cache.
+    """The trunk for `config` with a cache.
 
-    `embed` returns vectors in the compute dtype; `block` returns the module of a layer from its
-    parameters.
+    `embed` returns vectors in the compute dtype; `block` maps a layer's parameters to its module.
     """
     made = _Pieces(config, embed, block, norm)
     return CachedTrunk(
@@ -95,7 +94,7 @@ def cached_trunk(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The functions of a `CachedTrunk`; see there."""
+    """The functions of a `CachedTrunk`, which documents them."""
 
     config: ModelConfig
     embed: Callable[[Params, jax.Array], jax.Array]
@@ -119,7 +118,7 @@ class _Pieces:
         return self.config.size_of_head
 
     def read(self, tokens_NL: jax.Array) -> jax.Array:
-        """The input tokens of the network, shifted for a causal one."""
+        """The input tokens of the network, shifted if the network is causal."""
         is_causal = self.config.attention_type == "causal"
         return shifted(tokens_NL, self.config.start_id) if is_causal else tokens_NL
 
@@ -235,13 +234,13 @@ class _Pieces:
         return jax.tree.map(put_at(2, row_N, place_N), kept, piece)
 
     def _as_kept(self, made_NWGK: jax.Array) -> jax.Array:
-        """Keys or values of a layer in the shape of the cache."""
+        """A layer's keys or values in the shape of the cache."""
         if not self.is_unrolled:
             return made_NWGK
         return by_group(made_NWGK).reshape(made_NWGK.shape[0], self.num_groups, -1)
 
     def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
-        """The first positions ``[N, G, S, K]`` of the cache of a layer."""
+        """The first `num_seen` positions of a layer's cache, ``[N, G, S, K]``."""
         if not self.is_unrolled:
             return by_group(kept[:, :num_seen])
         return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
@@ -280,7 +279,7 @@ class _Pieces:
             for blocks in stacks(params)
             for at in range(blocks["mlp_norm"]["scale"].shape[0])
         )
-        # The barrier ensures that they are sliced once, not at every step.
+        # The barrier ensures that the layers are sliced once, not at every step.
         return params | {"layers": jax.lax.optimization_barrier(layers)}
 
     def _through(
@@ -290,7 +289,7 @@ class _Pieces:
         params: Params,
         kept: Any,
     ) -> tuple[jax.Array, Any]:
-        """`x` after all layers, and the keys and values of each, in the cache layout."""
+        """`x` after all layers, and the keys and values of each layer in the cache layout."""
         if self.is_unrolled:
             layers, found = self.ready(params)["layers"], []
             for at, block in enumerate(layers):
@@ -316,7 +315,7 @@ class _Pieces:
 
 
 def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
-    """The local rows with these global indices."""
+    """The local rows with the global indices `row_N`."""
     row_N = row_N % kept[0].shape[0]
     return kept[0][row_N], kept[1][row_N]
 
@@ -328,7 +327,8 @@ def by_group(x_BLGK: jax.Array) -> jax.Array:
 def as_it_lies(x: jax.Array) -> jax.Array:
     """`x` with a fixed memory layout.
 
-    The compiler does not partition other arrays, so each device would gather all rows.
+    Without `on_own_rows`, the compiler would not partition the constraint, and each device would
+    gather all rows.
     """
 
     def held(x: jax.Array) -> jax.Array:

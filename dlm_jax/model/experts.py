@@ -1,8 +1,8 @@
-"""A mixture of experts instead of the MLP: a router, and grouped matrix products.
+"""A mixture of experts in place of the MLP: a router and grouped matrix products.
 
-There is no capacity limit, so rows are independent. The mesh axis ``expert`` splits the experts,
-and ``tensor`` splits the inner dimension of each: a device applies its own experts to the tokens of
-all devices that share them, and the outputs are summed.
+There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
+and ``tensor`` shards the inner dimension of each expert. A device applies its own experts to the
+tokens of all devices along these axes, and the outputs are summed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dlm_jax.distributed.partitions import PLACES, fitting
 from dlm_jax.model.layers import GATES, Linear, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
-"""Gate and up ``[E, D, F]`` and down ``[E, F, D]`` of some experts."""
+"""Gate and up kernels ``[E, D, F]`` and down kernels ``[E, F, D]`` of some experts."""
 
 
 class GatedMlp(nnx.Module):
-    """``down(act(gate(x)) * up(x))`` of a given inner size (Shazeer 2020)."""
+    """``down(act(gate(x)) * up(x))`` with a given inner size (Shazeer 2020)."""
 
     def __init__(self, width: int, inner: int, *, activation: str, rngs: nnx.Rngs):
         self.activation = activation
@@ -37,10 +37,10 @@ class GatedMlp(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated experts, a few per token, and optionally a shared expert for all tokens.
+    """Gated experts, of which each token uses a few, and optionally a shared expert for all tokens.
 
-    Scores are computed in float32. Parameters of the experts are stacked: ``[E, D, F]`` for gate
-    and up, ``[E, F, D]`` for down.
+    Router scores are computed in float32. The experts' parameters are stacked: ``[E, D, F]`` for
+    gate and up, ``[E, F, D]`` for down.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -70,7 +70,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BLD: jax.Array, routed_by_BLD: jax.Array | None = None) -> jax.Array:
         """Weighted sum of the outputs of each token's experts, ``[B, L, D]``.
 
-        The router reads `routed_by_BLD`; None: the vectors of the tokens.
+        The router reads `routed_by_BLD`, or `x_BLD` if it is None.
         """
         x_ND = (x_BLD if routed_by_BLD is None else routed_by_BLD).reshape(-1, x_BLD.shape[-1])
         if self.router_scale is not None:
@@ -98,10 +98,10 @@ class Experts(nnx.Module):
 def over_devices(
     kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array], *, activation: str = "swiglu"
 ) -> jax.Array:
-    """`mixture` of tokens ``[B, L, D]`` over the devices in use, sharded like hidden vectors.
+    """`mixture` for tokens ``[B, L, D]`` on the devices in use, sharded like hidden vectors.
 
-    Each device sorts only the tokens of the devices that share its experts. Kernels are gathered
-    over the axes that split rows, except ``expert``.
+    Each device sorts only tokens of the devices in its ``expert`` group. Kernels are gathered over
+    all axes that split rows except ``expert``.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -150,8 +150,8 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's experts, int32 ``[N, K]``, and their weights, float32 ``[N, K]``.
 
-    With groups, the experts come from the groups with the largest sums of their two best scores
-    (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and LLaDA2). Ties go to the lower id.
+    With groups, the experts are chosen from the groups with the largest sums of their two best
+    scores (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and LLaDA2). The lower id wins ties.
     """
     if config.router_score == "softmax":
         scores_NE = jax.nn.softmax(logits_NE, axis=-1)
@@ -190,17 +190,17 @@ def mixture(
 ) -> jax.Array:
     """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
 
-    Tokens are sorted by expert, so that each kernel is one grouped matrix product
+    Tokens are sorted by expert, so that each of the three maps is one grouped matrix product
     (`jax.lax.ragged_dot`) over runs of tokens.
 
     Args:
       x_ND: tokens.
-      ids_NK: int32 experts of each token.
-      weights_NK: float32.
-      kernels: kernels of the experts.
-      first: id of the first of these experts; other experts contribute nothing. None: `kernels`
-          holds all experts.
-      activation: activation of the gate, a name in `GATES`.
+      ids_NK: ids of each token's experts, int32.
+      weights_NK: weights of each token's experts, float32.
+      kernels: kernels of all or some experts.
+      first: id of the first expert in `kernels`; experts not in `kernels` contribute nothing. None
+          means that `kernels` has all experts.
+      activation: activation of the gate, a key of `GATES`.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape
@@ -209,7 +209,7 @@ def mixture(
     if first is not None:
         ids_NK = ids_NK - first
         is_here_NK = (ids_NK >= 0) & (ids_NK < num_experts)
-        # Tokens of other experts are sorted after all local ones, outside every group.
+        # Tokens for experts on other devices are sorted last, outside every group.
         ids_NK = jnp.where(is_here_NK, ids_NK, num_experts)
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)

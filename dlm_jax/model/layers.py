@@ -18,11 +18,11 @@ from dlm_jax.types import Params
 
 
 class Linear(nnx.Module):
-    """``x @ kernel (+ bias)``, where the kernel is initialised with standard deviation ``scale /
+    """``x @ kernel (+ bias)``, with a kernel drawn with standard deviation ``scale /
     sqrt(fan_in)``.
 
-    A ``scale`` of 0 initialises a projection into the residual stream to zero, so that every block
-    starts as the identity.
+    Projections into the residual stream have a ``scale`` of 0, so that every block starts as the
+    identity.
     """
 
     def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
@@ -39,9 +39,7 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias; computed in float32 and returned in the dtype of the
-    input.
-    """
+    """RMSNorm, or LayerNorm with a bias, computed in float32 and returned in the input's dtype."""
 
     def __init__(self, size: int, *, kind: str, epsilon: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32))
@@ -66,13 +64,13 @@ def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""Gate activations of a gated MLP, by ``model.activation``."""
+"""Activations of the gate in a gated MLP, by ``model.activation``."""
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
-    """The row of the embedding table for each id.
+    """The embedding of each id.
 
-    A table sharded by feature is gathered instead of the vectors of ``ids_BL``.
+    If the table is sharded by feature, the table is gathered, not the vectors for ``ids_BL``.
     """
 
     def look_up(params: Params, ids: jax.Array) -> jax.Array:
@@ -100,17 +98,17 @@ POLICIES: dict[str, Callable[..., Any]] = {
         offload_dst="pinned_host",
     ),
 }
-"""Values kept in addition to the input of each block, by ``model.remat``; ``none`` keeps all.
+"""Values saved for the backward pass besides each block's input, by ``model.remat``.
 
-``block``: nothing, at the cost of a second forward. ``attention``: the output of attention, so that
-its kernel runs once. ``dots``: the output of attention and of every product with parameters, so
-that only the operations between them are recomputed. ``offload``: nothing, and inputs are kept in
-host memory.
+``none`` saves everything. ``block`` saves nothing, at the cost of a second forward pass.
+``attention`` saves the output of attention, so that the kernel runs once. ``dots`` saves the
+outputs of attention and of every product with parameters, so that only the operations in between
+are recomputed. ``offload`` saves nothing and moves the inputs to host memory.
 """
 
 
 def rematerialised(block: Callable[..., jax.Array], policy: str) -> Callable[..., jax.Array]:
-    """``block(x, parameters, context)`` with this rematerialisation policy."""
+    """``block(x, parameters, context)`` rematerialised by `policy`, a value of ``model.remat``."""
     if policy == "none":
         return block
 

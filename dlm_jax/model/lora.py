@@ -1,8 +1,9 @@
-"""Low-rank adapters of the block matrices (LoRA, Hu et al. 2021).
+"""Low-rank adapters for the matrices of the blocks (LoRA, Hu et al. 2021).
 
-A matrix ``W`` of the targets becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` random and
-``B [rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all others are
-frozen. Each block adds them at run time, so there is never a second copy of the model.
+A target matrix ``W`` becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` random and ``B
+[rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all other
+parameters are frozen. Each block adds its adapters at run time, so there is never a second copy of
+the model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _STACKS = ("dense_blocks", "blocks", "full_blocks")
 
 
 def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
-    """The parameters, with new adapters if the config has any."""
+    """The parameters, with new adapters if ``lora_rank`` is not 0."""
     if not config.lora_rank:
         return params
     made: dict[str, Any] = {}
@@ -49,9 +50,9 @@ def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Ar
 
 
 def stacks(params: Params) -> list[Params]:
-    """The blocks as stacks of equal kind: dense, usual, and full (`full_every`).
+    """The blocks as stacks of one kind each: dense, usual, and full (`full_every`).
 
-    Each stack has its adapters under ``adapters``.
+    Each stack has its own adapters under ``adapters``.
     """
     own = params.get(GROUP, {})
     return [
@@ -62,9 +63,9 @@ def stacks(params: Params) -> list[Params]:
 
 
 def applied(block: Params, config: ModelConfig) -> Params:
-    """Parameters of a block, or of a stack of them, with its adapters added to the matrices.
+    """The parameters of a block or a stack of blocks, with the adapters added to the matrices.
 
-    The matrices themselves are frozen: their gradient is zero.
+    The matrices themselves are frozen, that is, their gradient is zero.
     """
     if GROUP not in block:
         return block
@@ -80,7 +81,7 @@ def applied(block: Params, config: ModelConfig) -> Params:
 
 
 def merged(params: Params, config: ModelConfig) -> Params:
-    """The parameters of the same model without adapters."""
+    """The parameters of an equivalent model without adapters."""
     if GROUP not in params:
         return params
     whole = {name: tree for name, tree in params.items() if name not in (GROUP, *_STACKS)}

@@ -1,11 +1,11 @@
-"""8-bit integer matrices of the blocks, for sampling and scoring.
+"""8-bit integer matrices in the blocks, for sampling and scoring.
 
-Each output channel of a matrix has a scale, its largest magnitude over 127 (symmetric, round to
-nearest). ``int8`` multiplies activations of the compute dtype by these integers. ``int8_dynamic``
-also rounds every input vector to 8 bits by its largest magnitude and multiplies integers
-(LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM head, norms, biases and the
-other heads are not quantised. On the shipped model, 8-bit embeddings would raise the bound by
-0.06%; all matrices of the blocks together raise it by 0.13%.
+Each output channel of a matrix has a scale: its largest magnitude divided by 127 (symmetric, round
+to nearest). With ``int8``, activations in the compute dtype are multiplied by these integers. With
+``int8_dynamic``, every input vector is also rounded to 8 bits, scaled by its largest magnitude, and
+integers are multiplied (LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM
+head, norms, biases and the other heads are not quantised. On the shipped model, 8-bit embeddings
+would raise the bound by 0.06%; all matrices of the blocks together raise it by 0.13%.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlm_jax.settings import SettingError, nearest
 from dlm_jax.types import Params
 
 KINDS = ("int8", "int8_dynamic")
-"""Values of ``quantize``: weights only, or weights and the inputs of their products."""
+"""Values of ``quantize``: weights only, or weights and the inputs that they are multiplied by."""
 
 _MOST = 127
 
@@ -38,12 +38,12 @@ _KEPT = r"(^|/)(embedding$|head/kernel$|(\w+_)?norm/|\w+_head/)|/bias$"
 
 @pytree
 class Quantized:
-    """A matrix ``[..., D, F]``, or a stack of them, as ``values * scales``.
+    """A matrix, or a stack of matrices, ``[..., D, F]``, as ``values * scales``.
 
     Attributes:
       values: int8 ``[..., D, F]``, in [-127, 127].
       scales: float32 ``[..., F]``.
-      is_dynamic: whether its inputs are also rounded to int8.
+      is_dynamic: whether the matrix's inputs are also rounded to int8.
     """
 
     values: Any
@@ -52,7 +52,7 @@ class Quantized:
 
 
 def quantized_kernel(kernel: jax.Array, is_dynamic: bool = False) -> Quantized:
-    """A float matrix, or a stack, in 8 bits; the error is at most half the scale."""
+    """A float matrix or stack of matrices in 8 bits; the error is at most half the scale."""
     most = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=-2)
     scales = jnp.where(most > 0, most / _MOST, 1.0)
     values = jnp.round(kernel.astype(jnp.float32) / scales[..., None, :])
@@ -89,10 +89,10 @@ def check_kind(kind: str) -> None:
 
 
 def quantizer(kind: str) -> Callable[[str, Any], Any]:
-    """``(path, parameter) -> parameter``, in 8 bits if it is a matrix of a block.
+    """``(path, parameter) -> parameter``, in 8 bits if the parameter is a matrix of a block.
 
     Raises:
-      SettingError: if there is no rule for a parameter; the message names the parameter.
+      SettingError: if a parameter has no rule; the message names the parameter.
     """
     check_kind(kind)
 
@@ -110,7 +110,7 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
 
 
 def _in_place(kernel: Any, is_dynamic: bool) -> Quantized:
-    """The matrix in 8 bits on the devices of the float one; maps shapes to shapes."""
+    """The matrix in 8 bits on the same devices; maps arrays to arrays, and shapes to shapes."""
     make = functools.partial(quantized_kernel, is_dynamic=is_dynamic)
     values = channels = kernel.sharding
     if isinstance(values, NamedSharding):
@@ -130,7 +130,7 @@ def is_quantized(params: Params) -> bool:
 
 
 def quantized(params: Params, kind: str) -> Params:
-    """All parameters with the matrices of the blocks in 8 bits; arrays or their shapes."""
+    """All parameters (arrays or their shapes), with the matrices of the blocks in 8 bits."""
     of_leaf = quantizer(kind)
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: of_leaf(path_name(keys), leaf), params

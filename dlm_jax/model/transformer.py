@@ -1,7 +1,7 @@
 """The Transformer, built with Flax NNX and exposed as pure functions.
 
-NNX is used to declare and initialise parameters; it is not used outside `model/`. `build` returns a
-`dlm_jax.types.Network` over a plain nested dict of float32 arrays whose layers are stacked along a
+NNX is used to declare and initialise parameters, and is not used outside `model/`. `build` returns
+a `dlm_jax.types.Network` over a plain nested dict of float32 arrays. Layers are stacked along a
 leading axis and run by one `jax.lax.scan`.
 """
 
@@ -37,9 +37,9 @@ from dlm_jax.types import Inside, Network, Params, live_positions
 class SamplerHead(nnx.Module):
     """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-    The LM head maps its features to logits. It reads ``model.sampler_context`` neighbours on each
-    side, one by default. With ``model.sampler_residual`` the second layer has no SiLU, is
-    initialised to zero and is added to the hidden vector.
+    The LM head maps the MLP's features to logits. The MLP reads ``model.sampler_context``
+    neighbours on each side, by default one. With ``model.sampler_residual``, the second layer has
+    no SiLU, is initialised to zero, and its output is added to the hidden vector.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -53,17 +53,17 @@ class SamplerHead(nnx.Module):
         self.out_norm = norm(width)
 
     def __call__(self, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array):
-        """Features ``[N, D]``; nearest neighbours first, with zero vectors for missing ones."""
+        """Features ``[N, D]``; neighbours are given nearest first, missing ones as zero vectors."""
         num = hidden_ND.shape[0]
         sides = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
         together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in sides], axis=1)
         return self._features(self.inner(together), hidden_ND)
 
     def sides(self, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Contributions of vectors to the first layer, per neighbour: left and right ``[V, C, H]``.
+        """Each vector's contribution to the first layer as left and right neighbour, ``[V, C, H]``.
 
-        The layer is linear, so these tables save most of the work if few distinct tokens serve many
-        positions.
+        The layer is linear, so these tables save most of the computation if few distinct tokens are
+        neighbours of many positions.
         """
         kernel = self.inner.kernel[...].astype(vector_VD.dtype)
         num, width = vector_VD.shape
@@ -92,7 +92,7 @@ class SamplerHead(nnx.Module):
 
 
 class CriticHead(nnx.Module):
-    """A linear map from a hidden vector to the logit that the token there is wrong."""
+    """A linear map from a hidden vector to the logit that the token at that position is wrong."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.out = Linear(config.width, 1, scale=0.0, bias=False, rngs=rngs)
@@ -103,7 +103,7 @@ class CriticHead(nnx.Module):
 
 
 class ScorerHead(nnx.Module):
-    """The logit of the corrupted share of the tokens of a row, from their mean vector."""
+    """The logit of the fraction of corrupted tokens in a row, from the row's mean hidden vector."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)
@@ -125,7 +125,7 @@ HEADS: dict[str, Any] = {
 
 
 def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of its heads, in the order in which they are initialised."""
+    """Names of the parameter groups of the config's heads, in order of initialisation."""
     has = {
         "sampler_head": config.add_sampler_head,
         "critic_head": config.add_critic_head,
@@ -135,7 +135,7 @@ def heads_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 class Attention(nnx.Module):
-    """Multi-head attention over ``length`` positions with RoPE and optional QK-norm."""
+    """Multi-head attention over the live positions, with RoPE and optional QK-norm."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_full: bool = False):
         self.head_size = (config.full_head_size if is_full else 0) or config.size_of_head
@@ -158,10 +158,9 @@ class Attention(nnx.Module):
         self.key_norm = norm() if config.qk_norm else None
 
     def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]`` at positions with these
-        angles.
+        """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]``, rotated by `angles`.
 
-        Keys are cached in this form: normalised and rotated.
+        Keys are cached in this form, normalised and rotated.
         """
 
         def heads(x: jax.Array) -> jax.Array:
@@ -180,7 +179,7 @@ class Attention(nnx.Module):
         return pin(q, "queries"), pin(k, "keys"), pin(v, "keys")
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, length_B: jax.Array) -> jax.Array:
-        """Attention output of whole rows, ``[B, L, H, K]``."""
+        """Attention output for whole rows, ``[B, L, H, K]``."""
         if self.block_length:
             return attend_in_blocks(q, k, v, length_B, block_length=self.block_length)
         return attend(q, k, v, length_B, is_causal=self.is_causal)
@@ -192,7 +191,7 @@ class Attention(nnx.Module):
         )
 
     def join(self, y_BLHK: jax.Array) -> jax.Array:
-        """Output projection ``[B, L, D]`` of the heads."""
+        """The heads' outputs projected to ``[B, L, D]``."""
         y_BLHK = pin(y_BLHK, "queries")
         return self.out(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
@@ -223,8 +222,9 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm Transformer block: attention, then the MLP, each added to its input.
 
-    With ``config.experts``, a mixture of experts replaces the MLP unless `is_dense`, or is added to
-    it. With ``config.post_norms``, both outputs are also normalised.
+    With ``config.experts``, a mixture of experts replaces the MLP (unless `is_dense`), or with
+    ``config.experts_beside`` is added to it. With ``config.post_norms``, the outputs of attention
+    and of the MLP are also normalised.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Block(nnx.Module):
         return self.around(x_BLD, angles, lambda q, k, v: self.attention.attend(q, k, v, length_B))
 
     def around(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., jax.Array]) -> jax.Array:
-        """Hidden vectors after the block with the given attention ``(q, k, v) -> [B, L, H, K]``."""
+        """Hidden vectors after the block; `attend` maps ``(q, k, v)`` to ``[B, L, H, K]``."""
         x_BLD = pin(x_BLD, "hidden")
         q, k, v = self.attention.project(self.attention_norm(x_BLD), angles)
         y_BLD = self.attention.join(attend(q, k, v))
@@ -283,7 +283,7 @@ class Block(nnx.Module):
         return x_BLD * scale_BL1.astype(x_BLD.dtype)
 
     def _update(self, x_BLD: jax.Array) -> jax.Array:
-        """The contribution of the MLP, and of experts in addition to it, to the hidden vectors."""
+        """The contribution of the MLP, plus that of experts beside it, to the hidden vectors."""
         y_BLD = self.mlp(self.mlp_norm(x_BLD))
         if self.experts is not None:
             assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
@@ -293,7 +293,7 @@ class Block(nnx.Module):
 
 
 class SelfConditioning(nnx.Module):
-    """Embeddings of a canvas with the predictions of the previous step (Chen et al. 2022)."""
+    """Adds the previous step's predictions to a canvas's embeddings (Chen et al. 2022)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
@@ -301,15 +301,15 @@ class SelfConditioning(nnx.Module):
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x_BLD: jax.Array, signal_BLD: jax.Array) -> jax.Array:
-        """The normalised sum of embeddings and transformed signal, ``[B, L, D]``."""
+        """The normalised sum of the embeddings and the transformed signal, ``[B, L, D]``."""
         return unit_norm(x_BLD + self.mlp(self.norm(signal_BLD)), self.epsilon)
 
 
 class Transformer(nnx.Module):
-    """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``.
+    """Parameters of the whole model; `blocks` are stacked along a leading axis.
 
-    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have no
-    experts. With ``full_every``, `full_blocks` are the layers that attend to all positions.
+    In a model with experts, `dense_blocks` are the first ``dense_layers`` layers, which have none.
+    With ``full_every``, `full_blocks` are the layers that attend to all positions.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -336,7 +336,7 @@ class Transformer(nnx.Module):
         )
         has_signal = config.self_conditioning
         self.self_conditioning = SelfConditioning(config, rngs=rngs) if has_signal else None
-        # Initialised last, so that the other parameters are the same with and without heads.
+        # Heads are initialised last, so that the other parameters do not depend on them.
         for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
 
@@ -345,8 +345,8 @@ class Transformer(nnx.Module):
 def build(config: ModelConfig) -> Network:
     """The network of `config` as pure functions; equal configs return the same `Network`.
 
-    The input of a causal network is shifted right by one, after ``start_id``: the output at a
-    position depends only on the tokens before it and predicts the token there.
+    The input of a causal network is ``start_id`` followed by the tokens, shifted right by one: the
+    output at a position depends only on earlier tokens and predicts the token at that position.
     """
     if config.vocab_size < 1:
         raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")
@@ -354,7 +354,7 @@ def build(config: ModelConfig) -> Network:
     if is_causal and config.start_id < 0:
         raise ValueError("model.start_id=-1 is unresolved; set it to the tokenizer's MASK")
     dtype = jnp.dtype(config.compute_dtype)
-    # The graph definitions have structure but no arrays; parameters are plain dicts of arrays.
+    # Graph definitions contain structure but no arrays; parameters are plain dicts of arrays.
     module_of = _block_modules(config)
     norm_graph, _ = nnx.split(
         nnx.eval_shape(lambda: Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon))
@@ -413,7 +413,7 @@ def _inside_of(
     module_of: Callable[[Params], Any],
     final_norm: Callable[[Params, jax.Array], jax.Array],
 ) -> Callable[[Params, jax.Array, jax.Array], Inside]:
-    """The function of `Network.inside`: the trunk, block by block, by the plain formula."""
+    """`Network.inside`: the trunk, block by block, with attention by the plain formula."""
 
     def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
         if config.attention_type == "causal":
@@ -466,7 +466,7 @@ def _conditioning(config: ModelConfig) -> Callable[[Params, jax.Array, jax.Array
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """`Network.readout` and `Network.logits_of` of the LM head."""
+    """The LM head's `Network.readout` and `Network.logits_of`."""
     cap = config.logit_cap
 
     def capped(logits: jax.Array) -> jax.Array:
@@ -490,7 +490,7 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
 
 def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[Params], Any]:
-    """``(parameters) -> module`` of a block, of the kind implied by the parameters."""
+    """Maps the parameters of a block to its module; the parameters determine the kind of block."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:
@@ -508,7 +508,7 @@ def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[P
 
 
 def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:
-    """The functions of the heads of `config` in its `Network`."""
+    """The fields of a `Network` for the heads of `config`."""
 
     def graph(name: str) -> Any:
         made = nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(params=key_of(0))))

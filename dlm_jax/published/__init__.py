@@ -1,4 +1,4 @@
-"""Models of other projects: reading and writing their directories, and their loops as settings."""
+"""Models of other projects: reads and writes their directories, with their loops as settings."""
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.directory import Published, is_published, read_published, read_shape

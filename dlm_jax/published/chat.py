@@ -1,6 +1,6 @@
-"""Chat templates: convert a conversation to the text format that a model was trained on.
+"""Chat templates, which convert a conversation to the text format a model was trained on.
 
-Templates are Jinja programs that come with a model. They run in Jinja's immutable sandbox, without
+Templates are Jinja programs in a model's directory. They run in Jinja's immutable sandbox, without
 access to Python attributes, files or modules, and in a separate process (`sandbox`) with limits on
 time, memory and output.
 """
@@ -31,10 +31,10 @@ _SPECIALS = ("bos_token", "eos_token", "pad_token", "mask_token")
 RESERVED = frozenset(
     ("messages", "add_generation_prompt", "begins_answer", "continues", *_SPECIALS)
 )
-"""Template variables that are set here, and those that are arguments of `ChatTemplate.ids`."""
+"""Template variables that `ChatTemplate` sets, and arguments of `ChatTemplate.text`."""
 
 Messages = Sequence[Mapping[str, Any]]
-"""Turns of a conversation: ``{"role": "user", "content": "..."}``, and other keys of a template."""
+"""Turns of a conversation: ``{"role": "user", "content": "..."}``, plus template-specific keys."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class ChatTemplate:
         self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
         **more: Any,
     ) -> str:  # fmt: skip
-        """The conversation as text, up to the start of the model's answer.
+        """The conversation as text, up to the point where the model's answer starts.
 
         Args:
           messages: turns, each with ``role`` and ``content``.
-          begins_answer: whether the header of the answer is appended.
-          continues: whether the text ends with the content of the last turn, like
-              ``continue_final_message`` of Hugging Face, so that the answer continues that turn.
-          **more: additional variables of the template, such as ``enable_thinking``.
+          begins_answer: whether to append the header of the answer.
+          continues: whether the text ends with the content of the last turn, so that the answer
+              continues that turn (Hugging Face's ``continue_final_message``).
+          **more: additional template variables, such as ``enable_thinking``.
         """
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
@@ -76,7 +76,7 @@ class ChatTemplate:
         return self.tokenizer.encode_marked(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
-        """The texts of BOS, EOS, PAD and MASK for the template; empty if there is no such token."""
+        """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
         tokenizer = self.tokenizer
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
                  "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
@@ -98,10 +98,9 @@ class TextTemplate(ChatTemplate):
 
 
 def _upto(written: str, content: str) -> str:
-    """A conversation up to the end of the content of its last turn.
+    """A conversation up to the end of the last turn's content.
 
-    Templates may strip the content; leading and trailing spaces are kept if the template keeps
-    them.
+    Leading and trailing spaces of the content remain unless the template strips them.
     """
     core = content.strip()
     place = written.rfind(core) if core else -1
@@ -120,10 +119,9 @@ def check_template(source: str, where: str) -> None:
 
 
 class _Sandbox:
-    """The process that renders templates; it is started on first use and restarted after it was
-    killed.
+    """The process that renders templates, started on first use and restarted if it has ended.
 
-    Thread-safe; it serves one request at a time.
+    Rendering is thread-safe; requests are served one at a time.
     """
 
     def __init__(self) -> None:
@@ -132,7 +130,7 @@ class _Sandbox:
         atexit.register(self._stop)
 
     def render(self, source: str, values: Mapping[str, Any] | None) -> str:
-        """The rendered text; empty without values, when the template is only compiled."""
+        """The rendered text; empty if `values` is None, when the template is only compiled."""
         line = json.dumps({"source": source, "values": values})
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -149,7 +147,7 @@ class _Sandbox:
         return answer["text"]
 
     def _answer(self, process: subprocess.Popen[str], line: str, seconds: float) -> dict[str, str]:
-        """The answer to a line; on a timeout it raises ValueError and stops the process."""
+        """The answer to a line; stops the process and raises ValueError on a timeout or crash."""
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
 
@@ -169,7 +167,7 @@ class _Sandbox:
             reason = f"it takes longer than {seconds:g} s" if is_late.is_set() else "it crashes"
             raise ValueError(reason) from None
         except BaseException:
-            # Otherwise an unread answer would be mistaken for the answer to the next line.
+            # Otherwise, an unread answer would be mistaken for the answer to the next line.
             self._stop()
             raise
         finally:

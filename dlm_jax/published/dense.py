@@ -1,6 +1,4 @@
-"""The families with a plain MLP: LLaDA, Dream, SDAR, Fast-dLLM v2, and causal Qwen and Llama
-models.
-"""
+"""The families with a plain MLP: LLaDA, Dream, SDAR, Fast-dLLM v2, and causal Qwen and Llama."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.published import family
 from dlm_jax.published.family import Family, Fields, Source, in_blocks, qwen_sources
 
-# Used if config.json has none.
+# Used if config.json has no value.
 _ROPE_THETA = 10000.0
 
 
@@ -75,7 +73,7 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
 
 
 def rope_theta(fields: Fields) -> float:
-    """The base of the rotary frequencies, from any of its fields; scaling is not implemented."""
+    """The base of the rotary frequencies, from whichever field has it; refuses scaling."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
@@ -111,7 +109,7 @@ def read_qwen(
 
 
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
-    """The settings that all families except LLaDA store in the same way; inverse of `write_shape`.
+    """The settings that all families except LLaDA store alike; the inverse of `write_shape`.
 
     `epsilon` is the default epsilon of the norms.
     """
@@ -130,7 +128,7 @@ def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
 
 
 def read_head_size(fields: Fields, shape: dict[str, Any]) -> int:
-    """``head_dim``; 0 where it follows from width and heads."""
+    """``head_dim``, or 0 if it equals width / heads."""
     size = fields.take("head_dim", int, shape["width"] // shape["heads"])
     return 0 if size * shape["heads"] == shape["width"] else size
 
@@ -183,7 +181,7 @@ def _write_fast_dllm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
-    # Its first input replaces the start token.
+    # `read_published` replaces the start id.
     return read_qwen(fields, attention_type="causal", start_id=0, **settings)
 
 
@@ -191,10 +189,10 @@ IDLE_OF_SDAR = (
     "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
     "skip_checkpoint", "use_deepep",
 )  # fmt: skip
-"""Fields of its config.json that have no effect."""
+"""Fields of SDAR's config.json that have no effect."""
 
 ASKED_BY_SDAR = {"fuse_cross_entropy": False}
-"""Fields that its code requires; they disable a kernel for training."""
+"""Fields that SDAR's code requires; they disable a training kernel."""
 
 LLADA = Family(
     name="llada",
@@ -239,7 +237,7 @@ FAST_DLLM = Family(
     sources=qwen_sources,
     mask_id=151665,
     presets=family.FAST_DLLM,
-    idle=("conplemenrary_mask",),  # of its training, and spelt so
+    idle=("conplemenrary_mask",),  # used in training; sic
 )
 QWEN2 = Family(
     name="qwen2",

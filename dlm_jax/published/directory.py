@@ -1,4 +1,4 @@
-"""Reads a published model from a directory in Hub layout; no code in it is executed."""
+"""Reads a published model from a directory in Hub layout; code in the directory never runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Published:
 
 
 def is_published(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a directory with a config.json."""
+    """Whether `path` is a directory with a config.json."""
     return (Path(path) / CONFIG).is_file()
 
 
@@ -56,8 +56,8 @@ def read_published(
 
     Args:
       path: directory with config.json, safetensors and a tokenizer.
-      dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None: as stored.
-      place: sharding of a parameter with a path and shape; None: the default device.
+      dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None means as stored.
+      place: maps a parameter's path and shape to its sharding; None means the default device.
       finish: converts each parameter to its final form as it is loaded.
     """
     directory = Path(path)
@@ -98,14 +98,14 @@ def read_published(
 
 
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
-    """The Transformer of a directory and its tokenizer, without weights."""
+    """A directory's model config and tokenizer, without weights."""
     family, model, _ = read_model(directory)
     said = family.said(read_json(directory / CONFIG))
     return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
 
 
 def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
-    """The family of a directory, its Transformer and the maximum number of tokens of a row."""
+    """A directory's family, model config, and maximum number of tokens per row."""
     where = directory / CONFIG
     said = read_json(where)
     family = family_of(said, str(where))
@@ -122,7 +122,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
 
 
 def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """A preset with the block length of the model, if it sets one."""
+    """The preset, with block lengths that fit the model's if it sets `threshold_alone`."""
     settings, unit = dict(preset), model.block_length
     if settings.get("threshold_alone"):
         size = math.gcd(settings["block_length"], unit)
@@ -131,9 +131,7 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
-    """The settings of a directory; a change of only the length keeps the number of tokens per
-    step.
-    """
+    """A directory's settings; if only the length is set, the number of tokens per step is kept."""
     sample = dataclasses.replace(implied, **said)
     if "gen_length" in said and "steps" not in said:
         tokens = implied.gen_length or implied.steps
@@ -143,7 +141,7 @@ def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig
 
 
 def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:
-    """The recommended settings of a family: its first preset, on a canvas of `length`."""
+    """The settings that a family recommends for a canvas of `length`: its first preset."""
     settings = _fitted(next(iter(family.presets.values()), {}), model)
     if settings.get("gen_length", 0) > length:
         settings |= {"gen_length": length, "steps": length}

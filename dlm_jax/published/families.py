@@ -1,4 +1,4 @@
-"""The known families, and the family of a config.json."""
+"""The known families, and the choice of a family for a config.json or a model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json.
 
-    ``architectures`` selects it; ``model_type``, which several families share, is used only if it
-    is absent.
+    ``architectures`` selects the family. ``model_type``, which is ambiguous between some families,
+    is used only if ``architectures`` is absent.
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -54,13 +54,13 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """The family whose config.json can describe all settings of a model."""
+    """The family with a config.json format that can express all settings of a model."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
         try:
             said = family.read(Fields(family.write(model), "config"))
-        except ValueError:  # it has no such models
+        except ValueError:  # the family has no such models
             continue
         if comparable(said) == comparable(model):
             return family

@@ -1,10 +1,10 @@
 """A family of published models: config fields, tensor names and presets.
 
 Every field of a config.json is used, known to have no effect, or refused. Presets express the
-sampling loops of the models' own programs as settings; the first one is the default. Each sets the
-commit order of its program, because the default ``random`` is for small models (docs/readings.md).
-Presets are greedy unless their program samples by default. Ties go to the lower position. Every
-name is a key of ``Model.presets`` and a value of ``sample.py --preset``.
+sampling loops of the models' own programs as settings; the first preset is the default. Each preset
+sets its program's commit order, because the default ``random`` is for small models
+(docs/readings.md). Presets are greedy unless their program samples by default. The lower position
+wins ties. The name of a preset is a key of ``Model.presets`` and a value of ``sample.py --preset``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ IDLE = frozenset({
     "pretraining_tp", "problem_type", "residual_dropout", "return_dict", "router_aux_loss_coef",
     "rope_full_precision", "sliding_window", "torch_dtype", "transformers_version", "use_cache",
 })  # fmt: skip
-"""Fields that do not change what a model computes, or that are read elsewhere."""
+"""Fields that have no effect on what a model computes, or that other code reads."""
 
 
 class Fields:
-    """The fields of one file; `finish` raises for fields that were not read."""
+    """The fields of one file; `finish` refuses fields that were not read."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._left = dict(values)
@@ -50,7 +50,7 @@ class Fields:
         return ValueError(f"{self.where}: {name}={value!r} {reason}")
 
     def take(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """The value of a field, which must have that type; null means the default."""
+        """The value of a field, which must have the type `kind`; null means the default."""
         value = self._left.pop(name, None)
         if value is None:
             if default is _MISSING:
@@ -63,9 +63,9 @@ class Fields:
         return value
 
     def must(self, **wanted: Any) -> None:
-        """Raises ValueError for a field whose value is not implemented.
+        """Raises ValueError for fields with values that are not implemented.
 
-        An absent or null field is accepted. A tuple lists several implemented values.
+        Absent and null fields are accepted. A tuple lists several implemented values.
         """
         for name, values in wanted.items():
             value = self._left.pop(name, None)
@@ -76,7 +76,7 @@ class Fields:
                 )
 
     def finish(self, idle: Iterable[str] = ()) -> None:
-        """Raises ValueError for a field that was not read, may have an effect, and has a value."""
+        """Raises ValueError for an unread field that has a value and may have an effect."""
         for name, value in self._left.items():
             if name in IDLE or name in idle or value in (None, False, 0, "", [], {}):
                 continue
@@ -88,7 +88,7 @@ class Fields:
 
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The JSON object of these pairs; ValueError for a duplicate key."""
+    """The JSON object with these pairs; ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -110,10 +110,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 Source = str | tuple[str, tuple[int, int]]
-"""The name of the tensor that a parameter comes from.
+"""The name of the tensor in which a parameter is stored.
 
-In it ``{i}`` is the index of the block and ``{e}`` that of the expert. If the tensor contains
-several parameters, the first row and the end row follow.
+In the name, ``{i}`` is the index of the block and ``{e}`` the index of the expert. If the tensor
+contains several parameters, the name is paired with the parameter's (first row, end row).
 """
 
 
@@ -123,12 +123,12 @@ class Piece:
 
     Attributes:
       tensor: name of the tensor.
-      part: index of the part in the tensor: the expert, if the tensor contains all experts, and the
-          rows.
+      part: index of the part in the tensor: the rows, after the expert if the tensor contains all
+          experts.
       shape: stored shape of this part.
-      place: index of the layer, or of layer and expert, in the parameter; () for the whole
+      place: index of the part in the parameter, (layer,) or (layer, expert); () for the whole
           parameter.
-      is_transposed: whether the two axes are swapped; linear maps are stored as ``[out, in]`` and
+      is_transposed: whether the two axes are swapped: linear maps are stored as ``[out, in]`` and
         loaded as ``[in, out]``.
     """
 
@@ -142,9 +142,9 @@ class Piece:
 def pieces_of(
     sources: Mapping[str, Source], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[Piece]]:
-    """The pieces of every parameter by its path (``blocks/mlp/up/kernel``).
+    """The pieces of every parameter, by the parameter's path (``blocks/mlp/up/kernel``).
 
-    `layers` are the indices of the layers of each stack of blocks.
+    `layers` has the layer indices of each stack of blocks.
     """
     found: dict[str, list[Piece]] = {}
     for path, leaf in leaves(abstract):
@@ -170,7 +170,7 @@ def pieces_of(
 
 
 def tensor_shapes(pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, from the pieces that fill it."""
+    """The shape of every tensor, derived from its pieces."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in (piece for parts in pieces.values() for piece in parts):
         *lead, rows = piece.part
@@ -188,30 +188,30 @@ def leaves(tree: Params) -> list[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models whose directories have the same layout.
+    """Published models with the same directory layout.
 
     Attributes:
-      name: short, lower case.
-      architectures: values of ``architectures`` in config.json; the first is written.
-      model_type: value that is written.
-      read: returns the model of a config.json; ValueError if it is not implemented.
-      write: returns the fields of config.json for a model; `read` is its inverse.
-      sources: the tensor of every parameter, by its path.
-      max_length: field with the maximum row length.
-      mask_id: id of MASK if the files of a model have none; otherwise None.
-      trained_length: length of its training rows, if less than in its config.
-      presets: settings of its decoding loops by name. The first is the default.
-      idle: fields of its config.json that have no effect.
-      within: the field of config.json whose object contains the fields of the language model; '':
-        config.json itself.
-      outside: fields that are written outside that object.
-      generates_from_mask: whether its program accepts MASK in generation_config.json.
+      name: short name in lower case.
+      architectures: values of ``architectures`` in config.json; exports write the first.
+      model_type: value of ``model_type`` in config.json.
+      read: maps the fields of a config.json to a `ModelConfig`; ValueError if not implemented.
+      write: maps a `ModelConfig` to the fields of a config.json; `read` is the inverse.
+      sources: maps a `ModelConfig` to the tensor of every parameter, by the parameter's path.
+      max_length: name of the field with the maximum row length.
+      mask_id: id of MASK if the model's files do not name it; None if there is no such id.
+      trained_length: length of the training rows if shorter than in config.json; otherwise 0.
+      presets: settings of the family's decoding loops, by name; the first is the default.
+      idle: fields of config.json that have no effect.
+      within: the field of config.json that contains the language model's fields; '' if config.json
+        itself does.
+      outside: fields that are written outside of `within`.
+      generates_from_mask: whether the family's program accepts MASK in generation_config.json.
       process: the forward process that its models were trained with, as ``objective.process``.
-      recommended: ``(fields of generation_config.json, model) -> settings``, of the fields that
-        its program alone has.
-      spoken: ``(settings, model) -> fields``, the inverse; empty where it has no such fields.
-      other_names: ``(pattern, replacement)`` of names under which a tensor may be stored instead;
-        an empty replacement omits it.
+      recommended: ``(fields of generation_config.json, model) -> settings``, for the fields that
+        only the family's program has.
+      spoken: ``(settings, model) -> fields``, the inverse; empty if there are no such fields.
+      other_names: ``(pattern, replacement)`` pairs for alternative names of tensors; an empty
+        replacement omits the tensor.
     """
 
     name: str
@@ -234,21 +234,21 @@ class Family:
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of config.json merged with those of the language model."""
+        """The fields of config.json, merged with the fields in `within`."""
         inner = config.get(self.within) or {}
         if not isinstance(inner, dict):
             raise ValueError(f"{self.within}={inner!r} is not an object; the file is damaged")
         return {name: value for name, value in config.items() if name != self.within} | inner
 
     def name_of(self, tensor: str) -> str:
-        """The usual name of a tensor; '' if it is omitted."""
+        """The usual name of a tensor; '' if the tensor is omitted."""
         for pattern, replacement in self.other_names:
             if re.match(pattern, tensor):
                 return re.sub(pattern, replacement, tensor) if replacement else ""
         return tensor
 
 
-# Paths of parameters that many families share, by the names of their tensors in a block.
+# Parameter paths in a block, with the tensor names that many families use.
 _QWEN = {
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
@@ -271,7 +271,7 @@ EXPERTS = {
 
 
 def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
-    """Tensors under the names of Qwen, Llama and related models (``model.layers.0.mlp...``)."""
+    """Sources with the tensor names of Qwen, Llama and others (``model.layers.0.mlp...``)."""
     mlp = EXPERTS if model.experts else DENSE
     blocks = _QWEN | dict(more or {})
     return in_blocks(blocks | mlp, blocks | DENSE, "model.layers.{i}.") | {
@@ -284,7 +284,7 @@ def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -
 def in_blocks(
     blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
 ) -> dict[str, Source]:
-    """Sources of the blocks, and of the first blocks if they differ."""
+    """Sources of the blocks, and of the dense first blocks."""
     found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
     return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
 
@@ -318,7 +318,7 @@ DREAM: dict[str, dict[str, Any]] = {
 LLADA_MOE: dict[str, dict[str, Any]] = {"llada": LLADA["llada"]}
 
 SDAR: dict[str, dict[str, Any]] = {
-    # generate.py of SDAR (low_confidence_dynamic), greedy; blocks of 4, and 4 steps for each.
+    # generate.py of SDAR (low_confidence_dynamic), greedy; 4 steps per block of 4.
     "sdar": {
         "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "threshold",
         "threshold": 0.85, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
@@ -332,13 +332,13 @@ SDAR: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 LLADA2: dict[str, dict[str, Any]] = {
-    # generate of LLaDA2.0: 32 steps for a block of 32.
+    # generate of LLaDA2.0: 32 steps per block of 32.
     "llada2": {
         "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
         "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
         "cache": "exact", "ties": "lower",
     },
-    # generate of LLaDA2.1, which rewrites tokens: 32 steps per block and up to 16 more.
+    # generate of LLaDA2.1, which rewrites tokens: 32 steps per block, and up to 16 for rewriting.
     "llada2.1": {
         "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
         "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,

@@ -1,4 +1,4 @@
-"""DiffusionGemma: a canvas of uniform noise after a text, sliding and full layers, and experts."""
+"""DiffusionGemma: a text, then a canvas of uniform noise; sliding and full layers; experts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _read(fields: Fields) -> ModelConfig:
 
 
 def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
-    """Head size and key/value heads of the full layers, from either form of the file."""
+    """(head size, number of key/value heads) of the full layers, from either form of the file."""
     size = fields.take("global_head_dim", int, 512)
     found = {
         "head_dim": size,
@@ -92,7 +92,7 @@ def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]
 
 
 def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, float]:
-    """RoPE base and rotated fraction for the layers of a kind."""
+    """(RoPE base, rotated fraction) for the layers of one kind."""
     is_full, given = kind == _FULL, said.get(kind)
     if given is None:
         return _THETAS[kind], _SHARE if is_full else 1.0
@@ -231,7 +231,7 @@ DIFFUSION_GEMMA = Family(
     read=_read,
     write=_write,
     sources=_sources,
-    mask_id=4,  # <mask> of its tokenizer, which the model itself does not use
+    mask_id=4,  # the tokenizer's <mask>, which the model itself does not use
     idle=("boi_token_id", "eoi_token_id", "image_token_id", "vision_config"),
     within="text_config",
     generates_from_mask=False,
@@ -241,9 +241,9 @@ DIFFUSION_GEMMA = Family(
     spoken=_spoken,
     outside=("canvas_length", "tie_word_embeddings"),
     other_names=(
-        # The tower that reads images.
+        # The image tower.
         (r"model\.encoder\.(vision_tower|embed_vision)\.", ""),
-        # The text and the canvas share all parameters except the layer scales.
+        # Text and canvas use the same parameters, except for the layer scales.
         (r"(model\.encoder\.language_model\.layers\.\d+\.layer_scalar)$", r"\1"),
         (r"model\.encoder\.language_model\.", "model.decoder."),
     ),

@@ -1,9 +1,9 @@
-"""Models on the Hugging Face Hub: downloads into its cache, and uploads of directories.
+"""Models on the Hugging Face Hub: downloads into the Hub cache, and uploads.
 
 `huggingface_hub` (the extra ``hub``) performs the downloads and uploads, with its own cache,
 offline mode (``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or
-``HF_TOKEN``). Only data is fetched: JSON, safetensors, merges and chat templates. No code of a
-repository is downloaded or executed.
+``HF_TOKEN``). Only data is downloaded: JSON, safetensors, merges and chat templates. Code in a
+repository is neither downloaded nor executed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([\w./-]+))?")
 _FILES = ["*.json", f"*{SUFFIX}", "*.jinja", "merges.txt"]
 _CARD = "README.md"
 WEIGHTS = "dlm_jax.safetensors"
-"""The name of a weights file on the Hub."""
+"""The file name under which `push_to_hub` uploads a weights file."""
 
 
 def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None:
     """Parses the repository and revision of ``org/name`` or ``org/name@revision``.
 
-    Returns None for other paths: an existing path, a path inside an existing directory, or the name
-    of a
-      weights file.
+    Returns None for other paths, including existing paths, paths inside an existing directory, and
+    names of weights files.
     """
     found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
     if found is None or str(path).endswith(SUFFIX) or Path(found[1]).parent.exists():
@@ -41,11 +40,11 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
 
 
 def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | os.PathLike[str]:
-    """The local path of a model: the path itself, or the path of the copy in the Hub cache.
+    """The local path of a model: `path` itself, or the path of a copy in the Hub cache.
 
     Args:
-      path: path of a model, or its Hub id.
-      setting: name of the setting, for error messages.
+      path: path or Hub id of a model.
+      setting: name of the setting in error messages.
 
     Raises:
       SettingError: ``huggingface_hub`` is not installed, the model or its revision does not exist,
@@ -85,15 +84,16 @@ def push_to_hub(
     the directory nor the repository has one.
 
     Args:
-      path: a directory from `dlm_jax.export`, or a file from ``python -m dlm_jax.export``.
+      path: a directory written by `dlm_jax.export`, or a file written by ``python -m
+          dlm_jax.export``.
       repo_id: ``org/name``.
-      private: whether a new repository is private; None: the default of the account.
-      revision: branch, which is created if it does not exist; None: ``main``.
-      license: a license id of the Hub, such as ``apache-2.0``, for a new model card.
+      private: whether a new repository is private; None means the account's default.
+      revision: branch, created if it does not exist; None means ``main``.
+      license: Hub license id for a new model card, such as ``apache-2.0``.
       message: commit message.
 
     Raises:
-      SettingError: the path has no model, or the Hub rejects it.
+      SettingError: the path has no model, or the Hub rejects the upload.
     """
     source = Path(path)
     if is_published(source):
@@ -124,9 +124,9 @@ def push_to_hub(
 
 
 def model_card(path: str | os.PathLike[str], repo_id: str, *, license: str | None = None) -> str:
-    """The model card of a published directory or weights file, as Markdown with its front matter.
+    """The model card for a published directory or weights file: Markdown with front matter.
 
-    It describes how to load the model and has empty sections for the author.
+    The card describes how to load the model and has sections for the author to fill in.
     """
     tags = ["diffusion", "masked-diffusion", "jax"]
     head = ["---", "library_name: dlm_jax", "pipeline_tag: text-generation"]
@@ -183,7 +183,7 @@ def _hub(path: object, setting: str = "checkpoint") -> ModuleType:
 
 
 def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exception:
-    """The SettingError for an error of the Hub; the error of a full disk is returned unchanged."""
+    """The SettingError for a Hub error; a disk-full error is returned unchanged."""
     if is_full(error):
         return error
     errors = hub.errors

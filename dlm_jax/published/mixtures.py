@@ -1,4 +1,4 @@
-"""The families with experts: LLaDA-MoE, LLaDA2.0 and 2.1, and SDAR's."""
+"""The families with experts: LLaDA-MoE, LLaDA2.0 and 2.1, and SDAR with experts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
         router_groups=fields.take("n_group", int, 8),
         router_groups_kept=fields.take("topk_group", int, 4),
         router_bias="choice",
-        router_normalised=num_each > 1,  # the score of a single expert is not normalised
+        router_normalised=num_each > 1,  # a single expert's score is not normalised
         router_scale=fields.take("routed_scaling_factor", float, 2.5),
         **shape,
     )
@@ -186,7 +186,7 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
         "norm/scale": "model.norm.weight",
         "head/kernel": "lm_head.weight",
     }
-    # One matrix contains queries, keys and values, stacked by rows.
+    # One matrix contains the rows of the query, key and value matrices.
     size = model.size_of_head
     wide, narrow = model.heads * size, (model.kv_heads or model.heads) * size
     rows = {"query": (0, wide), "key": (wide, wide + narrow),

@@ -1,10 +1,10 @@
-"""The program that renders chat templates in a separate process; `chat` starts it.
+"""The program that renders chat templates in a separate process, which `chat` starts.
 
-A template can loop forever or allocate too much memory inside an operation that no other thread can
-interrupt. A process has a memory limit and can be killed. This program imports nothing from the
-package, so it starts fast. Each line of standard input is a JSON object with ``source`` and
-``values`` (null: compile only), and each line of standard output is ``{"text": ...}`` or
-``{"error": ...}``.
+A template can loop forever or allocate too much memory in an operation that no thread can
+interrupt, whereas a process can be killed and can have a memory limit. This program starts fast
+because it imports nothing from the package. Each line of standard input is a JSON object with
+``source`` and ``values`` (null to compile only), and each line of standard output is ``{"text":
+...}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 24
 _MEMORY = 1 << 30
-_SECONDS = 120  # in case the parent process is gone
+_SECONDS = 120  # for when the parent process is gone
 
 
 def main() -> None:
-    """Serves one request per line until the end of input."""
+    """Serves one request per input line until the end of input."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
-        pass  # a system without such limits
+        pass  # the system has no such limits
     print("{}", flush=True)
     for line in sys.stdin:
         signal.alarm(_SECONDS)

@@ -1,4 +1,4 @@
-"""The tokenizer of a directory, its special tokens, recommended settings and chat template."""
+"""A published directory's tokenizer, special tokens, recommended settings and chat template."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dlm_jax.settings import nearest
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 OWN = "dlm_jax"
-"""The field of `GENERATION` for settings that other programs do not have."""
+"""The field of `GENERATION` with the settings that other programs do not have."""
 
 _SHARED = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "typical_p": "typical_p", "repetition_penalty": "repetition_penalty", "steps": "steps",
     "max_new_tokens": "gen_length",
 }  # fmt: skip
-"""Fields of `GENERATION` that are settings, with their names here."""
+"""Fields of `GENERATION` that are settings, and the names of these settings in this library."""
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 """Fields of `GENERATION` that apply only with ``do_sample`` true."""
@@ -35,10 +35,10 @@ _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<m
 def read_tokenizer(
     directory: Path, family: Family, config: Mapping[str, Any], *, vocab_size: int
 ) -> tuple[HubTokenizer, tuple[int, ...]]:
-    """The tokenizer, and further ids that end a generation.
+    """The tokenizer, and additional ids that end a generation.
 
-    Special tokens come from generation_config.json, config.json and tokenizer_config.json, in this
-    order, and otherwise from the family.
+    Special tokens are read from generation_config.json, config.json or tokenizer_config.json, in
+    this order of precedence, or else come from the family.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
@@ -63,8 +63,8 @@ def read_tokenizer(
     mask = ids("mask") or tuple(
         id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None
     ) or (() if family.mask_id is None else (family.mask_id,))  # fmt: skip
-    # A causal model has no MASK. The last unused id of the vocabulary becomes MASK, so that the
-    # model can be trained to fill holes.
+    # A causal model has no MASK. If the last id of the vocabulary is unused, it becomes MASK, so
+    # that the model can be trained to fill holes.
     mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
     if not mask:
         raise ValueError(
@@ -86,13 +86,14 @@ def read_settings(
     length: int,
     of_family: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda said: {},
 ) -> dict[str, Any]:
-    """The settings that generation_config.json recommends; empty if there is none.
+    """The settings that generation_config.json recommends; empty if there is no such file.
 
     Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default if
     the file has a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true
     means temperature 1 unless the file sets one. Without any of these fields, the family sets the
-    temperature. A longer generation than the canvas of `length` tokens is set to the space after
-    the prompt. `of_family` is `Family.recommended`, for the fields of one family.
+    temperature. A generation longer than the canvas of `length` tokens is replaced by one that
+    fills the space after the prompt. `of_family` is `Family.recommended`, for the fields of one
+    family.
     """
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}
@@ -108,7 +109,7 @@ def read_settings(
     if does_sample:
         found.setdefault("temperature", 1.0)
     if "repetition_penalty" in found:
-        found["penalty_last_n"] = -1  # other programs penalise the whole text
+        found["penalty_last_n"] = -1  # in other programs, the penalty covers the whole text
     try:
         found |= of_family(said)
         for name, value in (found | own).items():
@@ -126,7 +127,7 @@ def read_settings(
 
 
 def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, Any]:
-    """The fields of generation_config.json that `read_settings` converts back to `sample`."""
+    """The fields of generation_config.json from which `read_settings` restores `sample`."""
     names = {name: field for field, name in _SHARED.items()}
     fields: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -184,7 +185,7 @@ def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -
 
 
 def _content(directory: Path, names: Mapping[str, Any]) -> str:
-    """The text of tokenizer.json, converted from older files if there is none."""
+    """The text of tokenizer.json, made from vocab.json and merges.txt if there is no such file."""
     file = directory / "tokenizer.json"
     try:
         if file.exists():
@@ -215,9 +216,10 @@ def write_tokenizer(
     settings: Mapping[str, Any],
     says_mask: bool = True,
 ) -> None:
-    """Writes tokenizer.json and the files that belong to it; `read_tokenizer` is the inverse.
+    """Writes tokenizer.json and its companion files; `read_tokenizer` is the inverse.
 
-    `settings` are the fields from `settings_fields`. MASK is in `GENERATION` if `says_mask`.
+    `settings` are the fields from `settings_fields`. MASK is written to `GENERATION` if
+    `says_mask`.
     """
     (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id

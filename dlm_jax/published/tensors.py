@@ -1,9 +1,9 @@
-"""Loads the weights of a published model from safetensors files into device arrays.
+"""Loads a published model's weights from safetensors files into device arrays.
 
 Files are mapped into memory and read one tensor at a time; nothing is unpickled.
 
-A stacked parameter is allocated on its devices and its layers are written in place, so that the
-host memory has at most one additional tensor and the mapped pages, which are released.
+A stacked parameter is allocated on its devices and filled layer by layer in place, so that host
+memory has at most one additional tensor, and mapped pages, which are released.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Dtypes of stored weights, by their name in a file."""
+"""Dtypes of stored weights, by their names in files."""
 
 _LONGEST_HEADER = 100_000_000
 _MOST_AXES = 8
 
 
 class Entry(NamedTuple):
-    """The location of a tensor; `start` is its first byte in the file."""
+    """The location of a tensor; `start` is the position of its first byte in the file."""
 
     file: Path
     dtype: np.dtype
@@ -51,9 +51,9 @@ class Entry(NamedTuple):
 
 
 class Shards:
-    """The tensors of a directory by name; `read` returns one without copying it.
+    """The tensors of a directory by name; `read` returns a tensor without copying it.
 
-    `name_of` gives the usual name of a tensor, '' for an omitted one.
+    `name_of` maps a stored name to the usual name, or to '' if the tensor is omitted.
     """
 
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
@@ -76,13 +76,13 @@ class Shards:
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a view of its file; its pages are released with it."""
+        """The tensor as a view of its file; deleting the view releases the mapped pages."""
         file, dtype, start, shape = self.entries[name]
         return np.memmap(file, dtype, "r", start, shape)
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
-    """The files and the tensors that each should contain; an empty list accepts all."""
+    """The files, and the names of the tensors that each must contain; an empty list accepts all."""
     if not (directory / INDEX).exists():
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
@@ -106,7 +106,7 @@ def _files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _header(file: Path) -> dict[str, Entry]:
-    """The locations of the tensors of a file."""
+    """The locations of the tensors in a file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -140,7 +140,7 @@ def _header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
-    """The location of a tensor, and the end of its bytes."""
+    """The location of a tensor, and the position after its last byte."""
     try:
         first, last = said["data_offsets"]
         shape, kind = tuple(said["shape"]), said["dtype"]
@@ -163,7 +163,7 @@ def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
     return Entry(file, DTYPES[kind], begin + first, shape), begin + last
 
 
-# Alignment that XLA requires of CPU memory to avoid a copy.
+# Memory alignment that XLA requires to use a NumPy array on the CPU without a copy.
 _ALIGNMENT = 64
 _ROWS = 512
 _THREADS = min(8, os.cpu_count() or 1)
@@ -172,7 +172,7 @@ Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
 Finish = Callable[[str, Any], Any]
-"""``(path, parameter) -> parameter`` in its final form; maps shapes to shapes."""
+"""``(path, parameter) -> parameter`` in its final form; also maps shapes to shapes."""
 
 
 def check_tensors(
@@ -182,7 +182,7 @@ def check_tensors(
     redundant: tuple[str, ...] = (),
     where: str,
 ) -> None:
-    """Raises ValueError for a missing or unexpected tensor, or a wrong shape.
+    """Raises ValueError for missing or unexpected tensors and wrong shapes.
 
     `redundant` tensors may be present and are ignored.
     """
@@ -221,10 +221,10 @@ def read_params(
     place: Place,
     finish: Finish = lambda path, parameter: parameter,
 ) -> Params:
-    """The parameters in the dtype of their tensors or in `dtype`, placed by `place`.
+    """The parameters, in their stored dtypes or in `dtype`, placed by `place`.
 
-    Each parameter is replaced by the result of `finish` before the next one is read. `finish` is
-    first called with the shapes of all parameters.
+    Each parameter is replaced by the result of `finish` before the next parameter is read. Before
+    any parameter is read, `finish` is called with the shapes of all parameters.
     """
 
     def read(keys: Any, leaf: Any) -> Any:
@@ -246,7 +246,7 @@ def read_params(
 
 
 def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
-    """The dtype of the tensors of a parameter, or float32 if they differ."""
+    """The dtype of a parameter's tensors, or float32 if they differ."""
     kinds = {shards.entries[piece.tensor].dtype for piece in parts}
     return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
@@ -254,7 +254,7 @@ def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
 def _on_host(
     shards: Shards, parts: list[Piece], shape: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
-    """A parameter on the CPU; several threads copy its pieces to their final place."""
+    """A parameter on the CPU; several threads copy its pieces directly to their final positions."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
@@ -267,19 +267,19 @@ def _on_host(
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(fill, piece) for piece in parts]:
             done.result()
-    # This memory is not modified afterwards, so the array may alias it.
+    # The memory is not modified after this, so the array may alias it.
     return jax.device_put(whole)
 
 
 def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
-    # NumPy copies its native dtypes much faster than bfloat16.
+    # NumPy copies native dtypes much faster than bfloat16.
     bits = {2: np.uint16, 4: np.uint32}[stored.dtype.itemsize]
     stored, target = stored.view(bits), target.view(bits)
     if not is_transposed:
         np.copyto(target, stored)
         return
-    # NumPy transposes squares that fit the cache 1.5 times as fast as the backend transposes them
-    # during a transfer. Transposing some rows at a time requires no new memory.
+    # NumPy transposes squares that fit in the cache 1.5 times as fast as the backend does during a
+    # transfer. Transposing some rows at a time requires no new memory.
     (device,) = jax.local_devices(backend="cpu")[:1]
     for row in range(0, stored.shape[0], _ROWS):
         turned = jax.device_put(stored[row : row + _ROWS].T, device)
@@ -320,7 +320,7 @@ def _put(
     dtype: np.dtype,
     sharding: Sharding | None,
 ) -> jax.Array:
-    """One piece as a device array, transposed if its parameter is."""
+    """One piece as a device array, transposed if the parameter is stored transposed."""
     stored = shards.read(piece.tensor)[piece.part]
     view = stored.T if piece.is_transposed else stored
 
@@ -335,7 +335,7 @@ def _put(
 
 
 def _without_axes(sharding: Sharding, count: int, ndim: int) -> Sharding:
-    """The sharding of an entry along the first `count` axes."""
+    """The sharding of an array without its first `count` axes."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))

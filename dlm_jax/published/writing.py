@@ -1,4 +1,4 @@
-"""Writes a model as a published directory that the programs of its family can read."""
+"""Writes a model as a published directory that the family's own programs can read."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def write_published(
 ) -> list[str]:
     """Writes the directory in one atomic move and returns the names of its files.
 
-    Tensors have the dtypes of the parameters.
+    Tensors are stored in the dtypes of the parameters.
 
     Args:
       path: a directory that does not exist yet.
-      config: config of the model. Its recommended settings are written to generation_config.json.
-      params: its parameters; heads other than the LM head are not written.
+      config: the model's config; its recommended settings are written to generation_config.json.
+      params: the model's parameters; heads other than the LM head are not written.
       tokenizer: a `HubTokenizer`.
-      family: target family; None: the first that can express all settings.
-      chat: its chat template.
-      more_eos_ids: ids that end a generation, besides that of the tokenizer.
-      max_shard_bytes: maximum size of a weights file.
+      family: target family; None means the first family that can express all settings.
+      chat: the model's chat template.
+      more_eos_ids: ids that end a generation, besides the tokenizer's EOS.
+      max_shard_bytes: maximum size of a weights file in bytes.
 
     Raises:
       OSError: the disk is full.

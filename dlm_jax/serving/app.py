@@ -1,4 +1,4 @@
-"""The application: routes, the rows that they run, and Prometheus metrics."""
+"""The application: routes, the rows that routes run, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Metrics:
 
 
 class _EngineFigures(prometheus_client.registry.Collector):
-    """Metrics of the engine, read at each scrape."""
+    """Metrics of the engine, collected at each scrape."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -126,7 +126,7 @@ class _EngineFigures(prometheus_client.registry.Collector):
 
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends an event; waits for a slow reader."""
+"""Sends an event, waiting for a slow reader."""
 
 _REMEDIES = {
     Status.NON_FINITE: "the model's logits are not finite",
@@ -135,7 +135,7 @@ _REMEDIES = {
 
 
 class Service:
-    """One model, and the engine that runs it."""
+    """A model and the engine that runs it."""
 
     def __init__(self, planner: Planner, engine: AsyncEngine, capacity: int):
         self.planner, self.engine, self.capacity = planner, engine, capacity
@@ -147,7 +147,7 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int):
-        """Reserves this many rows for the duration of the block."""
+        """A context that reserves `count` rows."""
         if self.num_rows + count > self.capacity:
             raise ApiError(
                 429,
@@ -162,13 +162,13 @@ class Service:
             self.num_rows -= count
 
     async def whole(self, answer: Answer) -> list[Done]:
-        """All choices of an answer once they are complete."""
+        """All choices of an answer, once complete."""
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
     async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
-        """All choices of an answer, with events as they grow."""
+        """All choices of an answer; events are emitted as the choices grow."""
         outbox = Outbox()
 
         async def run(index: int, request: Request) -> Done:
@@ -218,7 +218,7 @@ class Service:
     async def _growing(
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
-        """A growing row, its text so far, and its choice once it has ended."""
+        """Yields a growing row, its reader, its new text, and its choice once ended."""
         reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
@@ -229,7 +229,7 @@ class Service:
                 yield row, reader, pieces, self._of(request, reader, row) if is_over else None
 
     def _of(self, request: Request, reader: Reader, row: Row) -> Done:
-        """A finished choice; its row may still run."""
+        """A finished choice; the row may still be running."""
         text, places, is_stopped = reader.whole(row)
         if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
             raise ApiError(500, "the text violates its structure", code="structure")
@@ -244,10 +244,10 @@ class Service:
 
 
 class Outbox:
-    """A queue of events between their writers and the sender.
+    """A queue between the writers of events and the sender.
 
-    An event may replace the previous one of the same choice, so the queue of a slow reader remains
-    short.
+    An event may replace the previous event of the same choice, so the queue for a slow reader
+    remains short.
     """
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class Outbox:
         self._news.set()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields events until all writers are done."""
+        """Yields events until all writers have left."""
         while True:
             while self._events:
                 yield self._events.pop(0)[1]
@@ -281,7 +281,7 @@ class Outbox:
 
 
 class _Group(asyncio.TaskGroup):
-    """A task group that raises the first error unchanged."""
+    """A task group that raises the first error itself, not an exception group."""
 
     async def __aexit__(self, *exception: Any) -> bool | None:
         try:
@@ -310,14 +310,14 @@ class Options:
     """Options of a server.
 
     Attributes:
-      name: name of the model.
+      name: name under which the model is served.
       limits: limits of requests.
-      key: API key that requests must have; None for no key.
+      key: API key that requests must have; None if no key is required.
       defaults: default settings of requests.
-      length: default number of new tokens of a completion or infill; None: 16.
+      length: default number of new tokens of a completion or infill; None means 16.
       logs_texts: whether prompts and texts are logged.
-      warms_up: whether the programs of common requests are compiled at startup.
-      calibration: scales or temperatures of decisions by task, for each order.
+      warms_up: whether programs for common requests are compiled at startup.
+      calibration: scales or temperatures of decisions, by order and task.
     """
 
     name: str
@@ -333,13 +333,13 @@ class Options:
 def make_app(
     model: Model, engine: Engine, options: Options, *, slots: int, steps_per_call: int = 2
 ) -> Starlette:
-    """The application, which steps the engine while it runs and closes it at the end.
+    """The application, which steps the engine while running and closes it at the end.
 
     Args:
-      model: model of the engine.
+      model: the engine's model.
       engine: the engine; only the application may step it.
       options: options of the server.
-      slots: rows that the engine runs at once.
+      slots: number of rows that the engine runs at once.
       steps_per_call: as in `AsyncEngine`.
     """
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
@@ -383,7 +383,7 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Runs the engine, and compiles the programs of common requests in parallel."""
+        """Runs the engine while programs for common requests are compiled in a thread."""
         async with self._async:
             warming = asyncio.create_task(asyncio.to_thread(self._warm_up))
             try:
@@ -398,16 +398,14 @@ class _Server:
                 return
             try:
                 self._async.engine.warm_up(request)
-            except Exception:  # requests that need this program report the error
+            except Exception:  # requests that need this program will report the error
                 LOGGER.exception("warm up")
         self._is_warm = True
 
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A route that checks the key, counts requests, and returns errors in the format of the
-        protocol.
-        """
+        """A route that checks the key, counts requests, and returns errors as protocol objects."""
 
         async def route(request: HttpRequest) -> Response:
             began = time.perf_counter()
@@ -418,7 +416,7 @@ class _Server:
                 response = error_response(error)
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
-            except asyncio.CancelledError:  # the grace period is over, and this ends as an answer
+            except asyncio.CancelledError:  # the grace period is over; answer with an error
                 response = error_response(stopping())
             if not isinstance(response, Events):
                 self._count(request.url.path, response.status_code, began)
@@ -449,7 +447,7 @@ class _Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
-        """The model object, or a list with it."""
+        """The model object, or a list that contains it."""
         name = request.path_params.get("name")
         told = {
             "id": self._options.name, "object": "model", "created": self._began,
@@ -468,7 +466,7 @@ class _Server:
         is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
         if not is_shaped and not has_tools:
             answer = make(asked)
-        else:  # building an automaton takes time, so run it in a thread
+        else:  # building an automaton takes time, so it is built in a thread
             answer = await asyncio.to_thread(make, asked)
         path, began = request.url.path, time.perf_counter()
         if asked.stream:
@@ -484,7 +482,7 @@ class _Server:
         is_over = threading.Event()
 
         async def work() -> dict[str, Any]:
-            async with self._deciding:  # one at a time, so that each has the whole machine
+            async with self._deciding:  # one decision at a time, so that each has the whole machine
                 make = self._service.planner.decide
                 return await asyncio.to_thread(make, asked, lambda: not is_over.is_set())
 
@@ -568,7 +566,7 @@ class _Server:
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:
-    """The error object of an unknown path or method, with the headers of the status."""
+    """The error object for an unknown path or method, with the exception's headers."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     code = HTTPStatus(error.status_code).name.lower()
@@ -578,5 +576,5 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _defect(request: HttpRequest, error: Exception) -> Response:
-    """The error object for a bug; its traceback is logged."""
+    """The error object for a bug, whose traceback is logged."""
     return error_response(ApiError(500, "internal server error; see the log of the server"))

@@ -1,4 +1,4 @@
-"""HTTP: request bodies, errors, event streams, JSON lines logs, and the socket of the server."""
+"""HTTP: request bodies, errors, event streams, logs as JSON lines, and the server's socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOGGER = logging.getLogger("dlm_jax.serving")
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formats a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         told: dict[str, Any] = {
@@ -44,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs() -> None:
-    """Writes the logs of the server, the engine and uvicorn to standard error, as JSON lines."""
+    """Starts logging for the server, the engine and uvicorn to standard error, as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     names = {LOGGER.name: logging.INFO, "dlm_jax.inference": logging.WARNING,
@@ -56,7 +56,7 @@ def start_logs() -> None:
 
 
 def log_answer(event: str, **told: Any) -> None:
-    """Logs an answer; seconds are rounded to a tenth of a millisecond."""
+    """Logs an answer; floats are rounded to four decimals."""
     if LOGGER.isEnabledFor(logging.INFO):
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in told.items()}
         LOGGER.info(event, extra={"told": shown})
@@ -72,7 +72,7 @@ _EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 
 
 def encoded(value: Any) -> bytes:
-    """A value as ASCII JSON, which can represent any text, including lone surrogates."""
+    """A value as ASCII JSON, which can represent any text, even with lone surrogates."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -88,7 +88,7 @@ def error_response(error: ApiError) -> Json:
     if error.status == 415:
         headers["accept-encoding"] = "identity"
     if error.status in (408, 413, 415):
-        headers["connection"] = "close"  # the rest of its body is not read
+        headers["connection"] = "close"  # the rest of the request body is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Json(error.body(), error.status, headers)
@@ -138,7 +138,7 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 
 def check_key(request: Request, key: str | None) -> None:
-    """Raises ApiError unless a request has the key, which is compared in constant time."""
+    """Raises ApiError unless the request has the key; keys are compared in constant time."""
     if key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -157,9 +157,7 @@ def _depth(body: bytes) -> int:
 
 
 async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if its client disconnects or the time limit is
-    reached.
-    """
+    """The result of `work`, which is cancelled on a disconnect or at the time limit."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
     try:
@@ -188,14 +186,14 @@ async def _gone(receive: Receive) -> None:
 
 
 class Events(Response):
-    """A response of server-sent events that ends with ``[DONE]`` or with an error object.
+    """A stream of server-sent events that ends with ``[DONE]`` or an error object.
 
-    The ``type`` of an event, if present, is its name, as in ``/v1/responses``.
+    The ``type`` of an event, if present, becomes the event's name, as in ``/v1/responses``.
 
     Args:
-      run: sends events through the given function.
-      ended: called with the status at the end: 200, 499 for a disconnected client, or the status of
-        an error.
+      run: sends the events through the function that it is given.
+      ended: called at the end with the status: 200, 499 for a disconnected client, or that of an
+        error.
       seconds: time limit.
       ends_with_done: whether ``[DONE]`` is sent.
     """
@@ -234,7 +232,7 @@ class Events(Response):
         except (ApiError, asyncio.CancelledError) as error:
             told = error if isinstance(error, ApiError) else stopping()
             status = told.status
-            # Do not wait for a client that does not read.
+            # Do not wait long for a client that does not read.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await emit(told.body())
@@ -250,14 +248,14 @@ _LAST_WORDS = 5.0
 
 
 class Server(uvicorn.Server):
-    """A server on a socket. When stopped, it refuses new requests and finishes running ones.
+    """A server on a socket. When stopped, it refuses new requests and finishes running requests.
 
-    A signal or ``should_exit`` stops it; a second signal ends it at once.
+    A signal or ``should_exit`` stops the server; a second signal ends it at once.
 
     Args:
       app: the ASGI application.
-      sock: from `listening`.
-      drain: seconds for running requests to finish after a stop.
+      sock: a socket from `listening`.
+      drain: seconds that running requests have to finish after a stop.
       listens: called once the server accepts requests.
     """
 
@@ -286,7 +284,7 @@ class Server(uvicorn.Server):
             self._listens()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new requests, and returns once all others have an answer or an error."""
+        """Refuses new requests, and returns once running requests have an answer or an error."""
         await super().shutdown(sockets)
         tasks = set(self.server_state.tasks)
         if tasks and not self.force_exit:
@@ -294,7 +292,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles the signals that stop the server without raising them again afterwards."""
+        """Handles the signals that stop the server, without raising them again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""Names of request fields in vLLM, SGLang and llama-server, and their handling in this server.
+"""Request field names of vLLM, SGLang and llama-server, and how this server handles them.
 
 `PEERS` is the table of aliases, ignored fields and refused names. The server uses it for every
 request, and docs/peers.md is generated from it. Fields with the same name and meaning are declared
@@ -19,7 +19,7 @@ Fields = dict[str, Any]
 
 
 class _No(ValueError):
-    """Raised for a value without a counterpart, with the problem and the remedy."""
+    """Raised, with the problem and the remedy, for a value without an equivalent."""
 
     def __init__(self, why: str, remedy: str):
         super().__init__(why, remedy)
@@ -33,8 +33,8 @@ class Peer(NamedTuple):
       of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
       ours: the corresponding field or setting, or the closest one.
       does: the documented effect, or the remedy for a refused name.
-      read: converts a value to fields of this server; raises `_No` for a value without a
-        counterpart. None: every value is refused.
+      read: converts a value to fields of this server; raises `_No` for a value without an
+        equivalent. None means that every value is refused.
     """
 
     of: str
@@ -57,7 +57,7 @@ def _unread(of: str, does: str) -> Peer:
 
 
 def _neutral(of: str, ours: str, value: Any, remedy: str) -> Peer:
-    """A name with one neutral value; all others are refused."""
+    """A name with one neutral value; all other values are refused."""
 
     def read(given: Any) -> Fields:
         if type(given) is not type(value) or given != value:
@@ -173,7 +173,7 @@ PEERS: Mapping[str, Peer] = {
     "lora": _neutral("l", "--checkpoint", [], "a server has one model; export a merged model"),
     "session_params": _refused("s", "messages", "pass all turns in messages"),
 }  # fmt: skip
-"""Peers by name. Fields of the endpoint take precedence."""
+"""Peers by name. A field of the endpoint with the same name takes precedence."""
 
 
 def table() -> list[str]:
@@ -187,14 +187,14 @@ def table() -> list[str]:
 
 
 def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Fields, Fields]:
-    """A request with the names of this server, and the original names by ours.
+    """(the request with this server's names, the client's names by ours).
 
     Args:
       given: the request.
-      fields: fields of the endpoint, which are not names of other servers.
+      fields: fields of the endpoint, which are never treated as names of other servers.
 
     Raises:
-      SettingError: a name or value has no counterpart, or two names of a field have different
+      SettingError: a name or value has no equivalent, or two names of the same field have different
           values.
     """
     ours: Fields = {}

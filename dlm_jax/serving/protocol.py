@@ -1,7 +1,7 @@
-"""The protocol: request fields, their conversion to rows, and response objects.
+"""The protocol: request fields, their conversion to rows, and the objects in responses.
 
 Each field is declared once, in the class of its endpoint or in `Sampled`; every setting is also a
-field (docs/settings.md). `Planner` and `Answer` implement them.
+field (docs/settings.md). `Planner` and `Answer` implement the fields.
 """
 
 from __future__ import annotations
@@ -71,18 +71,16 @@ def refused(message: str, param: str | None) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """The error of a request that was running at the end of the grace period."""
+    """The error for a request that is still running at the end of the grace period."""
     return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
-    """Converts the first error of pydantic to an ApiError; `names` maps our names to the
-    client's.
-    """
+    """The ApiError for pydantic's first error; `names` maps our names to the client's."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
     name = names.get(str(name), name)
-    # After the name, pydantic appends the attempted member of a union, which is not a location.
+    # After the name, pydantic appends the attempted union member, which is not a location.
     places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
     field = f"{name}{''.join(places)}"
     return refused(f"{field}: {first['msg']}", str(name) or None)
@@ -94,10 +92,10 @@ def of_value(
     """The ApiError for a request that the library rejects.
 
     Args:
-      error: error about a setting, or about `other`.
-      other: the field to report for an error without a setting.
-      named: the client's field names by ours.
-      names: names of the protocol for settings other than ``gen_length``.
+      error: an error about a setting or about `other`.
+      other: the field to report if the error does not name a setting.
+      named: the client's field names, by ours.
+      names: the protocol's names for settings other than ``gen_length``.
     """
     if not isinstance(error, SettingError):
         return refused(_in_fields(str(error)), other)
@@ -105,12 +103,12 @@ def of_value(
     name = error.others[0] if error.name == "structure" and error.others else error.name
     field = names.get(name, name)
     field = named.get(field, field)
-    # Without a value, the name is the subject of the message.
+    # If there is no value, the message begins with the name.
     return refused(_in_fields(error.line("" if error.value is UNSET else field)), field)
 
 
 def _in_fields(message: str) -> str:
-    """A message of the library on one line, with the protocol's name for the length."""
+    """A message of the library on one line, with the protocol's name for ``gen_length``."""
     return " ".join(message.split()).replace("gen_length", "max_tokens")
 
 
@@ -128,13 +126,13 @@ class Fields(pydantic.BaseModel):
 
 
 class StreamOptions(Fields):
-    """Options of a stream: whether an event before the end contains the usage."""
+    """Options of a stream: whether a final event has the usage."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(Fields):
-    """A schema. Other fields of the protocol are ignored, and the schema is always strict."""
+    """A schema, which is always strict. The protocol's other fields are ignored."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -143,7 +141,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The format of the answer; a regular expression matches the whole answer."""
+    """The format of the answer; a regular expression must match the whole answer."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -154,8 +152,9 @@ class Conversation(Fields):
     """Options of the chat template, as in vLLM and SGLang.
 
     Attributes:
-      add_generation_prompt: whether the header of the answer follows the turns; true by default.
-      continue_final_message: whether the answer continues the last turn, which remains open.
+      add_generation_prompt: whether to append the header of the answer to the turns; true by
+          default.
+      continue_final_message: whether the answer continues the last turn.
       chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
     """
 
@@ -165,23 +164,23 @@ class Conversation(Fields):
 
 
 class Sampled(pydantic.BaseModel):
-    """Fields of all sampling requests; other names are settings (docs/settings.md).
+    """Fields that all sampling requests have; other names are settings (docs/settings.md).
 
-    Names of other servers (`peers`) are converted to fields.
+    Names of other servers (`peers`) are converted to these fields.
 
     Attributes:
-      content: name of the input field of the endpoint.
-      prefix_of_id: prefix of the ids of its answers.
-      object: ``object`` of its answers.
-      event: ``object`` of the events of its streams.
+      content: name of the endpoint's input field.
+      prefix_of_id: prefix of answer ids.
+      object: ``object`` field of answers.
+      event: ``object`` field of stream events.
       model: name of the model; optional.
-      max_tokens: new tokens.
-      max_length: limit of the tokens of a row, including its prompt.
-      n: rows per prompt.
-      seed: random seed of the first row; unpredictable by default.
-      stop: strings that end the answer and are not part of it.
+      max_tokens: number of new tokens.
+      max_length: maximum number of tokens per row, including the prompt.
+      n: number of rows per prompt.
+      seed: random seed of the first row; drawn at random by default.
+      stop: strings that end the answer and are excluded from it.
       include_stop_str_in_output: whether the answer includes the stop string that ended it.
-      return_token_ids: whether the answer contains the ids of its tokens and of the prompt.
+      return_token_ids: whether the answer has the ids of its own tokens and of the prompt.
       stream: whether the answer is a stream of events.
       stream_options: options of a stream.
       response_format: format of the answer.
@@ -215,7 +214,7 @@ class Sampled(pydantic.BaseModel):
     @pydantic.model_validator(mode="wrap")
     @classmethod
     def _of_peers(cls, given: Any, make: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
-        """The request with the names of this server; errors use the names of the client."""
+        """The request with this server's names; errors use the client's names."""
         if not isinstance(given, Mapping):
             return make(given)
         try:
@@ -231,7 +230,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def named(self) -> Mapping[str, str]:
-        """Names of other servers in the request, by field."""
+        """Names of other servers used in the request, by field."""
         return self._theirs
 
     @property
@@ -240,7 +239,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def rivals(self) -> int | None:
-        """Number of alternatives of each token to return; None for no log-probabilities."""
+        """Number of alternatives to return per token; None without log-probabilities."""
         return getattr(self, "logprobs", None)
 
     @property
@@ -261,7 +260,7 @@ class Completion(Sampled):
       suffix: text after the gap.
       draft: text after the prompt, to refine.
       echo: whether the answer begins with the prompt.
-      logprobs: number of alternatives of each token to return; 0: only the token.
+      logprobs: number of alternatives to return per token; 0 means only the token itself.
     """
 
     content, prefix_of_id = "prompt", "cmpl"
@@ -280,14 +279,14 @@ class Part(Fields):
 
 
 class Called(Fields):
-    """A called function; `arguments` is the JSON of an object."""
+    """A called function; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Fields):
-    """A call of an earlier answer."""
+    """A call in an earlier answer."""
 
     id: str
     type: Literal["function"] = "function"
@@ -295,7 +294,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A turn; an assistant turn may have calls instead of text; a tool turn has its result."""
+    """A turn. An assistant turn may have calls instead of text; a tool turn has a call's result."""
 
     role: str
     content: str | list[Part] | None = None
@@ -329,7 +328,7 @@ class Message(Fields):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn for the chat template, with arguments of calls as objects."""
+        """The turn as passed to the chat template, with the arguments of calls as objects."""
         told: dict[str, Any] = {"role": self.role, "content": self.text}
         for name in ("name", "tool_call_id") if self.role == "tool" else ():
             told |= {} if getattr(self, name) is None else {name: getattr(self, name)}
@@ -344,9 +343,7 @@ class Message(Fields):
 
 
 class Function(Fields):
-    """A function that the model may call; `strict` is ignored, because calls always match the
-    schema.
-    """
+    """A function that the model may call; `strict` is ignored: calls always match the schema."""
 
     name: str = Field(pattern=f"^{tools.NAME.pattern}$")
     description: str | None = None
@@ -373,12 +370,12 @@ class Chat(Sampled, Conversation):
 
     Attributes:
       messages: the turns so far.
-      max_completion_tokens: the newer name of `max_tokens`.
+      max_completion_tokens: newer name of `max_tokens`.
       draft: draft of the answer, to refine.
-      logprobs: whether to return the log-probability of each token.
-      top_logprobs: number of alternatives to return.
-      tools: functions that the model may call, each with a JSON schema of its arguments.
-      tool_choice: ``none``, ``auto`` (text or a call, the default), ``required`` or one function.
+      logprobs: whether to return the log-probabilities of tokens.
+      top_logprobs: number of alternatives to return per token.
+      tools: functions that the model may call, with JSON schemas of their arguments.
+      tool_choice: ``none``, ``auto`` (the default: text or a call), ``required`` or one function.
       parallel_tool_calls: whether an answer may have several calls; false by default.
     """
 
@@ -397,7 +394,7 @@ class Chat(Sampled, Conversation):
 
     @property
     def functions(self) -> dict[str, dict[str, Any] | None]:
-        """The schema of each function that the answer may call."""
+        """The functions that the answer may call, with their schemas."""
         for name in ("tool_choice", "parallel_tool_calls"):
             if self.tools is None and getattr(self, name) not in (None, "none"):
                 raise refused(f"{name} has no effect without tools; pass some, or remove it", name)
@@ -418,7 +415,7 @@ class Chat(Sampled, Conversation):
 
 
 class TurnPart(Fields):
-    """Text of a turn, from a client or from an answer of this server."""
+    """Text of a turn, written by a client or by this server."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -427,7 +424,7 @@ class TurnPart(Fields):
 
 
 class Turn(Fields):
-    """A turn of ``/v1/responses``, also from an answer of this server."""
+    """A turn of ``/v1/responses``, written by a client or by this server."""
 
     type: Literal["message"] = "message"
     role: str
@@ -456,13 +453,13 @@ class Responses(Sampled, Conversation):
 
     Attributes:
       input: a string, or the turns so far.
-      instructions: the system turn before the input.
-      max_output_tokens: `max_tokens` of this endpoint.
+      instructions: system turn before the input.
+      max_output_tokens: this endpoint's name for `max_tokens`.
       text: format of the answer.
-      metadata: repeated in the answer.
-      store: false; responses are never stored.
-      background: false.
-      truncation: ``disabled``; prompts are never truncated.
+      metadata: data that the answer repeats.
+      store: must be false, because responses are never stored.
+      background: must be false.
+      truncation: must be ``disabled``, because prompts are never truncated.
     """
 
     model_config = Sampled.model_config
@@ -516,7 +513,7 @@ class Infill(Sampled):
     Attributes:
       prefix: text before the gap.
       suffix: text after the gap.
-      template: text with gaps, each written ``<hole:8>``, or ``<hole>`` for `max_tokens`.
+      template: text with gaps, written ``<hole:8>``, or ``<hole>`` for a gap of `max_tokens`.
       logprobs: as in `Completion`.
     """
 
@@ -545,18 +542,18 @@ class Tokenize(Conversation):
 
 
 class Decide(Fields):
-    """A request to ``/v1/decide``; fields are the arguments of `dlm_jax.decide`.
+    """A request to ``/v1/decide``; the fields are arguments of `dlm_jax.decide`.
 
     Attributes:
       model: name of the model; optional.
       prompt: one or several strings, with ``<slot:NAME>`` for named choices.
-      messages: used instead of a prompt; the labels are answers in a chat.
-      choices: labels, or labels by slot; yes and no by default.
-      order: decoding order of the tokens of a label.
-      temperature: temperature of the probabilities.
-      length_penalty: power of the number of tokens of a label that divides its log-probability.
-      task: name of a task with a scale in the server's ``--calibration``.
-      num_draws: number of drawn combinations, if they are not enumerated.
+      messages: a chat instead of a prompt; the labels are possible answers.
+      choices: labels, or labels by slot; by default yes and no.
+      order: decoding order of a label's tokens.
+      temperature: temperature applied to the probabilities.
+      length_penalty: power of a label's number of tokens by which its log-probability is divided.
+      task: name of a task in the server's ``--calibration`` file; the task's scale is used.
+      num_draws: number of combinations to draw if they are not enumerated.
       seed: random seed of the draws.
       user: ignored.
     """
@@ -579,11 +576,11 @@ class Limits:
     """Limits of a request.
 
     Attributes:
-      rows: maximum rows of a request, over all its prompts.
-      waiting: maximum rows that wait for a slot.
-      body: maximum bytes of a request.
-      seconds: maximum seconds of a request, including waiting.
-      steps: maximum steps of a row.
+      rows: maximum number of rows per request, over all prompts.
+      waiting: maximum number of rows that wait for a slot.
+      body: maximum size of a request in bytes.
+      seconds: maximum duration of a request in seconds, including waiting.
+      steps: maximum number of steps per row.
     """
 
     rows: int = 128
@@ -594,21 +591,21 @@ class Limits:
 
 
 SHORT = 16
-"""Default number of new tokens of completions and infills."""
+"""Default number of new tokens in completions and infills."""
 
 _REMEMBERED = 1024
 
 
 class Planner:
-    """Makes plans for one model.
+    """Converts requests to rows for one model.
 
     Args:
-      model: the model that runs them.
-      name: name of the model in requests.
+      model: the model.
+      name: the model's name in requests.
       limits: limits of each request.
       defaults: default settings of requests.
-      length: default number of new tokens of completions and infills.
-      calibration: scales or temperatures of decisions by task, for each order.
+      length: default number of new tokens in completions and infills.
+      calibration: scales or temperatures of decisions, by order and task.
     """
 
     def __init__(
@@ -692,7 +689,7 @@ class Planner:
         return self._answer(asked, [content], asked.max_tokens)
 
     def decide(self, asked: Decide, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """The response body of ``/v1/decide``; `goes_on` as in `decisions.answers`."""
+        """The response body of ``/v1/decide``; `goes_on` is as in `decisions.answers`."""
         self.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("give prompt, or messages", "prompt")
@@ -736,7 +733,7 @@ class Planner:
         }
 
     def usual(self) -> Iterator[Request]:
-        """Default requests with the length of each canvas, with and without a format."""
+        """Default requests for each canvas length, with and without a response format."""
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
         for length in sorted(lengths | {longest}):
@@ -856,7 +853,7 @@ class Planner:
         return made
 
     def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
-        """The settings of a request by name, each validated separately."""
+        """The settings of a request by name; each is validated separately."""
         given = {name: value for name, value in (asked.model_extra or {}).items()
                  if value is not None}  # fmt: skip
         if length is not None:
@@ -878,7 +875,7 @@ class Planner:
         return self._defaults | given
 
     def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Default settings of a request with a structure."""
+        """Default settings for a request with a structure."""
         model, size = self.model, asked.max_tokens or self._room(asked)
         fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
         if fill is not None and fill.holds_structure:
@@ -914,7 +911,7 @@ class Planner:
     def _calling(
         self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
     ) -> dict[str, Any]:
-        """The settings that constrain an answer to a call, or with ``auto`` to a call or text."""
+        """The settings that constrain an answer to calls, or with ``auto`` to calls or text."""
         form = asked.response_format
         shaped = form is not None and form.type != "text"
         if shaped or "structure" in (asked.model_extra or {}):
@@ -955,14 +952,14 @@ class Planner:
             raise refused(f"{name}: {error}", name) from None
 
     def text(self, ids: Sequence[int], name: str = "prompt") -> str:
-        """The text of ids that a client passed in the field `name`."""
+        """The text of the ids that a client passed in the field `name`."""
         try:
             return self.model.tokenizer.decode(ids)
         except (ValueError, IndexError, OverflowError) as error:
             raise refused(f"{name}: {error}", name) from None
 
     def props(self, slots: int) -> dict[str, Any]:
-        """The body of ``/props``: the model and its defaults."""
+        """The response body of ``/props``: the model and its defaults."""
         model = self.model
         sample = settings_of_call(model, self._defaults)
         shown = {name: getattr(sample, name, None) for name in self._settings}
@@ -986,15 +983,13 @@ _MOST_TOLD = 128
 
 
 def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
-    """The object of a decision: each slot, and the most likely combinations if there are several
-    slots.
-    """
+    """The object of a decision: each slot, and the likeliest combinations if there are several."""
     slots = {}
     for name, labels in made.choices.items():
         slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
         if not made.is_exact:
             slots[name]["intervals"] = made.interval(name)
-        with contextlib.suppress(ValueError):  # labels that are no numbers have no mean
+        with contextlib.suppress(ValueError):  # labels that are not numbers have no mean
             list(map(float, labels))
             slots[name]["mean"] = made.mean(name)[0]
     told: dict[str, Any] = {"index": index, "is_exact": made.is_exact}
@@ -1010,7 +1005,7 @@ def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
-    """Number of new tokens, from `max_tokens` or the other name at an endpoint."""
+    """Number of new tokens, from `max_tokens` or the endpoint's other name for it."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
     if len(lengths) > 1:
         raise refused(f"max_tokens and {other} differ; pass only one of them", "max_tokens")
@@ -1033,7 +1028,7 @@ _LEAST = -9999.0
 
 
 class Done(NamedTuple):
-    """A finished choice; an infill also has the text of each gap and the whole text."""
+    """A finished choice; for an infill, also the text in each gap and the whole text."""
 
     text: str
     row: Row
@@ -1050,19 +1045,19 @@ class Done(NamedTuple):
 
 @dataclass
 class Answer:
-    """The rows to run for a request, and the objects of its answer.
+    """The rows to run for a request, and the objects that form the answer.
 
     Attributes:
       asked: the request.
-      model: its name.
+      model: name of the model.
       tokenizer: tokenizer of the model.
-      requests: one for each choice, grouped by prompt.
-      stops: stop strings of a choice.
+      requests: one row per choice, grouped by prompt.
+      stops: stop strings of every choice.
       seed: random seed of the first row.
       echoes: text at the start of each choice.
       id: id of the answer.
-      created: seconds since 1970.
-      ends_with_done: whether ``[DONE]`` ends a stream of its events.
+      created: time of creation, in seconds since 1970.
+      ends_with_done: whether ``[DONE]`` ends a stream of the answer.
     """
 
     ends_with_done: ClassVar[bool] = True
@@ -1091,21 +1086,21 @@ class Answer:
         return told | (self._prompt_ids(0) if self._is_chat else {})
 
     def begin(self) -> list[dict[str, Any]]:
-        """The first events: the role of each choice of a chat."""
+        """The first events: the role of each choice in a chat."""
         delta = {"role": "assistant", "content": ""}
         choices = range(len(self.requests) if self._is_chat else 0)
         ids = self._prompt_ids(0) if self._is_chat else {}
         return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
-        """The event with the echo of a choice, if it was requested."""
+        """The event that echoes the prompt of a choice, if requested."""
         is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
         return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
 
     def grown(
         self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
     ) -> list[dict[str, Any]]:
-        """The new events of a growing choice; canvas events replace the previous one."""
+        """The new events of a growing choice; a canvas event replaces the previous one."""
         reason = None if done is None else done.finish_reason
         if self.asked.diffusing:
             return [self._canvas(index, row, reader, done)]
@@ -1151,7 +1146,7 @@ class Answer:
     def _canvas(self, index: int, row: Row, reader: Reader, done: Done | None) -> dict[str, Any]:
         """An event with the whole canvas of a choice, which replaces the previous one.
 
-        The last one has the text of the answer, without anything after its end.
+        The last event has the answer's text, without anything after the end of the answer.
         """
         parts = reader.parts(row, None if done is None else done.places.stop)
         holes = sum(len(text) for text, step in parts if step is None)
@@ -1171,7 +1166,7 @@ class Answer:
         return [told] if self.asked.has_usage else []
 
     def usage(self, done: Sequence[Done]) -> dict[str, Any]:
-        """Usage of an answer, with forwards of the model and the first seed as extensions."""
+        """Usage of an answer; forward passes and the first seed are extensions."""
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
         written = sum(len(one.places) for one in done)
         return {
@@ -1233,13 +1228,13 @@ class Answer:
         return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
 
     def _record(self, written: Written) -> dict[str, Any]:
-        """A written position with the candidates that remain after the chain, most likely first."""
+        """A written token, and the candidates that remain after the chain, most likely first."""
         told = written.to_json(self.asked.read_back or 0)
         texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
         return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
 
     def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
-        """The log-probability of each written token, and of its alternatives if requested."""
+        """The log-probabilities of written tokens, and of their alternatives if requested."""
         if self.asked.rivals is None:
             return None
         written = [place for place in places if not row.is_frozen[place]]
@@ -1264,7 +1259,7 @@ class Answer:
         return {"token": text, "logprob": number, "bytes": data}
 
     def _table(self, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Log-probabilities in the form of ``/v1/completions``: parallel lists."""
+        """Log-probabilities as parallel lists, the form of ``/v1/completions``."""
         offsets, end = [], 0
         for one in told:
             offsets.append(end)
@@ -1280,7 +1275,7 @@ class Answer:
 
 @dataclass
 class ResponseAnswer(Answer):
-    """The object and the events of ``/v1/responses``: one message with one text."""
+    """The response object and the events of ``/v1/responses``: one message with one text."""
 
     ends_with_done = False
     _count: int = 0

@@ -1,7 +1,7 @@
-"""Function calls in answers: the pattern that allows them, and their parser.
+"""Function calls in answers: the pattern that allows calls, and their parser.
 
-A call is one JSON object, ``{"name": "f", "arguments": {...}}``; each call is
-on its own line. A text that does not begin with a brace is not a call.
+A call is a JSON object, ``{"name": "f", "arguments": {...}}``, on a line of its own. A text that
+does not begin with a brace is not a call.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _TEXT = r"(?:[^{][\s\S]*)?"
 def pattern_of(
     functions: Mapping[str, Mapping[str, Any] | None], *, is_parallel: bool, may_talk: bool
 ) -> str:
-    """The regular expression of the answers that call these functions.
+    """A regular expression for answers that call these functions.
 
     Args:
-      functions: JSON schema of the arguments of each function, by its name; None if it has no
-          schema.
+      functions: JSON schema of each function's arguments, by function name; None for no schema.
       is_parallel: whether several calls are allowed.
       may_talk: whether texts that do not begin with a brace are also allowed.
 
     Raises:
-      ValueError: a schema cannot be used; the message names its function.
+      ValueError: a schema cannot be used; the message names the function.
     """
     calls = []
     for name, schema in functions.items():
@@ -50,10 +49,10 @@ def pattern_of(
 
 
 class Calls:
-    """The calls of a streamed text, as pieces of ``tool_calls``.
+    """The calls in a streamed text, as pieces of ``tool_calls``.
 
     Attributes:
-      whole: the calls so far, as in a message.
+      whole: the calls so far, in the form of a message's ``tool_calls``.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class Calls:
         self._depth, self._in_string, self._is_escaped, self._is_open = 0, False, False, False
 
     def grown(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
-        """The text and the parts of calls in the next piece of the answer."""
+        """The text, and the parts of calls, in the next piece of the answer."""
         if self._is_talk:
             return piece, []
         self._rest += piece
@@ -98,7 +97,7 @@ class Calls:
             part["function"]["arguments"] += taken
 
     def _arguments(self) -> tuple[str, bool]:
-        """The arguments in the rest of the text, and whether they end there."""
+        """The arguments in the remaining text, and whether they are complete."""
         for place, c in enumerate(self._rest):
             if self._in_string:
                 ends = c == '"' and not self._is_escaped
@@ -116,7 +115,7 @@ class Calls:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call in the history, for the chat template."""
+    """The arguments of an earlier call as an object, for the chat template."""
     try:
         found = json.loads(text)
     except ValueError as error:

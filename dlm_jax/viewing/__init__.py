@@ -1,4 +1,4 @@
-"""Views of the denoising: live in the terminal, and as an HTML page that replays it."""
+"""Shows the denoising: live in a terminal, or as an HTML page that replays it."""
 
 from __future__ import annotations
 

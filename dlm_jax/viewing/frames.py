@@ -1,8 +1,8 @@
-"""Texts of tokens as whole characters, even if a character is spread over several tokens.
+"""Decodes tokens to whole characters, even if a character consists of several tokens.
 
-Snapshots of a row, and the changes between them.
+Also has snapshots of a row (frames) and the changes between them.
 
-Shape legend: ``n`` live positions of the row; frames exclude PAD.
+Shape legend: ``n`` is the number of live positions of the row; frames exclude PAD.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dlm_jax.data import Tokenizer
 from dlm_jax.inference.results import Row
 
 _BROKEN = "\ufffd"
-# A character has at most four bytes, hence at most four tokens.
+# A character has at most four bytes, and therefore at most four tokens.
 _MOST_TOKENS = 4
 
 
 class Piece(NamedTuple):
-    """The text of the neighbouring positions ``start`` to ``stop - 1``."""
+    """The text at the adjacent positions ``start`` to ``stop - 1``."""
 
     start: int
     stop: int
@@ -31,11 +31,11 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """Texts of ids, each decoded once.
+    """Decodes ids to texts and caches the results.
 
     Args:
-      decode: text of a sequence of ids; U+FFFD for incomplete characters.
-      names: labels of ids without a text; others are shown as ``⟨id⟩``.
+      decode: maps a sequence of ids to text, with U+FFFD for incomplete characters.
+      names: labels for ids without text; ids without a label are shown as ``⟨id⟩``.
     """
 
     def __init__(self, decode: Callable[[Any], str], names: Mapping[int, str] | None = None):
@@ -44,7 +44,7 @@ class Pieces:
         self._known: dict[tuple[int, ...], str] = {}
 
     def __call__(self, ids: Sequence[int]) -> str:
-        """Text of neighbouring `ids`; never empty."""
+        """The text of adjacent `ids`; never empty."""
         key = tuple(ids)
         if key not in self._known:
             text = self._decode(np.asarray(key, np.int32))
@@ -53,13 +53,13 @@ class Pieces:
         return self._known[key]
 
     def is_part(self, token: int) -> bool:
-        """True if `token` alone is incomplete, but may form a character with its neighbours."""
+        """Whether `token` alone is incomplete, but may form a character with its neighbours."""
         return _BROKEN in self((token,))
 
     def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:
         """The shortest prefix of `ids` that decodes to complete characters, or None.
 
-        The first id must be a part of a character.
+        The first id must be part of a character.
         """
         for size in range(2, min(_MOST_TOKENS, len(ids)) + 1):
             if _BROKEN not in self(ids[:size]):
@@ -67,7 +67,7 @@ class Pieces:
         return None
 
     def split(self, tokens: np.ndarray, is_hole: np.ndarray) -> Iterator[Piece]:
-        """The pieces of a canvas from left to right; a hole is a separate piece without text."""
+        """The pieces of a canvas from left to right; each hole is a piece without text."""
         ids, start = tokens.tolist(), 0
         hole_at = [*np.flatnonzero(is_hole).tolist(), len(ids)]
         for stop in hole_at:
@@ -96,18 +96,18 @@ class Frame:
     """The live canvas of one row after some steps, as host arrays.
 
     Attributes:
-      row: index of the row, which identifies its frames.
-      step: steps taken so far.
+      row: index of the row; identifies the frames that belong together.
+      step: number of steps taken so far.
       tokens: int32 ``[n]``; ids at holes are ignored.
       is_frozen: bool ``[n]``, True where the token was given.
       is_hole: bool ``[n]``, True where a token is missing.
-      committed: int32 ``[n]``, the step that wrote each token; -1 for given tokens, drafts and
+      committed: int32 ``[n]``, the step that wrote each token; -1 at given tokens, drafts and
         holes.
-      logprobs: float32 ``[n]``, log-probability of each token in nats when it was committed; 0 for
-        given tokens and holes.
+      logprobs: float32 ``[n]``, log-probability in nats of each token when committed; 0 at given
+        tokens and holes.
       status: ``"running"``, ``"done"``, ...
-      origin: int32 ``[n]``, the index of each position in the previous frame, ascending, -1 for an
-          inserted position. None if no position moved; the tail may have been cut.
+      origin: int32 ``[n]``, the index of each position in the previous frame, ascending; -1 for an
+          inserted position. None if no position moved, although the end may have been cut.
       steps: the maximum number of steps, or None if unknown.
     """
 
@@ -144,11 +144,12 @@ class Frame:
 
 
 class Kind(IntEnum):
-    """The change of a position since the previous frame.
+    """How a position changed since the previous frame.
 
-    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are unchanged (a position is also ``KEPT`` if the
-    same token was committed again). ``FRESH`` was a hole, ``REWRITTEN`` was another token, and
-    ``REMASKED`` was a token and is now a hole. ``INSERTED`` is new; it may be a hole or a token.
+    A ``GIVEN`` position is frozen. ``HOLE`` and ``KEPT`` positions are unchanged (``KEPT`` includes
+    a token that was committed again). A ``FRESH`` token was a hole before, a ``REWRITTEN`` token
+    was another token, and a ``REMASKED`` hole was a token. An ``INSERTED`` position is new and may
+    be a hole or a token.
     """
 
     GIVEN = 0
@@ -164,9 +165,9 @@ class Changes(NamedTuple):
     """The changes between two frames of a row.
 
     Attributes:
-      kinds: int8 ``[n]``, the `Kind` of each position of the later frame.
-      deleted: int32, deleted positions of the earlier frame, ascending.
-      origin: int32 ``[n]``, index of each position in the earlier frame; -1 for a new position.
+      kinds: int8 ``[n]``, the `Kind` of each position in the later frame.
+      deleted: int32, positions of the earlier frame that were deleted, ascending.
+      origin: int32 ``[n]``, index in the earlier frame of each position; -1 for a new position.
     """
 
     kinds: np.ndarray
@@ -178,9 +179,9 @@ class Changes(NamedTuple):
 
 
 def changes(before: Frame | None, after: Frame) -> Changes:
-    """The kind of each position of `after`, and the deleted positions of `before`.
+    """The kind of each position in `after`, and the positions of `before` that were deleted.
 
-    Without `before`, every token that a step committed is fresh, and no position is inserted or
+    If `before` is None, every token that a step committed is fresh, and no position is inserted or
     deleted.
     """
     if before is None:
@@ -230,7 +231,7 @@ def _checked_origin(before: Frame, after: Frame) -> np.ndarray:
 
 
 def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -> Frame:
-    """A frame of the current row; `steps` is its maximum number of steps."""
+    """A frame of the row in its current state; `steps` is the row's maximum number of steps."""
     return Frame(
         row=number,
         step=row.steps,

@@ -1,4 +1,4 @@
-"""Plots of a trace: when tokens were written, and the confidence of the model. Needs matplotlib."""
+"""Plots of a trace: when tokens were written, and the model's confidence. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def plot_trace(trace: Trace, row: int = 0) -> Figure:
-    """The writes of a row over its steps, coloured by their log-probability under the policy.
+    """Plots when each token of a row was written, coloured by log-probability under the policy.
 
-    A position that is written again after remasking has several marks. Requires the extra
-    ``plots``.
+    A position that is rewritten after remasking has several marks. Requires the extra ``plots``.
 
     Args:
       trace: from ``generate(..., trace=True)``.
@@ -39,10 +38,10 @@ def plot_trace(trace: Trace, row: int = 0) -> Figure:
 
 
 def plot_confidence(trace: Trace, row: int = 0) -> Figure:
-    """Entropy and confidence at the drawn positions of a row by step.
+    """Plots entropy and confidence at the positions of a row that each step drew.
 
-    The upper plot shows entropies by position and step, empty where no token was drawn. The lower
-    plot shows the means of both per step. Requires the extra ``plots``.
+    The upper plot shows the entropy by position and step, and is empty where no token was drawn.
+    The lower plot shows the mean entropy and confidence per step. Requires the extra ``plots``.
 
     Args:
       trace: from ``generate(..., trace=True)``.
@@ -72,7 +71,7 @@ def plot_confidence(trace: Trace, row: int = 0) -> Figure:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """The mean of each step; NaN where no token was drawn."""
+    """The mean per step; NaN where no token was drawn."""
     count = np.isfinite(values).sum(axis=1)
     total = np.nansum(values, axis=1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)

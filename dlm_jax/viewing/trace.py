@@ -1,4 +1,4 @@
-"""The page that replays a generation: one self-contained HTML file, made from `Frame`s."""
+"""The page that replays a generation: a self-contained HTML file, made from `Frame`s."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def write_trace(
 ) -> int:
     """Writes the page to `path` atomically and returns its size in bytes.
 
-    The page works offline and without other files. Each frame is stored as its changes since the
-    previous one, with log-probabilities to 0.01 nats.
+    The page works offline and needs no other files. Each frame is stored as changes since the
+    previous frame, with log-probabilities rounded to 0.01 nats.
 
     Args:
-      path: path of the page. An existing file is replaced.
-      rows: the frames of each row, in the order of their steps.
-      decode: text of a sequence of ids; U+FFFD for incomplete characters.
+      path: path of the page; an existing file is replaced.
+      rows: the frames of each row, in step order.
+      decode: maps a sequence of ids to text, with U+FFFD for incomplete characters.
       title: heading of the page.
-      names: labels of ids without a text, such as ``{eos_id: "⟨eos⟩"}``.
+      names: labels for ids without text, such as ``{eos_id: "⟨eos⟩"}``.
     """
     pieces = Pieces(decode, names)
     data = trace_data(rows, pieces)
     text = _fill(title, data)
-    # A lone surrogate is shown as a question mark.
+    # Lone surrogates become question marks.
     content = text.encode("utf-8", errors="replace")
     with replacing(path) as file:
         file.write(content)
@@ -50,10 +50,10 @@ def write_trace(
 
 
 def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any]:
-    """The data of the page's script, as a JSON dict.
+    """The data for the page's script, as a JSON dict.
 
-    ``pieces`` maps ids to texts, ``joined`` maps neighbouring ids (written with spaces) that form
-    complete characters only together. A row has ``row`` and ``frames``; see `_frame_data`.
+    ``pieces`` maps ids to texts. ``joined`` maps adjacent ids (separated by spaces) that form
+    complete characters only together. Each row has ``row`` and ``frames``; see `_frame_data`.
     """
     ids: set[int] = set()
     parts: set[int] = set()
@@ -78,7 +78,7 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
 
 
 def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
-    """Characters that consist of several ids, keyed by the ids separated by spaces."""
+    """Maps ids, separated by spaces, to the character that they form together."""
     joined = {}
     for near in sorted(neighbours):
         near = near[: near.index(-1)] if -1 in near else near
@@ -88,9 +88,9 @@ def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
 
 
 def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
-    """The ids at each of `parts` in the frame and at the three following positions.
+    """The id at each occurrence of `parts` in the frame, with the ids at the next three positions.
 
-    -1 is a hole or beyond the end.
+    Holes and positions beyond the end are -1.
     """
     ids = np.where(frame.is_hole, -1, frame.tokens)
     starts = np.flatnonzero(np.isin(ids, list(parts)))
@@ -101,11 +101,12 @@ def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
 def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
     """The changes from `before` to `after`.
 
-    Keys are ``s`` step, ``S`` status, ``T`` total steps; ``o`` previous positions, as runs ``first
-    position, count`` (first position -1: inserted); ``d`` deleted positions of `before`; and for
-    changed positions ``p`` distance to the previous entry of the list, ``t`` id (-1: a hole), ``k``
-    kind, ``c`` step of the commit, ``l`` log-probability times -100. Keys except ``s`` are omitted
-    if they are empty or unchanged. A list of equal values is written as that value.
+    The keys are ``s`` step, ``S`` status, ``T`` total number of steps, ``o`` previous positions as
+    runs ``first position, count`` (inserted positions have the first position -1), and ``d``
+    deleted positions of `before`. For changed positions, the keys are ``p`` distance from the
+    previous changed position, ``t`` id (-1 for a hole), ``k`` kind, ``c`` step of the commit, and
+    ``l`` log-probability times -100. Except for ``s``, empty or unchanged keys are omitted. A list
+    of equal values is written as a single value.
     """
     kinds, deleted, origin = changes(before, after)
     now = _columns(after)
@@ -131,9 +132,7 @@ def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
 
 
 def _columns(frame: Frame) -> np.ndarray:
-    """Per position: the id (-1 at a hole), the step of its commit, and the stored
-    log-probability.
-    """
+    """Per position: id (-1 at a hole), step of the commit, and stored log-probability."""
     logprobs = np.nan_to_num(
         frame.logprobs, nan=_LEAST_LOGPROB, neginf=_LEAST_LOGPROB, posinf=0.0
     ).clip(_LEAST_LOGPROB, 0)
@@ -147,13 +146,13 @@ def _columns(frame: Frame) -> np.ndarray:
 
 
 def _base_kinds(frame: Frame) -> np.ndarray:
-    """`GIVEN`, `HOLE` or `KEPT` for each position: its kind if unchanged."""
+    """The kind that each position has if unchanged: `GIVEN`, `HOLE` or `KEPT`."""
     kinds = np.where(frame.is_hole, Kind.HOLE, Kind.KEPT)
     return np.where(frame.is_frozen, Kind.GIVEN, kinds)
 
 
 def _runs(origin: np.ndarray) -> list[int]:
-    """Runs of `origin` that ascend by one, or are all -1, as ``first, count, ...``."""
+    """Runs of `origin` that ascend by one or are all -1, as ``first, count, first, count, ...``."""
     is_new = origin < 0
     breaks = (np.diff(origin) != ~is_new[1:]) | (is_new[1:] != is_new[:-1])
     starts = np.flatnonzero(np.concatenate([[True], breaks])) if origin.size else np.zeros(0, int)
@@ -162,13 +161,13 @@ def _runs(origin: np.ndarray) -> list[int]:
 
 
 def _short(column: np.ndarray) -> Any:
-    """The column as a list, or a single value if all are equal."""
+    """The column as a list, or as a single value if all values are equal."""
     return column[0].item() if (column == column[0]).all() else column.tolist()
 
 
 def _fill(title: str, data: dict[str, Any]) -> str:
-    """The page with its title and data inserted."""
-    # ASCII only, without characters that could end the script element or start markup.
+    """The page, with title and data inserted."""
+    # The JSON is ASCII, without characters that could end the script element or start markup.
     text = json.dumps(data, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

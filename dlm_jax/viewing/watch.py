@@ -1,4 +1,4 @@
-"""Shows a canvas in a terminal: lines of cells, with one visible glyph per character."""
+"""Shows a canvas in a terminal as lines of cells, with one visible glyph per character."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TextIO
 from dlm_jax.settings import SettingError
 from dlm_jax.viewing.frames import Changes, Frame, Kind, Pieces, changes
 
-# Replacements for glyphs that the encoding of a stream lacks.
+# Replacements for glyphs that the stream's encoding does not have.
 _PLAIN = {"░": "_", "▒": "~", "⏎": "\\n", "␉": "\\t", "⟨": "<", "⟩": ">", "…": "..."}
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 class Cell(NamedTuple):
-    """A glyph, its width in terminal columns, its kind, and whether a line ends after it."""
+    """A glyph, its width in terminal columns, its kind, and whether a line ends after the glyph."""
 
     sign: str
     columns: int
@@ -29,9 +29,9 @@ class Cell(NamedTuple):
 
 
 def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterator[Cell]:
-    """The cells of a canvas: one per hole, and one printable glyph per character.
+    """The cells of a canvas: one cell per hole and per character.
 
-    A character of several tokens has the kind of the token with the largest change.
+    A character that consists of several tokens has the largest `Kind` among them.
     """
 
     def cell(char: str, kind: Kind) -> Cell:
@@ -44,7 +44,7 @@ def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterato
             yield cell("▒" if kind is Kind.REMASKED else "░", kind)
         for index, char in enumerate(piece.text):
             if index == 0 and unicodedata.combining(char):
-                yield cell("◌", kind)  # a combining accent must not attach to another sign
+                yield cell("◌", kind)  # a combining accent must not attach to the previous glyph
             yield cell(char, kind)
 
 
@@ -76,10 +76,10 @@ def writes(text: str, encoding: str) -> bool:
 
 
 def wrap(canvas: Iterator[Cell], width: int) -> list[list[Cell]]:
-    """Lines of at most `width` columns, broken after a space or hole if possible.
+    """Wraps cells into lines of at most `width` columns, after a space or hole if possible.
 
-    A space at the start of a wrapped line is dropped. The glyph of a line end always fits on its
-    line.
+    A space at the start of a wrapped line is dropped. There is always room for the glyph that marks
+    a line end.
     """
     lines: list[list[Cell]] = []
     line: list[Cell] = []
@@ -101,7 +101,7 @@ def wrap(canvas: Iterator[Cell], width: int) -> list[list[Cell]]:
 
 
 def _last_break(line: list[Cell]) -> int:
-    """The index at which to break `line`: after its last space or hole, or at its end."""
+    """The index at which to break `line`: after the last space or hole, or at the end."""
     for at in range(len(line), 0, -1):
         if line[at - 1].sign == " " or line[at - 1].kind in (Kind.HOLE, Kind.REMASKED):
             return at
@@ -109,7 +109,7 @@ def _last_break(line: list[Cell]) -> int:
 
 
 def paint(line: list[Cell], style: Callable[[Kind], str]) -> str:
-    """The line as text, with its kinds in terminal styles; an empty style has no effect."""
+    """The line as text, with kinds shown by terminal styles; an empty style has no effect."""
     out, last = [], ""
     for cell in line:
         code = style(cell.kind)
@@ -121,8 +121,8 @@ def paint(line: list[Cell], style: Callable[[Kind], str]) -> str:
     return "".join(out) + ("\x1b[0m" if last else "")
 
 
-# Colours of the terminal's palette, so that they follow its theme. New tokens are also underlined,
-# so that a new space is visible.
+# Colours come from the terminal's palette, so that they follow the theme. New tokens are also
+# underlined, so that a new space is visible.
 _STYLES = {
     Kind.GIVEN: "2",
     Kind.HOLE: "90",
@@ -133,33 +133,33 @@ _STYLES = {
     Kind.INSERTED: "1;4;32",
 }
 _MIN_WIDTH = 16
-# Slow enough to follow; rows of many steps are shown faster to stay near this total.
+# Seconds per step, slow enough to follow, and the total above which steps are shown faster.
 _PACE = 0.15
 _LONGEST = 12.0
-# A header and three lines of text, the minimum shown for a row.
+# The minimum shown for a row: a header and three lines of text.
 _MIN_LINES = 4
 
 
 def pace_of(steps: int) -> float:
-    """Seconds to show each of this many steps."""
+    """Seconds to show each step of a row with this many steps."""
     return min(_PACE, _LONGEST / max(steps, 1))
 
 
 class Watch:
-    """Shows the rows of each step, in place on a terminal, or as consecutive blocks of lines.
+    """Shows the rows after each step, in place on a terminal, or else as successive blocks.
 
     Args:
-      decode: text of a sequence of ids; U+FFFD for incomplete characters.
-      stream: where to write.
-      width: number of columns; None: the current width of the terminal.
-      height: maximum lines to draw in place; None: the height of the terminal.
-      use_colour: None enables colour on a terminal unless NO_COLOR is set.
-      rows_shown: maximum rows to draw, the first ones of a call.
-      names: labels of ids without a text, such as ``{eos_id: "⟨eos⟩"}``.
-      pace: minimum seconds between two drawings on a terminal; other streams do not wait.
+      decode: maps a sequence of ids to text, with U+FFFD for incomplete characters.
+      stream: stream to write to.
+      width: number of columns; None means the current width of the terminal.
+      height: maximum number of lines to draw in place; None means the height of the terminal.
+      use_colour: whether to use colour; None means on a terminal unless NO_COLOR is set.
+      rows_shown: maximum number of rows to draw; the first rows of a call are drawn.
+      names: labels for ids without text, such as ``{eos_id: "⟨eos⟩"}``.
+      pace: minimum seconds between two drawings on a terminal; there is no wait on other streams.
 
     Attributes:
-      waited: total seconds of these waits.
+      waited: total seconds spent waiting between drawings.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class Watch:
         self.waited = 0.0
 
     def show(self, frames: Sequence[Frame]) -> None:
-        """Draws one frame per row over the previous drawing; without frames it has no effect.
+        """Draws one frame per row over the previous drawing; no effect without frames.
 
-        A row is compared with its frame in the previous call, if any.
+        Each frame is compared with the row's frame in the previous call, if there is one.
         """
         if not frames:
             return
@@ -221,7 +221,7 @@ class Watch:
         self._before = {frame.row: frame for frame in frames}
 
     def _wait(self) -> None:
-        """Waits until the last drawing has been visible for long enough."""
+        """Waits until the previous drawing has been visible for at least `pace` seconds."""
         rest = self._last + self._pace - time.monotonic()
         if rest > 0:
             time.sleep(rest)
@@ -229,7 +229,7 @@ class Watch:
         self._last = time.monotonic()
 
     def _measure(self) -> tuple[int, int | None]:
-        """Columns and lines of the stream; lines are None if it is not a terminal."""
+        """The number of columns and lines of the stream; lines are None except on a terminal."""
         width, height = self._size
         try:
             size = os.get_terminal_size(self._stream.fileno())
@@ -239,21 +239,21 @@ class Watch:
         return max(width or size.columns, _MIN_WIDTH), height if self._is_terminal else None
 
     def _share(self, num_rows: int, height: int | None) -> tuple[int, int | None]:
-        """The number of rows to draw, and the limit of lines for each; None: no limit.
+        """The number of rows to draw, and the maximum number of lines per row (None for no limit).
 
-        Drawing more lines than the terminal has leaves fragments in its scroll-back.
+        Drawing more lines than the terminal has would leave fragments in the scroll-back.
         """
         shown = min(num_rows, self._rows_shown)
         if height is None:
             return shown, None
-        height -= 3  # the line of the cursor, and "and N more rows" below a blank one
+        height -= 3  # the cursor's line, a blank line, and "and N more rows"
         shown = max(1, min(shown, (height + 1) // (_MIN_LINES + 1)))
         return shown, max((height + 1) // shown - 1, 2)
 
     def _block(self, frame: Frame, width: int, room: int | None) -> list[str]:
         before = self._before.get(frame.row)
         if before is not None and before.step > frame.step:
-            before = None  # the number was given to another row
+            before = None  # another row now has this number
         seen = changes(before, frame)
         lines = wrap(cells(frame, seen, self._pieces, self._encoding), width)
         header = _header(frame, seen)
@@ -269,7 +269,7 @@ class Watch:
 
 
 def _header(frame: Frame, seen: Changes) -> str:
-    """The header of a row: its progress and the changes of this step."""
+    """The header of a row: progress, and the changes since the previous frame."""
     total = "" if frame.steps is None else f"/{frame.steps}"
     parts = [f"row {frame.row}", f"step {frame.step}{total}", f"holes {int(frame.is_hole.sum())}"]
     for kind in (Kind.FRESH, Kind.REWRITTEN, Kind.REMASKED, Kind.INSERTED):

@@ -1,1 +1,1 @@
-"""Tasks of lm-evaluation-harness whose data ships with the package."""
+"""Tasks for lm-evaluation-harness whose data ships with the package."""

@@ -1,4 +1,4 @@
-"""The data of the tasks that ship with the package, as lm-evaluation-harness loads it."""
+"""Loads the data of the shipped tasks for lm-evaluation-harness."""
 
 import importlib
 import json
@@ -7,22 +7,22 @@ from typing import Any
 
 
 def shakespeare_cloze(**metadata: object) -> dict[str, Any]:
-    """Lines with four continuations each."""
+    """Lines of Shakespeare, each with four continuations."""
     return _split("shakespeare_cloze")
 
 
 def arithmetic_words(**metadata: object) -> dict[str, Any]:
-    """Sums in words."""
+    """Sums written in words."""
     return _split("arithmetic_words")
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The documents of a task."""
+    """The documents of the task `name`."""
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def _split(name: str) -> dict[str, Any]:
-    # Comes with lm-evaluation-harness.
+    # Installed with lm-evaluation-harness.
     datasets = importlib.import_module("datasets")
     return {"test": datasets.Dataset.from_list(rows(name))}

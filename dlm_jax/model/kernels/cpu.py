@@ -1,8 +1,7 @@
-"""Exact forms of the layers that are faster with XLA's CPU backend; other backends use the plain
-formulas.
+"""Exact forms of some layers that are faster on XLA's CPU backend.
 
-The traced form depends only on the devices in use (`dlm_jax.devices`), so GPU and TPU programs use
-the plain formulas. The mathematics is the same; only the order of the operations differs.
+Which form is traced depends only on the devices in use (`dlm_jax.devices`); GPU and TPU programs
+use the plain formulas. The two forms differ only in the order of operations.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _HIDDEN = -1e30
 def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     """``x @ kernel``, shape ``[..., F]``.
 
-    On CPU the leading axes are merged first: the kernel's gradient is then one matrix product that
-    reads both operands in place. If two axes are contracted at once, XLA copies an operand into
-    transposed order and recomputes its producer inside the strided copy.
+    On CPU, the leading axes are merged first, so that the kernel's gradient is one matrix product
+    that reads both operands in place. If two axes were contracted at once, XLA would copy an
+    operand into transposed order and recompute its producer inside the strided copy.
     """
     if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
@@ -38,8 +37,9 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
 
-    `scale` has the rank of `x`, its last axis, and size 1 elsewhere. On CPU the backward pass is
-    explicit: it stores `x` and one number per position, and reduces the gradient of `scale` once.
+    `scale` has the rank and the last axis of `x`, and size 1 along the other axes. On CPU, an
+    explicit backward pass stores `x` and one number per position, and reduces the gradient of
+    `scale` once.
     """
     if platform() != "cpu":
         return x * _per_root_mean_square(x, epsilon) * scale
@@ -74,12 +74,12 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
-    """Queries or keys rotated by their position, computed in float32 and returned in their dtype.
+    """Queries or keys rotated by position, computed in float32 and returned in the input's dtype.
 
     Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
-    K/2]`` if positions differ between rows. On CPU the halves are swapped by reversing an axis of
-    size 2, whose index is affine. A concatenation of two halves, fused into a loop, costs a branch
-    per number.
+    K/2]`` if positions differ between rows. On CPU, the halves are swapped by reversing an axis of
+    size 2, which keeps the index affine. A concatenation of the halves, fused into a loop, would
+    cost a branch per number.
     """
     cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
@@ -100,12 +100,12 @@ def attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]``; keys at or beyond ``length_B`` are masked.
+    """Attention output ``[B, L, H, K]``, with keys at or beyond ``length_B`` masked.
 
-    Heads share the ``G`` key/value heads in consecutive groups. A row of length 0 attends to its
-    first key, which keeps the result finite. Scores and probabilities are float32; the result has
-    the dtype of `q_BLHK`. On CPU the backward pass reuses the probabilities, ``[B, H, L, L]``
-    float32.
+    Consecutive groups of heads share the ``G`` key/value heads. A row of length 0 attends to its
+    first key, so that the result is finite. Scores and probabilities are float32; the result has
+    the dtype of `q_BLHK`. On CPU, the probabilities, float32 ``[B, H, L, L]``, are saved for the
+    backward pass.
     """
     visible_B = jnp.maximum(length_B, 1)
     if platform() != "cpu":
@@ -120,10 +120,10 @@ def attention(
 def attention_where(
     q_BNHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, is_seen_BNM: jax.Array
 ) -> jax.Array:
-    """Attention output ``[B, N, H, K]`` over the keys that each query attends to.
+    """Attention output ``[B, N, H, K]``; queries attend to the keys where `is_seen_BNM` is True.
 
-    Otherwise like `attention`; `is_seen_BNM` may have size 1 in its first and second axis. The
-    output of a query without a visible key is finite.
+    Otherwise like `attention`. The first two axes of `is_seen_BNM` may have size 1. The output of a
+    query without a visible key is finite.
     """
     if platform() != "cpu":
         return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
@@ -132,7 +132,7 @@ def attention_where(
 
 
 def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
-    """The bias that hides keys in the scores ``[B, G, shared * N, M]`` of heads that share keys."""
+    """The bias that hides keys in the scores ``[B, G, num_shared * N, M]`` of grouped heads."""
     if is_seen_BNM.shape[1] > 1:
         is_seen_BNM = jnp.tile(is_seen_BNM, (1, num_shared, 1))
     return jnp.where(is_seen_BNM, 0.0, _HIDDEN)[:, None]
@@ -141,7 +141,7 @@ def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
 def _over_groups(
     q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    """Attention with a bias added to the scores ``[B, G, N, M]`` of each group of heads."""
+    """Attention with a bias that is added to the scores ``[B, G, N, M]`` of each group of heads."""
     y_BGNK = _attend(
         grouped(q_BLHK, k_BMGK.shape[2]),
         k_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
@@ -154,7 +154,8 @@ def _over_groups(
 def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
     """Scaled queries ``[B, G, N, K]``, float32.
 
-    The heads of a group become additional query rows, so that every product is one batched matmul.
+    The heads of a group are stacked along the query axis, so that every product is one batched
+    matmul.
     """
     num_rows, num_positions, _, head_size = q_BLHK.shape
     q_BLGRK = q_BLHK.reshape(num_rows, num_positions, num_groups, -1, head_size)
@@ -163,7 +164,7 @@ def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
 
 
 def ungrouped(y_BGNK: jax.Array, q_BLHK: jax.Array) -> jax.Array:
-    """The output of the queries, in their shape and dtype."""
+    """The attention output in the shape and dtype of the queries."""
     num_rows, num_positions, _, head_size = q_BLHK.shape
     y_BGRLK = y_BGNK.reshape(num_rows, y_BGNK.shape[1], -1, num_positions, head_size)
     return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)
@@ -182,20 +183,20 @@ def _hidden_bias(
 
 
 def _batched(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    """Matrix products over two leading batch axes, contracting one axis of each."""
+    """Matrix products over two leading batch axes, contracting one axis of each operand."""
     return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0, 1), (0, 1))))
 
 
 @jax.custom_vjp
 def _attend(q_BGNK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array, bias: jax.Array) -> jax.Array:
-    """Softmax attention ``[B, G, N, K]`` of scaled queries, float32."""
+    """Softmax attention ``[B, G, N, K]`` for scaled queries, float32."""
     return _attend_forward(q_BGNK, k_BGMK, v_BGMK, bias)[0]
 
 
 def _attend_forward(q_BGNK, k_BGMK, v_BGMK, bias):
     scores_BGNM = _batched(q_BGNK, k_BGMK, 3, 3) + bias
     weights_BGNM = jnp.exp(scores_BGNM - jnp.max(scores_BGNM, axis=-1, keepdims=True))
-    # Dividing after the product processes K numbers per row instead of M.
+    # Dividing after the product costs K divisions per query instead of M.
     per_total_BGN1 = 1.0 / jnp.sum(weights_BGNM, axis=-1, keepdims=True)
     y_BGNK = _batched(weights_BGNM, v_BGMK, 3, 2) * per_total_BGN1
     return y_BGNK, (q_BGNK, k_BGMK, v_BGMK, weights_BGNM, per_total_BGN1, y_BGNK)
@@ -206,7 +207,7 @@ def _attend_backward(residuals, g_BGNK):
     mean_BGN1 = jnp.sum(g_BGNK * y_BGNK, axis=-1, keepdims=True) * per_total_BGN1
     g_BGNK = g_BGNK * per_total_BGN1
     g_scores_BGNM = weights_BGNM * (_batched(g_BGNK, v_BGMK, 3, 3) - mean_BGN1)
-    # Transpose the small operand, not the N by M one.
+    # Transpose the small operand, not the N by M matrix.
     g_v_BGMK = _batched(g_BGNK.swapaxes(2, 3), weights_BGNM, 3, 2).swapaxes(2, 3)
     g_k_BGMK = _batched(q_BGNK.swapaxes(2, 3), g_scores_BGNM, 3, 2).swapaxes(2, 3)
     return _batched(g_scores_BGNM, k_BGMK, 3, 2), g_k_BGMK, g_v_BGMK, None
@@ -218,13 +219,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def run_blocks(
     block: Callable[[jax.Array, Any, Any], jax.Array], x: jax.Array, blocks: Any, context: Any
 ) -> jax.Array:
-    """The final `x` of ``x = block(x, parameters, context)`` over the layers of the stacked
-    `blocks`.
+    """The final `x` after ``x = block(x, parameters, context)`` for each layer in stacked `blocks`.
 
-    One `jax.lax.scan`. On CPU, the loop is unrolled if it is differentiated and has at most 16
-    layers: a scan copies every value that the backward pass needs into a stack and back, which
-        takes a
-    quarter of a training step. `block` must not close over traced arrays; pass them in `context`.
+    The layers run in one `jax.lax.scan`. On CPU, the loop is unrolled if it is differentiated and
+    has at most 16 layers, because a scan copies every value that the backward pass needs into a
+    stack and back, which takes a quarter of a training step. `block` must not close over traced
+    arrays; pass them in `context`.
     """
     depth = jax.tree.leaves(blocks)[0].shape[0]
     if platform() != "cpu" or depth > 16:
@@ -258,12 +258,13 @@ _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
 
 
 def keep_freed_memory() -> bool:
-    """Keeps freed memory in the process instead of returning it to the kernel; True on success.
+    """Makes the process retain freed memory instead of returning it to the kernel; True on success.
 
-    XLA allocates all temporaries of a CPU program as one block, and glibc maps and unmaps such a
-    block in every call: 78,000 page faults, a quarter of the time of a 1M-parameter step. Call it
-    once before the first computation in a program that trains on CPU. It affects the whole process,
-    so libraries must not call it. It has no effect on other devices or without glibc.
+    XLA allocates all temporaries of a CPU program as one block, which glibc maps and unmaps in
+    every call. This causes 78,000 page faults, a quarter of the time of a training step with 1M
+    parameters. Call this function once, before the first computation, in a program that trains on
+    CPU. The whole process is affected, so libraries must not call it. There is no effect on other
+    devices or without glibc.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
         return False

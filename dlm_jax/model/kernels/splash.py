@@ -1,4 +1,4 @@
-"""Attention with the splash kernel of Pallas, which never writes the scores to main memory."""
+"""Attention with Pallas's splash kernel, which never writes the scores to main memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
 
 _LANES = 128
-# The best of 512, 1024 and 2048 positions according to the TPU compiler.
+# The best of 512, 1024 and 2048 positions according to the TPU compiler's estimates.
 _MAX_BLOCK = 1024
 
 
@@ -36,7 +36,7 @@ def splash_attention(
     saved: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`dlm_jax.model.attention.attention`; each device computes its own rows and heads.
+    """Like `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
     Scores and sums are float32. Queries and keys are padded to multiples of 128.
 
@@ -46,8 +46,8 @@ def splash_attention(
       v_BMGK: values.
       is_live_BM: True at live keys.
       may_see: as in `attention`.
-      saved: name under which rematerialisation may keep the residuals.
-      interpret: whether Pallas runs the kernel step by step on any device; for tests.
+      saved: name under which rematerialisation may save the residuals.
+      interpret: whether Pallas interprets the kernel, on any device; for tests.
     """
     mesh = mesh_in_use()
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
@@ -76,7 +76,7 @@ def _of_rows(
     interpret: bool,
 ) -> jax.Array:
     num_queries, num_heads, head_size = q_BLHK.shape[1:]
-    # Scale in float32, because the kernel does not scale the scores.
+    # The kernel does not scale the scores, so the queries are scaled, in float32.
     q_BLHK = (q_BLHK.astype(jnp.float32) * head_size**-0.5).astype(q_BLHK.dtype)
     q_BHLK, k_BGMK, v_BGMK = (_padded(x).swapaxes(1, 2) for x in (q_BLHK, k_BMGK, v_BMGK))
     kernel = _kernel(num_heads, q_BHLK.shape[2], k_BGMK.shape[2], may_see, saved, interpret)
@@ -89,7 +89,7 @@ def _of_rows(
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """`x` padded with zeros along its second axis to a multiple of the lanes."""
+    """`x` padded with zeros along the second axis to a multiple of `_LANES`."""
     missing = -x.shape[1] % _LANES
     if not missing:
         return x
@@ -122,13 +122,13 @@ def _kernel(
 
 
 def _block(num_positions: int) -> int:
-    """The largest multiple of the lanes, at most `_MAX_BLOCK`, that divides the positions."""
+    """The largest multiple of `_LANES`, at most `_MAX_BLOCK`, that divides `num_positions`."""
     lanes = num_positions // _LANES
     return _LANES * max(n for n in range(1, _MAX_BLOCK // _LANES + 1) if lanes % n == 0)
 
 
 class _Places(Mask):
-    """The mask of a rule on positions; only partially masked blocks are materialised."""
+    """The mask that `may_see` defines; only partially masked blocks are materialised."""
 
     def __init__(self, shape: tuple[int, int], may_see: Callable[[Any, Any], Any]):
         self._shape, self._may_see = shape, may_see
