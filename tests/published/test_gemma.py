@@ -383,7 +383,7 @@ def test_tokens_given_behind_a_canvas_and_models_of_another_process_are_refused(
     with pytest.raises(ValueError, match="after a hole, where a model with canvases"):
         dlm_jax.generate(both[2], [{"template": "a<hole:2>b"}], **(LOOP | {"gen_length": 0}))
     masked = dataclasses.replace(both[2].config, objective=ObjectiveConfig())
-    with pytest.raises(ValueError, match="entropy_renoise' writes random tokens, and the model"):
+    with pytest.raises(ValueError, match="entropy_renoise' writes random tokens, but the model"):
         dlm_jax.generate(dataclasses.replace(both[2], config=masked), [{"tokens": [1]}], **LOOP)
 
 
