@@ -189,7 +189,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
     add("--host-sampler", metavar="MODULE:FUNCTION",
-        help="function that selects tokens, also for requests that name none")  # fmt: skip
+        help="function that selects tokens; default for requests that name no other")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
         help="module with functions that requests of --prompts may use; repeatable")  # fmt: skip
     add("--rules", metavar="MODULE", help="module with custom rules; their settings become flags")

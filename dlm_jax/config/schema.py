@@ -452,7 +452,9 @@ class ModelConfig(Section):
     experts: int = setting(0, "experts of a mixture in place of the MLP; 0: a plain MLP", low=0)
     experts_per_token: int = setting(0, "experts per token", Trait.UNSEEN, low=0)
     expert_width: int = setting(0, "inner size of one expert (swiglu)", low=0)
-    shared_width: int = setting(0, "inner size of the shared expert of all tokens; 0: none", low=0)
+    shared_width: int = setting(
+        0, "inner size of the shared expert, which computes every token; 0: no shared expert", low=0
+    )
     dense_layers: int = setting(
         0, "number of first blocks that have a plain MLP instead of experts", low=0
     )

@@ -538,7 +538,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """Non-empty digits that are at least these digits."""
+    """A pattern of the fractional digits that are at least `digits`; greater if `is_excluded`."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -547,7 +547,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """Non-empty digits that are at most these digits."""
+    """A pattern of the fractional digits that are at most `digits`; less if `is_excluded`."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]

@@ -354,7 +354,7 @@ def seen_behind(
     is_canvas: bool,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Biases as of `seen_keys`, of a window of a text or of a canvas behind the cached text.
+    """Biases as of `seen_keys`, of a window of a text or of a canvas after the cached text.
 
     Who sees what is that of `attend_behind`, where the canvas begins at the window's first position
     of its own; `reach` is the window of that function.

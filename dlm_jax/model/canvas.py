@@ -1,4 +1,4 @@
-"""Networks with canvases: texts that are read causally, and a canvas of noise behind each.
+"""Networks with canvases: texts that are read causally, and a canvas of noise after each.
 
 The cache holds the keys and values of texts alone: a pair for each stack of layers, sliding and
 full, ``[B, layers, L, G, K]`` each in the compute dtype.
@@ -192,7 +192,7 @@ class Canvases:
         size: int,
         num_seen: int | None = None,
     ) -> tuple[jax.Array, Any]:
-        """The text at a window of each row, behind its cached part."""
+        """The text at a window of each row, after its cached part."""
         x_NWD, place_NW = self._at(params, tokens_NL, window, size)
         context = row_N, tokens_NL.shape[1], length_N, num_seen
         return self._beside(params, kept, x_NWD, place_NW, window, context, is_canvas=False)
@@ -241,7 +241,7 @@ class Canvases:
         *,
         is_canvas: bool,
     ) -> tuple[jax.Array, Any]:
-        """A window after all layers, and its keys and values, behind the cached text."""
+        """The hidden vectors of a window after the cached text, and its keys and values."""
         row_N, num_positions, length_N, num_seen = context
         num_seen = num_positions if num_seen is None else num_seen
         turns: list[Any] = [

@@ -194,7 +194,7 @@ def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exce
         why, remedy = "is not an existing revision", f"name another, or {name} alone"
     elif isinstance(error, errors.RepositoryNotFoundError):
         why = "is neither a local path nor a model on the Hub that you can access"
-        remedy = "check the name; for a private one log in: hf auth login"
+        remedy = "check the name; if the model is private, log in: hf auth login"
     elif isinstance(error, errors.HFValidationError):
         why, remedy = "is neither a local path nor a Hub id", "write org/name"
     elif getattr(error, "response", None) is not None:

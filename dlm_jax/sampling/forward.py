@@ -115,7 +115,7 @@ def _with_attention(program: Program, params: Params, state: State) -> tuple[jax
 
 
 def _behind(program: Program, params: Params, state: State) -> Pass:
-    """The forward of canvases: each block behind the tokens before it, without those after it."""
+    """The forward of canvases: each block attends to earlier tokens, not to later ones."""
     network, canvas, block = program.network, state.canvas, state.block
     assert network.behind is not None, "the network has canvases"
     length_B = jnp.minimum(canvas.length_B, block.end_B)

@@ -192,7 +192,7 @@ class Service:
         return done
 
     async def _told(self, answer: Answer, outbox: Outbox, index: int, request: Request) -> Done:
-        """Puts the events of a growing choice into the outbox."""
+        """Adds the events of a choice to the outbox as its text is generated."""
         is_first, replaces = True, index if answer.replaces else None
         async with contextlib.aclosing(self._growing(answer, request)) as growing:
             async for row, reader, pieces, done in growing:

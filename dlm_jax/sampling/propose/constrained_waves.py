@@ -30,7 +30,7 @@ class ConstrainedWaves(Constrained):
 
     With ``h_i`` the distribution of the sampler head at position i, given the visible tokens and
     the candidates to its left, after the chain, a token has probability ``h_i(x) beta_i(s(x)) /
-    sum_y h_i(y) beta_i(s(y))``. ``s(x)`` is the state of the automaton behind the token, and
+    sum_y h_i(y) beta_i(s(y))``. ``s(x)`` is the state of the automaton after the token, and
     ``beta_i`` the probability that the trunk's independent distributions of the later positions
     complete the match from it. A greedy row takes the largest ``h_i(x) beta_i(s(x))``, where
     ``beta_i`` is the probability of the most likely completion. Without a visible token or
