@@ -184,7 +184,7 @@ def check_sampler(fill: str, facts: Any) -> None:
         raise SettingError(
             "fill",
             fill,
-            "needs a sampler head, which this model lacks",
+            "requires a sampler head, which this model lacks",
             "use fill='parallel', or train one with model.add_sampler_head",
         )
 

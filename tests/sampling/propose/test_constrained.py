@@ -253,7 +253,7 @@ def test_a_row_is_the_same_whatever_patterns_run_beside_it():
         ({"structure": "a+b", "logit_bias": {TOKENIZER.encode("b")[0]: -np.inf},
           "chain": ("bias",)}, "structure requires"),
         ({"structure": "a+", "read_back": True}, "draws tokens together"),
-        ({"structure": "a+", "fill": "constrained_waves"}, "needs a sampler head"),
+        ({"structure": "a+", "fill": "constrained_waves"}, "requires a sampler head"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused(settings, told):
