@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -719,14 +720,14 @@ def scale_of(task: str, calibration: Mapping[str, Any]) -> Scale:
 
 def _check_scale(scale: Scale) -> None:
     temperature, penalty = scale
-    if not _is_number(temperature) or not 0 < temperature < math.inf:
+    if not _is_number(temperature) or not 0 < temperature < 1e9:
         raise SettingError("temperature", temperature, "is not a number above 0", "use 1.0")
     if not _is_number(penalty) or not 0 <= penalty <= 2:
         raise SettingError("length_penalty", penalty, "is not a number in [0, 2]", "use 0.0")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check(
@@ -735,6 +736,11 @@ def _check(
     if model.network.scorer is not None:
         raise ValueError(
             "the model is a sequence scorer, which has no likelihood; load a language model"
+        )
+    if not model.process.is_masked:
+        raise ValueError(
+            "labels are scored in holes, but the model was trained with objective.process="
+            f"{model.process.name!r}; load a model that fills MASK"
         )
     _check_scale(scale)
     if order not in ORDERS:

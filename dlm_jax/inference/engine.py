@@ -20,6 +20,7 @@ import numpy as np
 
 from dlm_jax.distributed.local_rows import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
+from dlm_jax.inference.candidates import Candidates
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.report import Report, Step, Work
@@ -106,7 +107,7 @@ class Engine:
         self._canvases = None if canvases is None else sorted(canvases)
         self._max_waiting, self._max_candidates = max_waiting, max_candidates
         self._alone = functools.partial(
-            Engine, model, sizes=(min(sizes),), canvases=canvases, max_candidates=max_candidates
+            Engine, model, canvases=canvases, max_candidates=max_candidates, prefix_mib=prefix_mib
         )
         self._model, self._facts, self._rows = model, model.facts, rows
         self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
@@ -184,19 +185,33 @@ class Engine:
                         self._scheduler.enter(queue)
 
     def warm_up(self, request: Request) -> None:
-        """Compiles the program of `request` in advance, as if it were submitted alone.
+        """Compiles the program that `request` would run in if it were submitted now.
 
-        It may be called from any thread while rows run.
+        This method may be called from any thread while rows run. Host samplers are not called.
         """
-        with self._alone() as engine:
+        with self._lock:
+            queue = self._queue_of(request)
+            bucket, size = queue.bucket, self._next_size(queue)
+        if request.host_sampler is not None:
+            request = dataclasses.replace(request, host_sampler=_first)
+        with self._alone(sizes=(size,)) as engine:
+            engine._add(Queue(bucket, [size]))
             engine.submit(request)
             engine.step(1)
 
-    def is_compiled(self, request: Request) -> bool:
-        """Whether the program is compiled that `request` runs in if it is submitted alone."""
+    def delays_others(self, request: Request) -> bool:
+        """Whether rows of other programs run and would wait for the compilation of `request`."""
         with self._lock:
             queue = self._queue_of(request)
-            return bool(loop_of(self._model, queue.bucket, queue.sizes[0]).compiled)
+            runs = any(other.running for other in self.queues if other is not queue)
+            size = self._next_size(queue)
+            loop = loop_of(self._model, queue.bucket, size)
+            return runs and queue.size is None and not loop.has_run
+
+    def _next_size(self, queue: Queue) -> int:
+        """The slots of the program that one more request of the queue runs in."""
+        wanted = len(queue.running) + queue.num_waiting + 1
+        return next((size for size in queue.sizes if size >= wanted), queue.sizes[-1])
 
     def submit(
         self,
@@ -512,6 +527,11 @@ def _eighths(batch_size: int) -> list[int]:
     return sizes
 
 
+def _first(candidates: Candidates) -> int:
+    """A host sampler that selects the most likely candidate."""
+    return int(candidates.ids[0])
+
+
 def _prefixes(model: Model, mib: int, *, is_split: bool) -> Prefixes | None:
     if isinstance(mib, bool) or not isinstance(mib, int) or mib < 0:
         raise SettingError("prefix_mib", mib, "must be at least 0, a whole number")
@@ -666,11 +686,10 @@ class AsyncEngine:
 
     async def _compile(self, request: Request) -> None:
         """Compiles the program of a request in a thread of its own while other rows run."""
-        is_alone = not self.engine.is_busy or self.engine.share[1] > 1
-        if is_alone or self.engine.is_compiled(request):
+        if self.engine.share[1] > 1 or not self.engine.delays_others(request):
             return
         async with self._compiling:
-            if not self.engine.is_compiled(request):
+            if self.engine.delays_others(request):
                 await asyncio.to_thread(self.engine.warm_up, request)
 
     async def _drive(self) -> None:

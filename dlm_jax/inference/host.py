@@ -153,6 +153,7 @@ class HostLoop:
                 "program.rows splits the rows, but the host needs whole rows; use None"
             )
         self.compiled: list[str] = []
+        self.has_run = False
         self.program = program
         jit = functools.partial(
             jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
@@ -223,6 +224,7 @@ class HostLoop:
         if failed:
             inputs = _without(inputs, failed)
         state, is_committed_BL = self._write(params, state, inputs)
+        self.has_run = True
         follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
         asked = sorted({*read_back, *follow})
         if not asked:

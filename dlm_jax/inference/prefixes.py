@@ -8,8 +8,10 @@ and values, whether its chunks were cached or computed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,13 +40,10 @@ class Prefixes:
         block_length = max(1, cached.block_length)
         self.size = -(-_AT_LEAST // block_length) * block_length
         self.found = self.computed = 0
-        self._cached, self._max_bytes = cached, max_bytes
+        self._max_bytes = max_bytes
         self._pieces: OrderedDict[bytes, Any] = OrderedDict()
         self._bytes = 0
-        self._init = jax.jit(cached.init, static_argnums=(1, 2))
-        self._piece = jax.jit(self._compute)
-        self._add = jax.jit(self._stored, donate_argnums=0)
-        self._put = jax.jit(_in_slot, donate_argnums=0)
+        self._init, self._piece, self._add, self._put = _programs(cached, self.size)
 
     def fill(self, params: Params, kept: Any, slot: int, tokens: np.ndarray, canvas: int) -> Any:
         """`kept` with the keys and values of these tokens written to the start of a slot's row.
@@ -85,8 +84,12 @@ class Prefixes:
         while self._bytes > self._max_bytes:
             self._bytes -= _num_bytes(self._pieces.popitem(last=False)[1])
 
-    def _compute(
-        self,
+
+@functools.lru_cache(maxsize=16)
+def _programs(cached: CachedTrunk, size: int) -> tuple[Callable[..., Any], ...]:
+    """The compiled functions of a network, which all `Prefixes` of it share."""
+
+    def piece(
         params: Params,
         row: Any,
         tokens_1L: jax.Array,
@@ -94,12 +97,17 @@ class Prefixes:
         begin_1: jax.Array,
         end_1: jax.Array,
     ) -> Any:
-        size = min(self.size, tokens_1L.shape[1])
+        width = min(size, tokens_1L.shape[1])
         window = Window(first_1, begin_1, end_1)
-        return self._cached.window(params, row, None, tokens_1L, end_1, window, size=size)[1]
+        return cached.window(params, row, None, tokens_1L, end_1, window, size=width)[1]
 
-    def _stored(self, row: Any, piece: Any, first_1: jax.Array) -> Any:
-        return self._cached.store(row, piece, None, first_1)
+    def add(row: Any, piece: Any, first_1: jax.Array) -> Any:
+        return cached.store(row, piece, None, first_1)
+
+    return (
+        jax.jit(cached.init, static_argnums=(1, 2)), jax.jit(piece),
+        jax.jit(add, donate_argnums=0), jax.jit(_in_slot, donate_argnums=0),
+    )  # fmt: skip
 
 
 def _in_slot(kept: Any, row: Any, slot: jax.Array) -> Any:

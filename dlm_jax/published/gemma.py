@@ -96,6 +96,8 @@ def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, 
     is_full, given = kind == _FULL, said.get(kind)
     if given is None:
         return _THETAS[kind], _SHARE if is_full else 1.0
+    if not isinstance(given, dict):
+        raise fields.refuse(f"rope_parameters.{kind}", given, "is not an object")
     inner = Fields(given, f"{fields.where}: rope_parameters of {kind}")
     inner.must(rope_type="proportional" if is_full else "default", factor=1.0)
     if not is_full:
@@ -180,13 +182,26 @@ def _sources(model: ModelConfig) -> dict[str, Source]:
 
 # Fields of generation_config.json that are settings, and the names of these.
 _OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
+# Their types and least values.
+_NUMBERS: tuple[tuple[str, Any, float], ...] = (
+    ("max_denoising_steps", int, 1), ("max_new_tokens", int, 1),
+    ("t_min", int | float, 0), ("t_max", int | float, 0),
+)  # fmt: skip
 # Decimals of temperatures, so that reading what is written gives the same numbers.
 _DECIMALS = 9
 
 
 def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """The settings of the loop, as DiffusionGemmaGenerationConfig has them."""
-    said = {**said, **(said.get("sampler_config") or {})}
+    inner = said.get("sampler_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"sampler_config={inner!r} is not an object")
+    said = {**said, **inner}
+    for name, kind, least in _NUMBERS:
+        value = said.get(name)
+        is_kind = isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and (not is_kind or value < least):
+            raise ValueError(f"{name}={value!r} is not a number of at least {least}")
     if said.get("stability_threshold") not in (None, 1):
         raise ValueError(
             f"stability_threshold={said['stability_threshold']!r} is not implemented; use 1"

@@ -27,10 +27,12 @@ class Advance:
     The loop ends early when no row is running or enough rows have ended. The limits are traced
     numbers, and `state` is donated. One program is compiled per shape, chain and set of rules.
     ``compiled`` lists the compiled shapes, and ``program`` is the static part that they share.
+    ``has_run`` is whether a call has returned, so that a program is compiled.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
         self.compiled: list[str] = []
+        self.has_run = False
         self.program = program
         self._jitted = jax.jit(
             self._advance,
@@ -49,7 +51,9 @@ class Advance:
 
         The call returns early when `num_ends` of the running rows have ended.
         """
-        return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
+        state = self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
+        self.has_run = True
+        return state
 
     def working_bytes(self, params: Params, state: State) -> int:
         """Temporary memory of a call in bytes per device, without the arguments. This compiles the

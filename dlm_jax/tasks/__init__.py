@@ -169,7 +169,7 @@ def _right_fields(prompt: str, answer: str) -> float:
         name, age, group = made["name"], made["age"], made["group"]
         city, land = made["home"]["city"], made["home"]["land"]
         is_group = age in _GROUPS[group]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return 0.0
     wanted, _, wanted_city = prompt.partition(", ")
     right = name == wanted, is_group, city == wanted_city, land == _CITIES.get(wanted_city)

@@ -74,7 +74,7 @@ def test_rows_go_on_while_the_program_of_another_request_compiles(monkeypatch):
             return row
 
         running = asyncio.create_task(first())
-        while not engine.engine.is_busy:
+        while not any(queue.running for queue in engine.engine.queues):
             await asyncio.sleep(0.01)
         made = await asyncio.gather(engine.row(new), engine.row(new))
         return await running, *made
@@ -82,6 +82,29 @@ def test_rows_go_on_while_the_program_of_another_request_compiles(monkeypatch):
     row, *made = _run(both)
     assert row.status == Status.DONE and calls == [new]
     assert all(other.status == Status.DONE and same_row(other, made[0]) for other in made)
+
+
+def test_a_host_sampler_is_called_for_its_own_row_alone_while_its_program_compiles():
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+    calls = []
+
+    def sampler(candidates):
+        calls.append((candidates.row, candidates.index))
+        return int(candidates.ids[0])
+
+    settings = {"gen_length": 2, "steps": 2, "order": "left_to_right", "host_sampler": sampler}
+    (hosted,) = make_requests(MODEL, "A ", settings)
+
+    async def both(engine):
+        running = asyncio.create_task(engine.row(long))
+        while not any(queue.running for queue in engine.engine.queues):
+            await asyncio.sleep(0.01)
+        row = await engine.row(hosted)
+        return await running, row
+
+    rows = _run(both)
+    assert [row.status for row in rows] == [Status.DONE] * 2
+    assert calls == [(1, 2), (1, 3)]
 
 
 def test_a_caller_who_goes_away_frees_the_slot():

@@ -114,6 +114,7 @@ class CommitRule(Rule):
       renews: whether the rule also writes tokens other than candidates at the open positions that
           it does not select; see `renewed` and `begin`.
       scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied.
+      remembers_ids: whether the memory that `observe` returns depends on the candidates.
       map_blocks: number of last blocks whose attention, averaged over blocks and heads, the rule
         reads; 0: none.
     """
@@ -123,6 +124,7 @@ class CommitRule(Rule):
     renews: ClassVar[bool] = False
     scale: ClassVar[float] = 0.0
     map_blocks: ClassVar[int] = 0
+    remembers_ids: ClassVar[bool] = False
 
     @classmethod
     def check(cls, row: Any) -> None:

@@ -54,6 +54,7 @@ class Dawn(Confident):
 
     about = "confident holes, and others by what the attention maps connect"
     map_blocks = 4
+    remembers_ids = True
     log_chance = certain
 
     high_B: jax.Array = per_row(THRESHOLD)

@@ -112,6 +112,9 @@ class Constrained(FillRule):
             raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
         if row.table.commit[row.order].rewrites:
             raise SettingError("order", row.order, why, "use order='threshold', say")
+        if row.table.commit[row.order].remembers_ids:
+            why = f"remembers candidates, which fill={cls.name!r} draws again"
+            raise SettingError("order", row.order, why, "use order='threshold', say")
         if row.ignore_eos:
             raise SettingError(
                 "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"

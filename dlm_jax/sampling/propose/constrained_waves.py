@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.sampling.commit.commit_rule import CommitRule
 from dlm_jax.sampling.positions import fold, put
 from dlm_jax.sampling.propose.constrained import Constrained, Seen
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted
@@ -21,7 +22,7 @@ from dlm_jax.sampling.propose.wavefront import (
     grown_from,
     head_chunk,
 )
-from dlm_jax.settings import per_row, rule
+from dlm_jax.settings import SettingError, per_row, rule
 
 
 @rule
@@ -46,6 +47,18 @@ class ConstrainedWaves(Constrained):
     drawn = "in waves"
 
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        super().check(row)
+        commit = row.table.commit[row.order]
+        if commit.start_memory is not CommitRule.start_memory:
+            raise SettingError(
+                "order",
+                row.order,
+                f"remembers the LM head, but fill={cls.name!r} draws from the sampler head",
+                "use order='threshold', say",
+            )
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
