@@ -57,6 +57,7 @@ def test_right_answers_get_1_and_no_text_anything_outside_0_to_1(name):
         ("records", f"{PERSON}{RECORD.replace('Norway', 'Italy').replace('Bell', 'Lee')}", 1 / 2),
         ("records", f"{PERSON}{RECORD.replace('Oslo', 'Rome')}", 3 / 4),
         ("records", f"{PERSON}{RECORD.replace('age', 'ag')}", 0.0),
+        ("records", f"{PERSON}{'[' * 5000}", 0.0),
         ("records", f"{PERSON}[]", 0.0),
         ("letters", "abacb/a=2", 1.0),
         ("letters", "abacb/d=0", 1.0),

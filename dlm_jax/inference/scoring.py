@@ -106,12 +106,14 @@ def score(
 
     Raises:
       ValueError: a text is empty or cannot be encoded, a prompt and its text together exceed the
-        canvas, a size is below 1, or the model is a sequence scorer instead of a language model.
+        canvas, a size is below 1, or the model is a sequence scorer or has canvases.
     """
     if model.network.scorer is not None:
         raise ValueError(
             "the model is a sequence scorer, which has no likelihood; use dlm_jax.corrupted_share"
         )
+    if model.network.canvas_length:
+        raise ValueError("a model with canvases has no likelihood of texts; use another model")
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     if not texts:
         raise ValueError("there are no texts to score; pass at least one")

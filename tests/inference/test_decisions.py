@@ -191,6 +191,7 @@ REFUSED = [
     ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
     ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is limited to 8 tokens"),
     ({"temperature": 0}, "temperature=0 is not a number above 0"),
+    ({"temperature": 10**400}, r"temperature=10+\.\.\. is not a number above 0"),
     ({"length_penalty": 2.5}, r"length_penalty=2.5 is not a number in \[0, 2\]"),
     ({"task": "mood", "calibration": {"mood": 2.0}, "length_penalty": 1},
      "length_penalty=1 belongs to the task"),

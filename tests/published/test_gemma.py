@@ -434,3 +434,28 @@ def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
     assert 25e9 < total < 27e9
     assert 3.5e9 < active < 4.5e9
     assert family_for(A4B).name == "diffusion_gemma"
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"max_new_tokens": "256"}, "max_new_tokens='256' is not"),
+        ({"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8}, "max_denoising_steps=0 is not"),
+        ({"t_min": "a", "t_max": 0.8}, "t_min='a' is not"),
+        ({"sampler_config": [1]}, r"sampler_config=\[1\] is not an object"),
+    ],
+)
+def test_damaged_fields_of_the_loop_are_refused_by_name(both, tmp_path, said, line):
+    for file in both[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=line) as refused:
+        dlm_jax.load(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_labels_are_not_scored_by_a_model_without_mask(both):
+    with pytest.raises(ValueError, match="labels are scored in holes, but the model"):
+        dlm_jax.decide(both[2], "a", ["a", "b"])
+    with pytest.raises(ValueError, match="a model with canvases has no likelihood"):
+        dlm_jax.score(both[2], ["ab"])
