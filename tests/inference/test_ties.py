@@ -47,11 +47,12 @@ def _texts(count, prompt, batch_size, **settings):
     "settings", [*CASES, *MORE], ids=lambda settings: "-".join(map(str, settings.values()))
 )
 def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings, prompt):
+    is_main = settings in MORE or settings["order"] in ("low_confidence", "random", "threshold")
     settings = {"fill": "parallel"} | settings
     whole = _texts(64, prompt, 64, **settings)
     # Greedy rows differ only where their seeds settle ties.
     assert len(set(whole)) > (16 if settings.get("temperature") == 0.0 else 32)
-    for size in (2, 7, 24):
+    for size in (2, 7, 24) if is_main else (7,):
         assert _texts(24, prompt, size, **settings) == whole[:24]
     alone = [_texts(1, prompt, 1, **settings | {"seed": 40 + n})[0] for n in range(12)]
     assert tuple(alone) == whole[:12]
