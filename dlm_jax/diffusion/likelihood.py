@@ -1,4 +1,4 @@
-"""The negative log-likelihood of a text under the model, or an upper bound.
+"""The negative log-likelihood of a text under the model, or an upper bound on it.
 
 If some tokens are given, this is the conditional likelihood of the other tokens. Given tokens are
 always visible and never counted.

@@ -88,10 +88,16 @@ class ObjectiveConfig(Section):
         low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     sticky_alone: float = setting(
-        0.03, "sticky: probability of a position without selected neighbour", low=1e-3, high=1
+        0.03,
+        "sticky: probability of selecting a position that has no selected neighbour",
+        low=1e-3,
+        high=1,
     )
     sticky_beside: float = setting(
-        0.3, "sticky: probability of a position next to a selected one", low=ABOVE_ZERO, high=1
+        0.3,
+        "sticky: probability of selecting a position next to a selected one",
+        low=ABOVE_ZERO,
+        high=1,
     )
     span_count: int = setting(3, "span: number of spans per row", low=1, high=2**16)
     mask_share: float = setting(
@@ -131,8 +137,8 @@ class ObjectiveConfig(Section):
     )
     sdtt_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, in which the model learns to replace "
-        "several steps of a teacher by one",
+        "share of each batch's rows, and of the loss, for learning to replace several sampling "
+        "steps of a teacher by one",
         low=0,
         high=1,
     )
@@ -144,8 +150,8 @@ class ObjectiveConfig(Section):
     )
     certainty_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, in which the model learns to predict at "
-        "once what a teacher writes step by step",
+        "share of each batch's rows, and of the loss, for learning to predict in one step the "
+        "tokens that a teacher writes in several steps",
         low=0,
         high=1,
     )

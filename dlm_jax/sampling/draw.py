@@ -33,7 +33,7 @@ def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Arr
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
     level, because a single float32 number cannot reach the far tail. `"gumbel"` takes the argmax of
-    the logits plus Gumbel noise. This method matches other programs, but is an order of magnitude
+    the logits plus Gumbel noise. Other programs use this method, which is an order of magnitude
     slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)

@@ -266,9 +266,9 @@ class RuleTable:
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.
 
-        Programs that run only one kind of row use a chain of just these transforms. The shorter
-        chain compiles faster and gives exactly the same tokens, because neutral transforms are the
-        identity.
+        Programs whose requests are known in advance may omit the other transforms. The shorter
+        chain compiles faster and gives exactly the same tokens, because neutral
+        transforms are the identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])

@@ -25,8 +25,8 @@ CACHE_MARGIN = Setting(
     low=0, high=2**20, activates=False,
 )  # fmt: skip
 
-# In sixteenths of the canvas. A longer list fits suffixes better, but a trunk is compiled for each
-# entry.
+# Window sizes in sixteenths of the canvas. A longer list fits suffixes better, but a trunk is
+# compiled for each entry.
 _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 

@@ -67,14 +67,14 @@ class Ancestral(CommitRule):
     at holes (Sahoo et al. 2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
     """
 
-    about = "the reverse noise process"
+    about = "each hole with its probability in the reverse noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
     remask: str = reads("remask", "none")
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes that the process unmasks in this step. No other logits are needed."""
+        """The holes that the process unmasks in this step. Logits are needed only there."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])

@@ -73,7 +73,7 @@ def _gain_of_spans(
     """
     is_there_KBL = edits.insert_gap_BL | edits.delete_BL
     place_KB = place_of_largest(is_there_KBL)
-    # Counts the new token, and the old token unless it is deleted.
+    # This counts the new token, and the old token unless it is deleted.
     num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
     number = place_KB.shape[0]
 
@@ -141,7 +141,7 @@ def _likelihood(
 
 EDIT_TRIALS = Setting(
     "edit_trials", 6,
-    "likelihood: trial edits per step; each costs a forward, or 2 (2 H + 2) with edit_hidden=H",
+    "likelihood: trial edits per step, each at 1 forward, or 2 (2 H + 2) with edit_hidden=H",
     low=1, high=64,
 )  # fmt: skip
 EDIT_GAIN = Setting(

@@ -30,7 +30,7 @@ def is_wanted(transform: Any, at: At) -> Array:
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """Whether any of the transforms is wanted; see `is_wanted`."""
+    """Whether `is_wanted` holds for any of the transforms."""
     wanted = [is_wanted(t, at) for t in transforms]
     return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
 
