@@ -115,8 +115,8 @@ class ObjectiveConfig(Section):
     )
     proofreading_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, for proofreading: missing, stray or wrong "
-        "tokens",
+        "share of each batch's rows, and of the loss, for proofreading (correcting missing, "
+        "stray or wrong tokens)",
         low=0,
         high=1,
     )
@@ -223,7 +223,7 @@ _MASKED_ALONE = {
     "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
     "time_weight": True, "normaliser": "tokens",
 }  # fmt: skip
-"""Settings of losses that read holes, and the values that other processes require."""
+"""Settings of losses that read holes, with their only values for noise other than MASK."""
 
 
 class Batch(NamedTuple):

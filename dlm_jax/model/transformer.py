@@ -494,7 +494,7 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
 
 def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[Params], Any]:
-    """Maps the parameters of a block to its module, which is dense if the parameters are."""
+    """A function from the parameters of a dense or usual block to the module of the block."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:

@@ -114,7 +114,7 @@ def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowP
     The next block opens when a fraction ``open_share_B`` of the last open block is written, fewer
     than ``open_blocks_B`` blocks are open, and the next block has holes (multi-block decoding as in
     d3LLM, Qian et al. 2026). The steps and holes of the new block are added to the totals. Rows
-    with one block at a time do not change, nor do rows without holes in their open blocks.
+    with one block at a time, and rows without holes in their open blocks, do not change.
     """
     num_positions = is_hole_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]

@@ -37,7 +37,7 @@ OPEN_SHARE = Setting(
 )  # fmt: skip
 GUIDANCE = Setting(
     "guidance", 0.0,
-    "classifier-free guidance towards the given tokens, >= 0; any value but 0 costs a forward",
+    "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
     low=0.0, high=1e6,
 )  # fmt: skip
 STOP_AT_EOS = Setting(
@@ -115,7 +115,7 @@ class Counters(NamedTuple):
 
     # A forward pass over a block counts like a forward pass over a whole row.
     forwards: Annotated[Any, "Forwards of the model."] = 0
-    # This is counted only with a cache, because other forward passes compute the whole row.
+    # Positions are counted only with a cache; other forward passes compute the whole row.
     positions: Annotated[Any, "Live positions that forwards with a cache computed."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0

@@ -114,7 +114,9 @@ DRAW = Setting(
     "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining space", low=0)
+GEN_LENGTH = Setting(
+    "gen_length", 0, "number of new tokens per sample; 0: all remaining space", low=0
+)
 
 
 class Slot(NamedTuple):

@@ -265,7 +265,7 @@ def _times(logits_NV: Array, scale_N1: Array) -> Array:
 def _slope_of_times(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Slope of `_times`, where factors whose product is not finite or was clipped count as 0."""
+    """Slope of `_times`; 0 where the product of its arguments is not finite or was clipped."""
     (logits_NV, scale_N1), (change_NV, change_N1) = primals, tangents
     is_free_NV = jnp.abs(logits_NV * scale_N1) <= _LARGEST
     finite_NV = jnp.where(is_free_NV, logits_NV, 0.0)

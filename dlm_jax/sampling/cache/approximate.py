@@ -39,7 +39,7 @@ class Dual(CacheRule):
     et al. 2025, "vicinity refresh").
     """
 
-    about = "everything outside the block; approximate, bidirectional models"
+    about = "everything outside the block; approximate, for bidirectional models"
     reaches_end: ClassVar[bool] = False
 
     refresh_B: jax.Array = per_row(CACHE_REFRESH)
@@ -90,7 +90,7 @@ class Prefix(Dual):
     The whole row is computed at the same steps as in `Dual`.
     """
 
-    about = "everything before the block; approximate, bidirectional models"
+    about = "everything before the block; approximate, for bidirectional models"
     reaches_end = True
 
     @property

@@ -31,7 +31,7 @@ class Exact(CacheRule):
     is computed once more as text (DiffusionGemma, 2026).
     """
 
-    about = "finished blocks; exact, causal and block-causal models and models with canvases"
+    about = "finished blocks; exact, for causal and block-causal models and models with canvases"
 
     block_length: int = fact("block_length", 0)
     canvas_length: int = fact("canvas_length", 0)

@@ -1,4 +1,4 @@
-"""Hierarchical decoding: commits the most confident of each run of holes, dividing the run."""
+"""Hierarchical decoding: commits the most confident hole in each run of holes."""
 
 from __future__ import annotations
 

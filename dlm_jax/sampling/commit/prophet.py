@@ -21,9 +21,8 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 PROPHET_GAP = Setting(
     "prophet_gap", 7.5,
-    "order=prophet: mean difference of a hole's two largest logits that commits all holes, >= 0; "
-    "it applies to the first third of the steps, 2/3 of it to the second, and 1/3 to "
-    "the last",
+    "order=prophet: all holes commit if their two largest logits differ by this on average, >= 0; "
+    "the first third of the steps uses this value, the second 2/3 of it, and the last 1/3",
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0

@@ -113,7 +113,7 @@ def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 CONFIDENCE = Setting(
     "confidence", "sampled",
-    "confidence of a hole: the probability of its drawn token (sampled), or its largest (max)",
+    "confidence of a hole: probability of the drawn token (sampled), or of the likeliest (max)",
     choices={"sampled": sampled, "max": maximum},
 )  # fmt: skip
 SCHEDULE = Setting(
@@ -274,7 +274,7 @@ class RandomOrder(QuotaRule):
     quota: Quota = static(SCHEDULE)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """A random quota of the holes. Logits are needed only there."""
+        """A random quota of the holes. Other holes need no logits."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
@@ -310,7 +310,7 @@ class RandomFilled(QuotaRule):
 
 @rule
 class LeftToRight(QuotaRule):
-    """Commits a quota of the leftmost holes. Logits are needed only there."""
+    """Commits a quota of the leftmost holes. Other holes need no logits."""
 
     about = "a quota of the leftmost holes"
     log_chance = certain

@@ -309,7 +309,7 @@ class Constrained(FillRule):
     def _of_arcs(
         self, seen: Seen, arc_BL: jax.Array, wait_BLC: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A token of the drawn label of each position, its log-probability and confidence."""
+        """A token with the drawn label at each position, its log-probability and confidence."""
         has_BCL = _take(self.is_member_BCK, arc_BL[:, None, :], axis=2)
         score_BLC = jnp.where(has_BCL.swapaxes(1, 2), seen.weight - wait_BLC, -jnp.inf)
         class_BL1 = place_of_largest(score_BLC)[:, :, None]

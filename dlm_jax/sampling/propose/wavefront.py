@@ -155,7 +155,7 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: power of the row's unfilled share that multiplies sampler_min_neighbors_ratio",
+    "wavefront: exponent of the row's unfilled share in a factor of sampler_min_neighbors_ratio",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(

@@ -320,7 +320,7 @@ TOP_P = Setting(
 )  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
-    "top_p for tokens that a sampler head draws; 0: the value of top_p, 1 is off",
+    "top_p for tokens that a sampler head draws; 0 uses top_p, 1 is off",
     low=0.0, high=1.0,
 )  # fmt: skip
 TYPICAL_P = Setting(
@@ -335,7 +335,7 @@ MIN_P = Setting(
 TOP_N_SIGMA = Setting(
     "top_n_sigma",
     0.0,
-    "maximum standard deviations below the largest logit; <= 0 is off",
+    "maximum distance below the largest logit, in standard deviations; <= 0 is off",
     remedy="use 0.0",
 )
 
