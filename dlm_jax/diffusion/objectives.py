@@ -232,8 +232,8 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BL: int32, clean tokens.
       length_B: int32, number of live tokens in each row.
-      given_B: int32, number of leading tokens that are given, such as a prompt. They are shown
-        unchanged and not predicted.
+      given_B: int32, number of leading tokens that are given, such as a prompt. Given tokens are
+        shown unchanged and not predicted.
     """
 
     tokens_BL: jax.Array
@@ -398,8 +398,8 @@ class Misprints(NamedTuple):
     Attributes:
       shown_BL: int32 canvas.
       true_BL: int32, target of each position. At the position after a missing token, the target is
-        the missing token. At a stray token, it is the next correct token. At other positions, it is
-        the correct token of the position.
+        the missing token. At a stray token, the target is the next correct token. At all other
+        positions, the target is the correct token.
       length_B: int32, number of live tokens in each row, limited by the canvas.
     """
 
@@ -593,8 +593,8 @@ def next_token(batch: Batch) -> Example:
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
     """The batch, whose rows are cut to one length, uniform on 1..L, with probability `share`.
 
-    This also trains the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1% of
-    its batches.
+    Cut batches also train the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1%
+    of its batches.
     """
     happens_key, length_key = jax.random.split(key)
     num_positions = batch.tokens_BL.shape[1]
@@ -616,9 +616,9 @@ class NetworkObjective:
         divisor of a loss. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated with respect to all parameters that
         train. If the objective needs a teacher, the teacher's parameters are a fourth argument.
-      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
-        that are computed once per step, with the parameters before the updates of the step and with
-        the reference. None leaves the noise unchanged.
+      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. The function
+        adds values that are computed once per step, with the parameters before the updates of the
+        step and with the reference. None leaves the noise unchanged.
       needs_teacher: whether the run keeps the parameters of a teacher as the reference: those of
         ``objective.teacher``, or the initial parameters of the run.
     """

@@ -154,8 +154,8 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens may be copied from other rows, so the whole batch uses the same random key. It is
-    derived from `key` and the index of the first row.
+    Wrong tokens may be copied from other rows, so the whole batch uses the same random key, which
+    is derived from `key` and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)

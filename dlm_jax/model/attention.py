@@ -21,8 +21,8 @@ MaySee = Callable[[Any, Any], Any]
 """``(query positions, key positions)`` -> True where a query may attend to a key.
 
 The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
-must accept NumPy and JAX integers that broadcast, and let every query attend to at least one key.
-Row lengths are applied separately.
+must also accept NumPy and JAX integers that broadcast, and let every query attend to at least one
+key. Row lengths are applied separately.
 """
 
 SAVED = "attention"
@@ -230,8 +230,8 @@ def attention_weights(
 ) -> jax.Array:
     """The attention weights ``[B, H, L, L]`` of `attend` or, with blocks, of `attend_in_blocks`.
 
-    They are computed in float32 by the formula ``softmax(q k^T / sqrt(K))`` over the visible keys
-    on all devices.
+    The weights are computed in float32 by the formula ``softmax(q k^T / sqrt(K))`` over the visible
+    keys on all devices.
     """
     num_positions, num_heads, size = q_BLHK.shape[1:]
     k_BLHK = jnp.repeat(k_BLGK, num_heads // k_BLGK.shape[2], axis=2)

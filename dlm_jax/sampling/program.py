@@ -27,7 +27,8 @@ class Program:
           draws tokens only for its own rows. The number of slots must be divisible by the number of
           devices.
       draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may use guidance. Otherwise their scale is ignored.
+      is_guided: whether rows may use guidance. If False, the guidance scale of every row is
+        ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that starting positions of waves and ``Filled.best_BL`` ignore, regardless of
           the row's chain, and that re-noise never writes.

@@ -31,8 +31,8 @@ class Trace:
     their probabilities.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
-    the length of the longest row. A trace is a pytree. Its leaves can be indexed by rows (`rows`),
-    sharded over devices, or passed to compiled functions.
+    the length of the longest row. A trace is a pytree. The leaves of a trace can be indexed by rows
+    (`rows`), sharded over devices, or passed to compiled functions.
 
     Attributes:
       canvas: int32 ``[B, S, L]``, the input tokens of each step's forward pass; MASK at holes.

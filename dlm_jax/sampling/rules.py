@@ -79,7 +79,7 @@ class Rules(NamedTuple):
       remask: remask rule, if any.
       edit: edit rule, if any.
       renoise: re-noise before each forward pass, if any.
-      cache: cache rule, if any. Without one, each forward pass computes all positions.
+      cache: cache rule, if any. Without a cache rule, each forward pass computes all positions.
     """
 
     chain: Chain

@@ -77,8 +77,8 @@ class State(NamedTuple):
     def span_B(self) -> jax.Array:
         """int32 ``[B]``, the number of steps that a temperature schedule covers.
 
-        This is the allowed number of steps, or the number of unfrozen positions if that is lower
-        and written tokens do not change.
+        The span is the allowed number of steps, or the number of unfrozen positions if that is
+        lower and written tokens do not change.
         """
         refines_B = self.rules.refines(self.row.resamples_B)
         free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)

@@ -79,7 +79,7 @@ def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array
     Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
     K/2]`` if positions differ between rows. On CPU, the halves are swapped by reversing an axis of
     size 2, which keeps the index affine. A concatenation of the halves, fused into a loop, would
-    cost a branch per number.
+    cost a branch per element.
     """
     cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
@@ -261,10 +261,10 @@ def keep_freed_memory() -> bool:
     """Makes the process retain freed memory instead of returning it to the kernel; True on success.
 
     XLA allocates all temporaries of a CPU program as one block, which glibc maps and unmaps in
-    every call. This causes 78,000 page faults, which take a quarter of the time of a training step
-    with 1M parameters. Call this function once, before the first computation, in a program that
-    trains on CPU. The whole process is affected, so libraries must not call it. There is no effect
-    on other devices or without glibc.
+    every call. These calls cause 78,000 page faults, which take a quarter of the time of a training
+    step with 1M parameters. Call this function once, before the first computation, in a program
+    that trains on CPU. The whole process is affected, so libraries must not call it. There is no
+    effect on other devices or without glibc.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
         return False

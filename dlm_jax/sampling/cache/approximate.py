@@ -1,4 +1,4 @@
-"""Approximate caches for bidirectional models with periodic refreshes, after Fast-dLLM.
+"""Approximate, periodically refreshed caches for bidirectional models, after Fast-dLLM.
 
 In such a model, every position attends to all others. Cached values outside the window date from
 the last refresh of the whole row.

@@ -62,7 +62,7 @@ def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
 class Ancestral(CommitRule):
     """Commits each hole with the probability of the reverse process.
 
-    This probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
+    The probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
     remask probability of ReMDM. Sigma is 0 without ReMDM and for ``remdm_conf``, which has weight 0
     at holes (Sahoo et al. 2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
     """

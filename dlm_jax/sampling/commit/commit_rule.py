@@ -287,8 +287,8 @@ def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int
     """Positive uint32 numbers ``[B, L]`` that break ties: the position with the highest number
     wins.
 
-    In rows with `prefers_lower_B` the numbers descend from left to right. In other rows they are
-    drawn from the row's key, independently of the canvas length.
+    In rows with `prefers_lower_B` the numbers descend from left to right. In all other rows they
+    are random, drawn from the row's key, independently of the canvas length.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)

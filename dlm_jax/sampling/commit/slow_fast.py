@@ -53,11 +53,11 @@ class Cycle(NamedTuple):
 class SlowFast(Confident):
     """Commits holes with confidence >= threshold within a span determined by slow steps.
 
-    A slow step considers all holes after the previous span. It commits those with confidence >=
-    threshold, or else the most confident one, and proposes the last hole with confidence >= tau' as
-    the end of the span. Once two consecutive proposals deviate by less than sigma, or after K slow
-    steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025, SlowFast,
-    algorithm 1).
+    A slow step considers all holes after the previous span. The step commits those with confidence
+    >= threshold, or else the most confident one, and proposes the last hole with confidence >= tau'
+    as the end of the span. Once two consecutive proposals deviate by less than sigma, or after K
+    slow steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025,
+    SlowFast, algorithm 1).
     """
 
     about = "confident holes within a span that slow steps determine"

@@ -336,7 +336,8 @@ class CandidateWriter:
     ) -> tuple[Any, jax.Array]:
         """The updated memory of the positions, and the confidence of the candidates.
 
-        Both are computed from the logits that `CommitRule.weighed` selects.
+        The memory and the confidence are computed from the logits that `CommitRule.weighed`
+        selects.
         """
 
         def filtered() -> jax.Array:

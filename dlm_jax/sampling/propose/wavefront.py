@@ -367,7 +367,8 @@ def _head(
     """``(left, right) -> head``: the sampler head given the neighbours' tokens, ``[N, C]`` each.
 
     If the canvas has many more positions (`size`) than the vocabulary has tokens, the contribution
-    of every token to the first layer is precomputed. This halves the time of the fill at width 384.
+    of every token to the first layer is precomputed. The precomputation halves the time of the fill
+    at width 384.
     """
     readout, sides, finish = (
         network.sampler_readout, network.sampler_sides, network.sampler_from_sides

@@ -70,7 +70,7 @@ class Arcs(NamedTuple):
       label_DS: int32, label of each arc; padded with 0, the label without classes.
       is_member_CK: bool ``[C, K]``, True where a class belongs to a label.
       ids_JM: int32 ``[J, M]``, ids of all classes except class 0, in ascending order within each
-        class. They are divided into M blocks of up to J ids of the same class, padded with -1.
+        class. The ids are divided into M blocks of up to J ids of the same class, padded with -1.
       class_M: int32, the class of each block.
     """
 

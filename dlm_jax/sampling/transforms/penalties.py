@@ -1,7 +1,7 @@
 """Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both are computed anew from the context of each step, so tokens that have been remasked are not
-counted.
+Both penalties are computed anew from the context of each step, so tokens that have been remasked
+are not counted.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Temperature(_Moving):
 
 @rule
 class DynamicTemperature(_Moving):
-    """`x / T'`, where T' follows the entropy of the candidates.
+    """`x / T'`, where T' depends on the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
     is the entropy in nats of the n candidates. A position with one candidate is unchanged. If

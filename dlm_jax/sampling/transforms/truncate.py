@@ -1,7 +1,8 @@
 """Truncations: transforms that set some candidates to -inf.
 
-Each keeps at least `min_keep` candidates per position, or all if there are fewer. Among equal
-values, the lowest ids are kept. The semantics match those of llama.cpp's samplers on the host.
+Each truncation keeps at least `min_keep` candidates per position, or all if there are fewer. Among
+equal values, the lowest ids are kept. The semantics match those of llama.cpp's samplers on the
+host.
 
 The cut is computed exactly, without sorting the vocabulary. A truncation keeps a prefix of the
 vocabulary, sorted by some value in descending order, with lower ids first among equals. The value
@@ -98,7 +99,7 @@ def keeps_prefix(
 def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
     """Cumulative mass and count before each of a few tokens.
 
-    They are computed by a matrix product, because masked sums are not vectorised on CPU.
+    The sums are computed by a matrix product, because masked sums are not vectorised on CPU.
     """
     K = value_NK.shape[1]
     is_lower_1KK = jnp.tri(K, K, -1, dtype=bool)[None]
@@ -199,12 +200,12 @@ def _expected_bounds(
 def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
     """The next key to measure inside each bracket.
 
-    The key is chosen by false position on the logarithms of the mass above the ends. It is shifted
-    past the estimate by half of the expected deviation, so that both ends move. The weight of an
-    end is halved each time that the end does not move (the "Illinois" rule). Where false position
-    is unreliable, the middle value is used. Every fourth bound, wide brackets and the last passes
-    use the middle key, which closes any bracket in 32 passes and terminates even if many values are
-    equal.
+    The key is found by false position on the logarithms of the mass above the ends. The key is
+    shifted past the estimate by half of the expected deviation, so that both ends move. The weight
+    of an end is halved each time that the end does not move (the "Illinois" rule). Where false
+    position is unreliable, the middle value is used. Every fourth bound, wide brackets and the last
+    passes use the middle key, which closes any bracket in 32 passes and terminates even if many
+    values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
