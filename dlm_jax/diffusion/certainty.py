@@ -1,7 +1,7 @@
 """Certainty-forcing along the trace of a teacher: dParallel (Chen et al. 2025).
 
 A fraction t of each row is hidden, with t uniform on (0, 1], and the teacher fills the canvas in K
-steps in random order. The student reads only the first canvas. It learns to predict the teacher's
+steps in random order. The student reads only the first canvas and learns to predict the teacher's
 final tokens in one step, with low entropy where its prediction is correct::
 
     loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),

@@ -1,4 +1,4 @@
-"""The negative log-likelihood of a text under the model, or an upper bound.
+"""The negative log-likelihood of a text under the model, or an upper bound on it.
 
 If some tokens are given, this is the conditional likelihood of the other tokens. Given tokens are
 always visible and never counted.
@@ -164,10 +164,11 @@ def bound_at(
 
     The bound of a block is ``free / count`` times the cross-entropy of its hidden tokens. Averaged
     over counts that are uniform on 1..free and over uniform sets of that size, it is the negative
-    ELBO of masked diffusion for every noise schedule. This is also the mean cost over all orders in
-    which one token is revealed at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025,
-    equation 6). In a block-causal model, each block is conditioned on the true tokens before it,
-    and one call of the trunk covers all blocks. A block without a masked position has a cost of 0.
+    ELBO of masked diffusion for every noise schedule. The average is also the mean cost over all
+    orders in which one token is revealed at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al.
+    2025, equation 6). In a block-causal model, each block is conditioned on the true tokens before
+    it, and one call of the trunk covers all blocks. A block without a masked position has a cost of
+    0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)

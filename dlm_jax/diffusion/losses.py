@@ -188,7 +188,7 @@ def at_positions(
       vocab_size: number of logits per position.
       is_read_BL: True where the result is needed; None if it is needed everywhere.
     """
-    # On a CPU, if a few positions are skipped, the shapes of the matrix products make them slower.
+    # On a CPU, skipping a few positions changes the matrix products to shapes that are slower.
     if platform() == "cpu":
         is_read_BL = None
 

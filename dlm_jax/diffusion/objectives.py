@@ -88,10 +88,16 @@ class ObjectiveConfig(Section):
         low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     sticky_alone: float = setting(
-        0.03, "sticky: probability of a position without selected neighbour", low=1e-3, high=1
+        0.03,
+        "sticky: probability of selecting a position that has no selected neighbour",
+        low=1e-3,
+        high=1,
     )
     sticky_beside: float = setting(
-        0.3, "sticky: probability of a position next to a selected one", low=ABOVE_ZERO, high=1
+        0.3,
+        "sticky: probability of selecting a position next to a selected one",
+        low=ABOVE_ZERO,
+        high=1,
     )
     span_count: int = setting(3, "span: number of spans per row", low=1, high=2**16)
     mask_share: float = setting(
@@ -109,8 +115,8 @@ class ObjectiveConfig(Section):
     )
     proofreading_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, for proofreading: missing, stray or wrong "
-        "tokens",
+        "share of each batch's rows, and of the loss, for proofreading (correcting missing, "
+        "stray or wrong tokens)",
         low=0,
         high=1,
     )
@@ -131,8 +137,8 @@ class ObjectiveConfig(Section):
     )
     sdtt_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, in which the model learns to replace "
-        "several steps of a teacher by one",
+        "share of each batch's rows, and of the loss, for learning to replace several sampling "
+        "steps of a teacher by one",
         low=0,
         high=1,
     )
@@ -144,8 +150,8 @@ class ObjectiveConfig(Section):
     )
     certainty_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, in which the model learns to predict at "
-        "once what a teacher writes step by step",
+        "share of each batch's rows, and of the loss, for learning to predict in one step the "
+        "tokens that a teacher writes in several steps",
         low=0,
         high=1,
     )
@@ -217,7 +223,7 @@ _MASKED_ALONE = {
     "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
     "time_weight": True, "normaliser": "tokens",
 }  # fmt: skip
-"""Settings of losses that read holes, and the values that other processes require."""
+"""Settings of losses that read holes, with their only values for noise other than MASK."""
 
 
 class Batch(NamedTuple):
@@ -226,8 +232,8 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BL: int32, clean tokens.
       length_B: int32, number of live tokens in each row.
-      given_B: int32, number of leading tokens that are given, such as a prompt. They are shown
-        unchanged and not predicted.
+      given_B: int32, number of leading tokens that are given, such as a prompt. Given tokens are
+        shown unchanged and not predicted.
     """
 
     tokens_BL: jax.Array
@@ -392,8 +398,8 @@ class Misprints(NamedTuple):
     Attributes:
       shown_BL: int32 canvas.
       true_BL: int32, target of each position. At the position after a missing token, the target is
-        the missing token. At a stray token, it is the next correct token. At other positions, it is
-        the correct token of the position.
+        the missing token. At a stray token, the target is the next correct token. At all other
+        positions, the target is the correct token.
       length_B: int32, number of live tokens in each row, limited by the canvas.
     """
 
@@ -587,8 +593,8 @@ def next_token(batch: Batch) -> Example:
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
     """The batch, whose rows are cut to one length, uniform on 1..L, with probability `share`.
 
-    This also trains the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1% of
-    its batches.
+    Cut batches also train the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1%
+    of its batches.
     """
     happens_key, length_key = jax.random.split(key)
     num_positions = batch.tokens_BL.shape[1]
@@ -610,9 +616,9 @@ class NetworkObjective:
         divisor of a loss. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated with respect to all parameters that
         train. If the objective needs a teacher, the teacher's parameters are a fourth argument.
-      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
-        that are computed once per step, with the parameters before the updates of the step and with
-        the reference. None leaves the noise unchanged.
+      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. The function
+        adds values that are computed once per step, with the parameters before the updates of the
+        step and with the reference. None leaves the noise unchanged.
       needs_teacher: whether the run keeps the parameters of a teacher as the reference: those of
         ``objective.teacher``, or the initial parameters of the run.
     """

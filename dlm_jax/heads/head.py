@@ -115,8 +115,8 @@ class Head:
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
       metric: metric name of the loss; if empty, the head's name without ``_head``.
       reads_hidden: whether the loss reads `HeadInputs.hidden_BLD`.
-      trains_trunk: whether the gradient flows into other parameters. If not, training of all other
-          parameters is bitwise the same as without the head.
+      trains_trunk: whether the gradient flows into other parameters. If False, training of all
+        other parameters is bitwise the same as without the head.
       joins_main: whether the parameters belong to the main optimiser group and train with it;
         `start`, `end` and `optimizer` are then ignored.
       start: first step at which the head is trained.

@@ -81,7 +81,7 @@ def corrupt(
         batch, pattern_key, mask_id=random_ids[0], random_ids=random_ids,
         settings=replace(how, mask_share=0.0, random_share=1.0, identity_targets=False),
     )  # fmt: skip
-    # A batch with a single row uses its own tokens.
+    # In a batch with a single row, tokens are copied from the row itself.
     step_BL = jax.random.randint(row_key, (num_rows, num_positions), 1, max(2, num_rows))
     other_BL = (jnp.arange(num_rows)[:, None] + step_BL) % num_rows
     uniform_BL = jax.random.uniform(place_key, (num_rows, num_positions))
@@ -154,8 +154,8 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens may be copied from other rows, so the whole batch uses the same random key. It is
-    derived from `key` and the index of the first row.
+    Wrong tokens may be copied from other rows, so the whole batch uses the same random key, which
+    is derived from `key` and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)

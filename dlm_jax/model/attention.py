@@ -1,4 +1,4 @@
-"""Attention on accelerators, by kernels that never materialise all scores or the plain formula."""
+"""Attention on accelerators, by the plain formula or by kernels that never store all scores."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MaySee = Callable[[Any, Any], Any]
 """``(query positions, key positions)`` -> True where a query may attend to a key.
 
 The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
-must accept NumPy and JAX integers that broadcast, and let every query attend to at least one key.
-Row lengths are applied separately.
+must also accept NumPy and JAX integers that broadcast, and let every query attend to at least one
+key. Row lengths are applied separately.
 """
 
 SAVED = "attention"
@@ -228,10 +228,10 @@ def attention_weights(
     is_causal: bool,
     block_length: int = 0,
 ) -> jax.Array:
-    """The attention weights ``[B, H, L, L]`` of `attend`, or with blocks of `attend_in_blocks`.
+    """The attention weights ``[B, H, L, L]`` of `attend` or, with blocks, of `attend_in_blocks`.
 
-    They are computed in float32 by the formula ``softmax(q k^T / sqrt(K))`` over the visible keys
-    on all devices.
+    The weights are computed in float32 by the formula ``softmax(q k^T / sqrt(K))`` over the visible
+    keys on all devices.
     """
     num_positions, num_heads, size = q_BLHK.shape[1:]
     k_BLHK = jnp.repeat(k_BLGK, num_heads // k_BLGK.shape[2], axis=2)
@@ -326,10 +326,10 @@ def seen_keys(
     block_length: int,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention biases for queries at the window's positions `place_BW`: to canvas and to window.
+    """Attention biases of the queries at the window's positions `place_BW`.
 
-    The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. Keys are hidden as in
-    `shared_bias`.
+    The first bias is for the keys of the whole canvas, and the second for those of the window. The
+    shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. Keys are hidden as in `shared_bias`.
     """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
@@ -354,10 +354,10 @@ def seen_behind(
     is_canvas: bool,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Biases as of `seen_keys`, of a window of a text or of a canvas after the cached text.
+    """Attention biases as in `seen_keys`, for a window of text or a canvas after cached text.
 
-    Who sees what is that of `attend_behind`, where the canvas begins at the window's first position
-    of its own; `reach` is the window of that function.
+    Each query attends to the same keys as in `attend_behind`, with `reach` as the window and a
+    canvas that starts at ``window.begin_N``.
     """
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
     query_BN = begin_B1 if is_canvas else place_BW  # all queries of a canvas see the same
@@ -395,7 +395,10 @@ def attend_beside_kept(
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Product of the last axis of `a_BGNM` and `axis` of `b`, in the dtype of `b`."""
+    """Float32 product over the last axis of `a_BGNM` and `axis` of `b`.
+
+    `a_BGNM` is first cast to the dtype of `b`.
+    """
     return jax.lax.dot_general(
         a_BGNM.astype(b.dtype), b, (((3,), (axis,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,

@@ -289,7 +289,7 @@ class _Pieces:
         params: Params,
         kept: Any,
     ) -> tuple[jax.Array, Any]:
-        """`x` after all layers, and the keys and values of each layer in the cache layout."""
+        """Hidden vectors after all layers, and each layer's keys and values in the cache layout."""
         if self.is_unrolled:
             layers, found = self.ready(params)["layers"], []
             for at, block in enumerate(layers):

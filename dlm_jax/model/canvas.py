@@ -1,7 +1,7 @@
-"""Networks with canvases: texts that are read causally, and a canvas of noise after each.
+"""Networks with canvases: each text is read causally and is followed by a canvas of noise.
 
-The cache holds the keys and values of texts alone: a pair for each stack of layers, sliding and
-full, ``[B, layers, L, G, K]`` each in the compute dtype.
+The cache contains only the keys and values of texts. Each stack of layers (sliding and full) has
+one array of keys and one of values, ``[B, layers, L, G, K]`` in the compute dtype.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ Angles = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers of one kind, sliding or full.
+    """Layers of one type: sliding (with a limited attention window) or full.
 
     Attributes:
-      module_of: ``(parameters) -> module`` of one of them.
-      reach: positions of a text that its last one sees; 0: all.
-      each: how many of them are in a group of layers.
-      groups: key/value heads.
-      head_size: numbers of a head.
-      angles: ``(num_positions) -> angles`` of their rotation.
+      module_of: ``(parameters) -> module`` of a layer.
+      reach: number of text positions that a text position attends to, up to and including itself;
+        0 for all.
+      each: number of layers of this type in a group of layers.
+      groups: number of key/value heads.
+      head_size: size of a head.
+      angles: ``(num_positions) -> angles``, the rotary angles of the layers.
     """
 
     module_of: Callable[[Params], Any]
@@ -55,7 +56,10 @@ class Stack:
 def stacks_of(
     config: ModelConfig, module_of: Callable[[Params], Any], full_of: Callable[[Params], Any]
 ) -> tuple[Stack, ...]:
-    """The stacks, in the order of `dlm_jax.model.lora.stacks`: a group has the layers of each."""
+    """The stacks, in the order of `dlm_jax.model.lora.stacks`.
+
+    A group of layers consists of `Stack.each` layers of every stack.
+    """
     size, groups = config.size_of_head, config.kv_heads or config.heads
 
     def angles(num_positions: int) -> Angles:
@@ -78,11 +82,11 @@ class Canvases:
     """The functions of a `dlm_jax.types.Network` with canvases.
 
     Attributes:
-      config: of the model.
+      config: config of the model.
       embed: ``(params, ids) -> vectors`` in the compute dtype.
       norm: the final norm.
-      conditioned: ``(params, x_BLD, signal_BLD) -> x_BLD``, embeddings of a canvas with the
-        self-conditioning signal; None: without.
+      conditioned: ``(params, x_BLD, signal_BLD) -> x_BLD``, which adds the self-conditioning
+        signal to the embeddings of a canvas; None if the network has no signal.
       layers: the stacks of layers.
     """
 
@@ -93,14 +97,14 @@ class Canvases:
     layers: tuple[Stack, ...]
 
     def functions(self) -> dict[str, Any]:
-        """Fields of the `dlm_jax.types.Network`."""
+        """The fields of the `dlm_jax.types.Network` that these functions define."""
         cached = CachedTrunk(0, self.init, self.whole, self.window, self.store, canvas=self.canvas)
         return {
             "trunk": self.trunk,
             "behind": self.behind,
             "signal": None if self.conditioned is None else self.signal,
             "canvas_length": self.config.block_length,
-            # Dense layers stand before the groups.
+            # The cached functions do not support dense layers, which precede the groups.
             "cached": None if self.config.dense_layers else cached,
         }
 
@@ -170,7 +174,7 @@ class Canvases:
     def whole(
         self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """The text of whole rows."""
+        """`CachedTrunk.whole`: the forward pass over whole rows of text."""
         turns = [of.angles(tokens_NL.shape[1]) for of in self.layers]
 
         def attend(of: Stack, q: jax.Array, k: jax.Array, v: jax.Array, kept: Any) -> jax.Array:
@@ -192,7 +196,7 @@ class Canvases:
         size: int,
         num_seen: int | None = None,
     ) -> tuple[jax.Array, Any]:
-        """The text at a window of each row, after its cached part."""
+        """`CachedTrunk.window`: the forward pass over a window of text after cached text."""
         x_NWD, place_NW = self._at(params, tokens_NL, window, size)
         context = row_N, tokens_NL.shape[1], length_N, num_seen
         return self._beside(params, kept, x_NWD, place_NW, window, context, is_canvas=False)
@@ -241,7 +245,10 @@ class Canvases:
         *,
         is_canvas: bool,
     ) -> tuple[jax.Array, Any]:
-        """The hidden vectors of a window after the cached text, and its keys and values."""
+        """The hidden vectors, keys and values of a window that follows cached text.
+
+        The window contains text or, if `is_canvas`, a canvas.
+        """
         row_N, num_positions, length_N, num_seen = context
         num_seen = num_positions if num_seen is None else num_seen
         turns: list[Any] = [
@@ -272,7 +279,9 @@ class Canvases:
         row_N: jax.Array | None,
         is_canvas_N1: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        """`x` after all layers and the final norm, and the keys and values of each layer."""
+        """The hidden vectors after all layers and the final norm, and the keys and values of each
+        layer.
+        """
 
         def of_layer(leaf: jax.Array, at: jax.Array) -> jax.Array:
             return as_it_lies(jax.lax.dynamic_index_in_dim(as_it_lies(leaf), at, 1, keepdims=False))
@@ -307,14 +316,16 @@ class Canvases:
         return self.norm(params, x_NWD), jax.tree.map(as_kept, made)
 
     def _groups(self, params: Params) -> tuple[Params, ...]:
-        """The parameters of each stack with the groups as first axis."""
+        """The parameters of each stack, with the groups of layers as the first axis."""
         return tuple(
             jax.tree.map(lambda leaf, n=of.each: leaf.reshape(-1, n, *leaf.shape[1:]), blocks)
             for of, blocks in zip(self.layers, stacks(params), strict=True)
         )
 
     def _in_group(self) -> list[tuple[int, int]]:
-        """The stack of each layer of a group, and its place there."""
+        """For each layer in a group: the index of its stack, and its index among the group's layers
+        from that stack.
+        """
         return [(at, place) for at, of in enumerate(self.layers) for place in range(of.each)]
 
 

@@ -37,7 +37,7 @@ class GatedMlp(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated experts, of which each token uses a few, and optionally a shared expert for all tokens.
+    """Gated experts, of which each token uses a few, and an optional expert that every token uses.
 
     Router scores are computed in float32. The experts' parameters are stacked: ``[E, D, F]`` for
     gate and up, ``[E, F, D]`` for down.

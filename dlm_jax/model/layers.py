@@ -70,7 +70,7 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "ge
 def embed(params: Params, ids: jax.Array) -> jax.Array:
     """The embedding of each id.
 
-    If the table is sharded by feature, the table is gathered, not the vectors for ``ids_BL``.
+    If the table is sharded by feature, the table is gathered instead of the embeddings.
     """
 
     def look_up(params: Params, ids: jax.Array) -> jax.Array:

@@ -50,9 +50,9 @@ def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Ar
 
 
 def stacks(params: Params) -> list[Params]:
-    """The blocks as stacks of one kind each: dense, usual, and full (`full_every`).
+    """The blocks as up to three stacks: dense blocks, usual blocks, and full blocks (`full_every`).
 
-    Each stack has its own adapters under ``adapters``.
+    Each stack includes its adapters, under ``adapters``.
     """
     own = params.get(GROUP, {})
     return [

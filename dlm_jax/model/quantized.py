@@ -5,7 +5,7 @@ to nearest). With ``int8``, activations in the compute dtype are multiplied by t
 ``int8_dynamic``, every input vector is also rounded to 8 bits, scaled by its largest magnitude, and
 integers are multiplied (LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM
 head, norms, biases and the other heads are not quantised. On the shipped model, 8-bit embeddings
-would raise the bound by 0.06%; all matrices of the blocks together raise it by 0.13%.
+would raise the likelihood bound by 0.06%; the 8-bit matrices of all blocks raise it by 0.13%.
 """
 
 from __future__ import annotations

@@ -222,9 +222,9 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm Transformer block: attention, then the MLP, each added to its input.
 
-    With ``config.experts``, a mixture of experts replaces the MLP (unless `is_dense`), or with
-    ``config.experts_beside`` is added to it. With ``config.post_norms``, the outputs of attention
-    and of the MLP are also normalised.
+    With ``config.experts``, a mixture of experts replaces the MLP (unless `is_dense`) or, with
+    ``config.experts_beside``, is added to its output. With ``config.post_norms``, the outputs of
+    attention and of the MLP are also normalised.
     """
 
     def __init__(
@@ -274,7 +274,11 @@ class Block(nnx.Module):
         attend: Callable[..., jax.Array],
         is_canvas_BL: jax.Array,
     ) -> jax.Array:
-        """Like `around`, for texts and, where `is_canvas_BL`, for canvases; ``[B, 1]`` for all."""
+        """Like `around`, with the output multiplied by the block's scale, if it has scales.
+
+        Text positions and canvas positions (`is_canvas_BL`, which may be ``[B, 1]``) have different
+        scales.
+        """
         x_BLD = self.around(x_BLD, angles, attend)
         if self.text_scale is None or self.canvas_scale is None:
             return x_BLD
@@ -283,7 +287,7 @@ class Block(nnx.Module):
         return x_BLD * scale_BL1.astype(x_BLD.dtype)
 
     def _update(self, x_BLD: jax.Array) -> jax.Array:
-        """The contribution of the MLP, plus that of experts beside it, to the hidden vectors."""
+        """The output of the MLP, plus that of ``experts`` if the block has both."""
         y_BLD = self.mlp(self.mlp_norm(x_BLD))
         if self.experts is not None:
             assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
@@ -308,7 +312,7 @@ class SelfConditioning(nnx.Module):
 class Transformer(nnx.Module):
     """Parameters of the whole model; `blocks` are stacked along a leading axis.
 
-    In a model with experts, `dense_blocks` are the first ``dense_layers`` layers, which have none.
+    In a model with experts, `dense_blocks` are the first ``dense_layers`` layers, without experts.
     With ``full_every``, `full_blocks` are the layers that attend to all positions.
     """
 
@@ -444,7 +448,7 @@ def _canvases(
     module_of: Callable[[Params], Any],
     final_norm: Callable[[Params, jax.Array], jax.Array],
 ) -> Canvases:
-    """The functions of a network with canvases."""
+    """The `Canvases` of `config`, which define the functions of a network with canvases."""
     full_of = _block_modules(config, is_full=True) if config.full_every else module_of
     conditioned = _conditioning(config) if config.self_conditioning else None
     layers = stacks_of(config, module_of, full_of)
@@ -452,7 +456,7 @@ def _canvases(
 
 
 def _conditioning(config: ModelConfig) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """``(params, x_BLD, signal_BLD) -> x_BLD``, embeddings with the self-conditioning signal."""
+    """``(params, x_BLD, signal_BLD) -> x_BLD``, which adds the self-conditioning signal."""
 
     def make() -> SelfConditioning:
         return SelfConditioning(config, rngs=nnx.Rngs(params=key_of(0)))
@@ -490,7 +494,7 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
 
 def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[Params], Any]:
-    """Maps the parameters of a block to its module; the parameters determine the kind of block."""
+    """A function from the parameters of a dense or usual block to the module of the block."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:

@@ -1,9 +1,10 @@
 """Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
 The first block starts at the first unfrozen position. A row's steps are divided among the blocks
-that have work, with the remainder in the first blocks. Steps that a block does not use are dropped.
-If several blocks are open at once, they are stored as a single block. The next block is appended to
-it when it opens, and finished blocks at its start are removed.
+that have work (see `dlm_jax.sampling.state.work`), with the remainder in the first blocks. Steps
+that a block does not use are dropped. If several blocks are open, they are stored as a
+single block. The next block is appended to it when it opens, and finished blocks at its start are
+removed.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The next block with work, and True ``[B]`` where one exists; the given block elsewhere."""
+    """The next block with work (else `block`), and True ``[B]`` in rows with such a block."""
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
@@ -108,12 +109,12 @@ def next_block(
 
 
 def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
-    """The open blocks without finished leading blocks, plus the next block if it may open.
+    """The open blocks, without finished blocks at their start, plus the next block if it may open.
 
     The next block opens when a fraction ``open_share_B`` of the last open block is written, fewer
     than ``open_blocks_B`` blocks are open, and the next block has holes (multi-block decoding as in
     d3LLM, Qian et al. 2026). The steps and holes of the new block are added to the totals. Rows
-    with one block at a time do not change, nor do rows without holes in their open blocks.
+    with one block at a time, and rows without holes in their open blocks, do not change.
     """
     num_positions = is_hole_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]

@@ -28,12 +28,12 @@ def argmax(logits_NV: Array) -> Array:
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
-    Logits may be `-inf`. Such tokens are never drawn, like any token whose float32 probability is
-    0. If all logits at a position are `-inf`, its id is 0.
+    Logits may be `-inf`. Tokens with such logits are never drawn, like any token whose float32
+    probability is 0. If all logits at a position are `-inf`, its id is 0.
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
     level, because a single float32 number cannot reach the far tail. `"gumbel"` takes the argmax of
-    the logits plus Gumbel noise. This method matches other programs, but is an order of magnitude
+    the logits plus Gumbel noise. Other programs use this method, which is an order of magnitude
     slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)

@@ -1,9 +1,10 @@
 """The forward pass of a step, over whole rows or over windows of rows with cached keys and values.
 
 With a cache, forward passes process groups of a fixed number of rows. The result for a row
-therefore does not depend on the other rows or on the number of due rows. If rows are split over
-devices, a group contains the same number of rows from each device, and all devices process it
-together. Layers with sharded parameters are gathered one by one, as in any other forward pass.
+therefore does not depend on the other rows or on the number of rows that a pass processes. If rows
+are split over devices, a group contains the same number of rows from each device, and all devices
+process it together. Layers with sharded parameters are gathered one by one, as in any other forward
+pass.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Inputs(NamedTuple):
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """The state with an allocated cache and self-conditioning signal, where they are used.
+    """The state with arrays for the cache and for the self-conditioning signal, if they are used.
 
     Existing arrays are unchanged. The Transformer in this package stores ``2 depth L G K`` numbers
     per row, and twice as many if the program has guidance.
@@ -115,7 +116,7 @@ def _with_attention(program: Program, params: Params, state: State) -> tuple[jax
 
 
 def _behind(program: Program, params: Params, state: State) -> Pass:
-    """The forward of canvases: each block attends to earlier tokens, not to later ones."""
+    """The forward pass of a network with canvases, in which no later tokens are visible."""
     network, canvas, block = program.network, state.canvas, state.block
     assert network.behind is not None, "the network has canvases"
     length_B = jnp.minimum(canvas.length_B, block.end_B)
@@ -200,7 +201,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
     times_B = jnp.ones_like(state.canvas.length_B)
     if program.is_guided:
         times_B += state.row.guidance_B != 0
-    # A canvas is a forward of its own beside that of the text.
+    # A canvas takes a forward pass in addition to that of the text.
     reads_B = plan.settles_B | plan.is_due_B if is_canvas else plan.settles_B
     num_B = _num_computed(state, plan, sizes[0], is_canvas=is_canvas)
     return output, cache, (1 + reads_B.astype(jnp.int32)) * times_B, num_B * times_B
@@ -209,8 +210,8 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
 def _smallest(
     sizes: tuple[int, ...], state: State, plan: CachePlan, runs_B: jax.Array
 ) -> jax.Array:
-    """Index of the smallest size that fits the window of each row; -1 if the row needs no
-    window.
+    """Index of the smallest entry of `sizes` that the window of each row fits into; -1 if the row
+    needs no window.
     """
     need_B = jnp.minimum(plan.end_B, state.canvas.length_B) - plan.begin_B
     number_B = jnp.sum(need_B[:, None] > jnp.array(sizes[:-1], jnp.int32)[None], axis=1)
@@ -286,7 +287,7 @@ def _windows(
 def _canvases(
     program: Program, params: Params, state: State, inputs: _Inputs
 ) -> tuple[Any, jax.Array]:
-    """The cache after the reads of texts, and the hidden vectors ``[B, W, D]`` of the canvases."""
+    """The cache, updated with new text, and the hidden vectors ``[B, W, D]`` of the canvases."""
     pieces, plan, rule, cache = _pieces(program), inputs.plan, state.rules.cache, state.cache
     assert rule is not None and cache is not None and pieces.canvas is not None
     (width,) = rule.sizes(inputs.tokens_BL.shape[1])
@@ -384,9 +385,9 @@ def in_groups(
     carry: Carry,
     rows: Rows,
 ) -> Carry:
-    """`carry`, updated with the results of the due rows, group by group.
+    """`carry`, updated group by group with the results of the rows where `is_due_B` is True.
 
-    Nothing is computed if no row is due on any device. A partial group is padded with its first
+    Nothing is computed if no device has such a row. A partial group is padded with its first
     row.
 
     ``compute(carry, rows_N, row_N) -> made`` is the forward pass over the rows of a group, given
@@ -422,7 +423,7 @@ def in_groups(
 
     def put_if_due(first: jax.Array, own: tuple[Carry, Any, jax.Array, jax.Array]) -> Carry:
         carry, made, own_N, num_due_1 = own
-        if num_shares == 1:  # otherwise the loop has ended
+        if num_shares == 1:  # the loop ends before a group without due rows
             return put(carry, made, own_N)
         return jax.lax.cond(first < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry)
 

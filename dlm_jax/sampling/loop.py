@@ -24,10 +24,11 @@ _NEVER = 2**31 - 1
 class Advance:
     """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
 
-    The loop ends early when no row is running or enough rows have ended. The limits are traced
-    numbers, and `state` is donated. One program is compiled per shape, chain and set of rules.
-    ``compiled`` lists the compiled shapes, and ``program`` is the static part that they share.
-    ``has_run`` is whether a call has returned, so that a program is compiled.
+    The loop ends early when no row is running or `num_ends` rows have ended. `num_steps` and
+    `num_ends` are traced numbers, and `state` is donated. One program is compiled per shape, chain
+    and set of rules. ``compiled`` lists the compiled shapes, and ``program`` is the static part
+    that they share. ``has_run`` is True once a call has returned, that is, once a program has been
+    compiled.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -56,8 +57,9 @@ class Advance:
         return state
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Temporary memory of a call in bytes per device, without the arguments. This compiles the
-        call.
+        """Temporary memory of a call in bytes per device, without the arguments.
+
+        This method compiles the call.
         """
         plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))

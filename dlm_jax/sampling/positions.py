@@ -21,7 +21,7 @@ T = TypeVar("T")
 def chunk_size(vocab_size: int) -> int:
     """Number of positions per readout: at least 64 on CPU and 256 elsewhere.
 
-    The logits of a chunk fit into the cache of a CPU, or saturate an accelerator.
+    The logits of a chunk of this size fit into the cache of a CPU, or saturate an accelerator.
     """
     if platform() == "cpu":
         return max(64, 2**18 // vocab_size)
@@ -29,7 +29,7 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Number of positions that the sampler head processes at once.
+    """Number of positions per call of the sampler head.
 
     The number is small, because even a short wave takes a whole chunk. On CPU, unused places in a
     chunk are expensive if the vocabulary is large.

@@ -27,10 +27,11 @@ class Program:
           draws tokens only for its own rows. The number of slots must be divisible by the number of
           devices.
       draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may use guidance. Otherwise their scale is ignored.
+      is_guided: whether rows may use guidance. If False, the guidance scale of every row is
+        ignored.
       eos_ids: ids that end a generation.
-      banned_ids: ids that a fill never proposes initially, regardless of the row's chain, and that
-          re-noise never writes.
+      banned_ids: ids that starting positions of waves and ``Filled.best_BL`` ignore, regardless of
+          the row's chain, and that re-noise never writes.
       pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
       num_traced: maximum number of recorded steps per row; 0 disables traces.

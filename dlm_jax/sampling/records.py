@@ -15,7 +15,8 @@ class Drawn(NamedTuple):
     Attributes:
       logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
         drawn from (LM head or sampler head, after the row's chain); 0 in greedy rows.
-      entropy_BL: float32 entropy in nats of the same head's clean logits.
+      entropy_BL: float32 entropy in nats of the clean logits of the head that the candidate was
+        drawn from.
       level_BL: int32, order within the fill. A candidate depends on the candidates of lower levels.
     """
 

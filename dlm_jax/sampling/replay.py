@@ -31,8 +31,8 @@ class Trace:
     their probabilities.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
-    the length of the longest row. A trace is a pytree. Its leaves can be indexed by rows (`rows`),
-    sharded over devices, or passed to compiled functions.
+    the length of the longest row. A trace is a pytree. The leaves of a trace can be indexed by rows
+    (`rows`), sharded over devices, or passed to compiled functions.
 
     Attributes:
       canvas: int32 ``[B, S, L]``, the input tokens of each step's forward pass; MASK at holes.
@@ -91,8 +91,8 @@ class Trace:
     def trimmed(self) -> Trace:
         """The trace without steps that no row took, with the smallest sufficient width.
 
-        The arrays must be concrete, i.e. outside compiled functions. Widths are powers of two, so
-        that few programs are compiled.
+        The arrays must be concrete, so compiled functions cannot call this method. Widths are
+        powers of two, so that few programs are compiled.
         """
         num_steps = max(1, int(np.max(self.steps)))
         most = int(np.max(np.sum(self.is_written, axis=2), initial=1))
@@ -207,8 +207,8 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
 
 
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """Like `with_gradient_of_step`, but `after` may be any number of steps later. Memory does not
-    grow with the number of steps.
+    """Like `with_gradient_of_step`, but `after` may be any number of steps after `before`. Memory
+    does not grow with the number of steps.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
@@ -294,7 +294,7 @@ def _orders(trace: Trace) -> jax.Array:
 
 
 def _of_step(program: Program, params: Params, begun: State, one: _Step, width: int) -> jax.Array:
-    """The log-probabilities ``[B, L]`` of one step."""
+    """The log-probabilities ``[B, L]`` of the tokens of one step."""
     status_B = jnp.where(jnp.any(one.is_read_BL, axis=1), Status.RUNNING, Status.DONE)
     state = begun._replace(
         canvas=begun.canvas._replace(tokens_BL=one.canvas_BL),

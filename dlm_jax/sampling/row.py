@@ -37,7 +37,7 @@ OPEN_SHARE = Setting(
 )  # fmt: skip
 GUIDANCE = Setting(
     "guidance", 0.0,
-    "classifier-free guidance towards the given tokens, >= 0; costs a forward unless 0",
+    "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
     low=0.0, high=1e6,
 )  # fmt: skip
 STOP_AT_EOS = Setting(
@@ -113,9 +113,9 @@ class Counters(NamedTuple):
     automatically.
     """
 
-    # A forward pass over a block is counted as one.
+    # A forward pass over a block counts like a forward pass over a whole row.
     forwards: Annotated[Any, "Forwards of the model."] = 0
-    # Counted only with a cache; without a cache, each forward pass computes the whole row.
+    # Positions are counted only with a cache; other forward passes compute the whole row.
     positions: Annotated[Any, "Live positions that forwards with a cache computed."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
@@ -133,5 +133,5 @@ class Counters(NamedTuple):
         return {name: hints[name].__metadata__[0] for name in cls._fields}
 
     def plus(self, more: Counters) -> Counters:
-        """The counters plus these counts."""
+        """The sum of these counters and `more`."""
         return Counters(*(old + new for old, new in zip(self, more, strict=True)))

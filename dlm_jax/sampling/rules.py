@@ -79,7 +79,7 @@ class Rules(NamedTuple):
       remask: remask rule, if any.
       edit: edit rule, if any.
       renoise: re-noise before each forward pass, if any.
-      cache: cache rule, if any. Without one, each forward pass computes all positions.
+      cache: cache rule, if any. Without a cache rule, each forward pass computes all positions.
     """
 
     chain: Chain
@@ -114,7 +114,9 @@ DRAW = Setting(
     "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining space", low=0)
+GEN_LENGTH = Setting(
+    "gen_length", 0, "number of new tokens per sample; 0: all remaining space", low=0
+)
 
 
 class Slot(NamedTuple):
@@ -266,9 +268,9 @@ class RuleTable:
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.
 
-        Programs that run only one kind of row use a chain of just these transforms. The shorter
-        chain compiles faster and gives exactly the same tokens, because neutral transforms are the
-        identity.
+        Programs whose requests are known in advance may omit the other transforms. The shorter
+        chain compiles faster and gives exactly the same tokens, because neutral
+        transforms are the identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])

@@ -26,7 +26,7 @@ EDITED = -2
 
 
 class State(NamedTuple):
-    """The state of `advance`.
+    """The state of the rows in the denoising loop.
 
     Attributes:
       canvas: tokens, lengths, frozen positions.
@@ -47,8 +47,9 @@ class State(NamedTuple):
       status_B: int32, a `Status`.
       memory: state of the commit rule.
       records: records of every step; None in a loop without traces.
-      signal_BLD: self-conditioning signal of the step before, where it read logits in the same
-        block; other values are old. None unless the network takes one.
+      signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
+        it belongs to the same block; values at other positions are outdated. None for a network
+        without a signal.
     """
 
     canvas: Canvas
@@ -76,8 +77,8 @@ class State(NamedTuple):
     def span_B(self) -> jax.Array:
         """int32 ``[B]``, the number of steps that a temperature schedule covers.
 
-        This is the allowed number of steps, or the number of unfrozen positions if that is lower
-        and written tokens do not change.
+        The span is the allowed number of steps, or the number of unfrozen positions if that is
+        lower and written tokens do not change.
         """
         refines_B = self.rules.refines(self.row.resamples_B)
         free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)

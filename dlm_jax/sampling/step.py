@@ -138,7 +138,7 @@ def write(
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
-        # The last step fills every hole.
+        # The last step of a block fills every hole.
         chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
@@ -363,7 +363,7 @@ def beside(is_true_BL: jax.Array) -> jax.Array:
 
 
 def visible_context(program: Program, state: State) -> Context:
-    """The view of the canvas for logit transforms."""
+    """The visible canvas, as logit transforms read it."""
     return Context(
         tokens_BL=state.canvas.tokens_BL,
         order_BL=state.committed_BL,
@@ -390,7 +390,7 @@ def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.
 def chain_now(state: State) -> Chain:
     """The chain with the parameters of the next step of each row."""
     step_B, span_B = state.step_B, state.span_B
-    if state.rules.commit.renews:  # each block begins with noise
+    if state.rules.commit.renews:  # each block starts from noise, so its own steps count
         step_B, span_B = state.block.step_B, state.block.steps_B
     share_B = step_B.astype(jnp.float32) / jnp.maximum(span_B - 1, 1)
     return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
@@ -477,7 +477,7 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state after the commits, and the committed positions. Rows do not end yet."""
+    """The state after the commits, and the committed positions. No row ends here."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
     memory = state.memory._replace(places=filled.kept)
     context = inputs.commit._replace(memory=memory)
@@ -586,7 +586,7 @@ def edited(
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
         memory=_moved_memory(state, position_map),
-        # A row that has ended retains its last marks.
+        # A row that has ended retains the marks of its last edits.
         edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(
             Counters(

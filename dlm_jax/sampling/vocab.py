@@ -92,8 +92,9 @@ def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
 
 
 def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
-    """Logits `[N, K]` of ids, which must lie within the vocabulary. They are not checked, because a
-    check would take as long as reading the logits.
+    """Logits `[N, K]` of ids, which must lie within the vocabulary.
+
+    The ids are not checked, because a check would take as long as reading the logits.
     """
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
@@ -121,8 +122,8 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
     """Id `[N]` of the nth matching token at each position, counted from 1; V or more if there are
     fewer.
 
-    Tokens are counted per block and then within one block. This is fast on hardware with fast
-    whole-row reductions.
+    Tokens are counted per block and then within one block. This method is fast on hardware with
+    fast whole-row reductions.
     """
     N, V = is_wanted_NV.shape
     wanted_NKS = jnp.pad(is_wanted_NV, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
@@ -265,7 +266,7 @@ def _times(logits_NV: Array, scale_N1: Array) -> Array:
 def _slope_of_times(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Slope of the product; 0 where the product is not finite or was clipped."""
+    """Slope of `_times`; 0 where the product of its arguments is not finite or was clipped."""
     (logits_NV, scale_N1), (change_NV, change_N1) = primals, tangents
     is_free_NV = jnp.abs(logits_NV * scale_N1) <= _LARGEST
     finite_NV = jnp.where(is_free_NV, logits_NV, 0.0)
@@ -277,8 +278,8 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
     """Largest logit `[N]` (0 where all are -inf), and the sum of `exp(logit - max)` in each column,
     `[N, C]`.
 
-    With a divisor, both are computed for the quotients. Division does not change which logit is the
-    largest.
+    With a divisor, the maximum and the sums are those of the quotients. Division does not change
+    which logit is the largest.
     """
     max_N = logits_NV.max(-1)
     scale_N1 = None if divisor_N is None else _reciprocal(divisor_N)

@@ -160,7 +160,7 @@ class Process(Rule):
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
-    """True where a token is one of the ids. This is fast if the ids are contiguous or few."""
+    """True where a token is one of the ids. The test is fast if the ids are contiguous or few."""
     first, last = min(ids), max(ids)
     if last - first + 1 == len(set(ids)):
         return (tokens >= first) & (tokens <= last)
@@ -180,7 +180,7 @@ def divergence(
     The term is ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) /
     alpha``, where ``q(. | p)`` are the marginals under the predicted distribution of the token.
     Multiplied by the forward rate into z and divided by ``q(z | x)``, it is the integrand of the
-    continuous-time negative ELBO (GIDD, theorem 3.5). This is the cross-entropy for masked
+    continuous-time negative ELBO (GIDD, theorem 3.5). The integrand is the cross-entropy for masked
     diffusion, and the bound of UDLM for uniform diffusion (Schiff et al. 2024, equation 18). Where
     ``is_first`` is True, the term is instead ``-ln p(x | z)`` of the reverse step to level 0.
 

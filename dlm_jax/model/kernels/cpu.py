@@ -25,8 +25,8 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     """``x @ kernel``, shape ``[..., F]``.
 
     On CPU, the leading axes are merged first, so that the kernel's gradient is one matrix product
-    that reads both operands in place. If two axes were contracted at once, XLA would copy an
-    operand into transposed order and recompute its producer inside the strided copy.
+    that reads both operands in place. If one product contracted two axes, XLA would copy
+    an operand into transposed order and recompute its producer inside the strided copy.
     """
     if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
@@ -79,7 +79,7 @@ def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array
     Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
     K/2]`` if positions differ between rows. On CPU, the halves are swapped by reversing an axis of
     size 2, which keeps the index affine. A concatenation of the halves, fused into a loop, would
-    cost a branch per number.
+    cost a branch per element.
     """
     cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
@@ -122,8 +122,8 @@ def attention_where(
 ) -> jax.Array:
     """Attention output ``[B, N, H, K]``; queries attend to the keys where `is_seen_BNM` is True.
 
-    Otherwise like `attention`. The first two axes of `is_seen_BNM` may have size 1. The output of a
-    query without a visible key is finite.
+    Everything else is as in `attention`. The first two axes of `is_seen_BNM` may have size 1. The
+    output of a query without a visible key is finite.
     """
     if platform() != "cpu":
         return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
@@ -261,10 +261,10 @@ def keep_freed_memory() -> bool:
     """Makes the process retain freed memory instead of returning it to the kernel; True on success.
 
     XLA allocates all temporaries of a CPU program as one block, which glibc maps and unmaps in
-    every call. This causes 78,000 page faults, a quarter of the time of a training step with 1M
-    parameters. Call this function once, before the first computation, in a program that trains on
-    CPU. The whole process is affected, so libraries must not call it. There is no effect on other
-    devices or without glibc.
+    every call. These calls cause 78,000 page faults, which take a quarter of the time of a training
+    step with 1M parameters. Call this function once, before the first computation, in a program
+    that trains on CPU. The whole process is affected, so libraries must not call it. There is no
+    effect on other devices or without glibc.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Approximate caches for bidirectional models with periodic refreshes, after Fast-dLLM.
+"""Approximate, periodically refreshed caches for bidirectional models, after Fast-dLLM.
 
 In such a model, every position attends to all others. Cached values outside the window date from
 the last refresh of the whole row.
@@ -25,8 +25,8 @@ CACHE_MARGIN = Setting(
     low=0, high=2**20, activates=False,
 )  # fmt: skip
 
-# In sixteenths of the canvas. A longer list fits suffixes better, but a trunk is compiled for each
-# entry.
+# Window sizes in sixteenths of the canvas. A longer list fits suffixes better, but a trunk is
+# compiled for each entry.
 _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
@@ -39,7 +39,7 @@ class Dual(CacheRule):
     et al. 2025, "vicinity refresh").
     """
 
-    about = "everything outside the block; approximate, bidirectional models"
+    about = "everything outside the block; approximate, for bidirectional models"
     reaches_end: ClassVar[bool] = False
 
     refresh_B: jax.Array = per_row(CACHE_REFRESH)
@@ -90,7 +90,7 @@ class Prefix(Dual):
     The whole row is computed at the same steps as in `Dual`.
     """
 
-    about = "everything before the block; approximate, bidirectional models"
+    about = "everything before the block; approximate, for bidirectional models"
     reaches_end = True
 
     @property

@@ -26,7 +26,7 @@ class CacheState(NamedTuple):
       valid_B: int32, cached positions before this index match the current tokens.
       age_B: int32, number of steps since the whole row was last computed, counting that step; 0 if
         it never was.
-      block_B: int32, index of the row's block at that step.
+      block_B: int32, index of the block in which the whole row was last computed.
     """
 
     kept: Any
@@ -99,7 +99,7 @@ class CacheRule(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Always True. A cache is activated by its name."""
+        """Always True, because the setting ``cache`` selects the rule by its name."""
         return True
 
     @classmethod

@@ -27,11 +27,11 @@ class Exact(CacheRule):
     it, so the forward pass that predicts a token also computes the cached values of its input, and
     nothing is computed twice.
 
-    A canvas attends to the tokens before it, which are causal and cached. A finished canvas is
-    computed once more as text (DiffusionGemma, 2026).
+    A canvas attends to the tokens before it, which are read causally and cached. A finished canvas
+    is computed once more as text (DiffusionGemma, 2026).
     """
 
-    about = "finished blocks; exact, of causal and block-causal models and canvases"
+    about = "finished blocks; exact, for causal and block-causal models and models with canvases"
 
     block_length: int = fact("block_length", 0)
     canvas_length: int = fact("canvas_length", 0)

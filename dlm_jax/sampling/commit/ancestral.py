@@ -62,19 +62,19 @@ def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
 class Ancestral(CommitRule):
     """Commits each hole with the probability of the reverse process.
 
-    This probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
+    The probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
     remask probability of ReMDM. Sigma is 0 without ReMDM and for ``remdm_conf``, which has weight 0
     at holes (Sahoo et al. 2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
     """
 
-    about = "the reverse noise process"
+    about = "each hole with its probability in the reverse noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
     remask: str = reads("remask", "none")
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes that the process unmasks in this step. No other logits are needed."""
+        """The holes that the process unmasks in this step. Other holes need no logits."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])

@@ -68,7 +68,7 @@ class CommitContext(NamedTuple):
       standing: current content of the positions; None unless the rule `renews`.
       is_token_BL: True at live tokens of the whole canvas that are not MASK.
       attention_BLL: float32 attention from each live position (axis 1) to the others (axis 2) in
-        the forward of the step; None unless the rule declares `map_blocks`.
+        the forward pass of the step; None if the rule's `map_blocks` is 0.
     """
 
     is_hole_BL: jax.Array
@@ -115,8 +115,8 @@ class CommitRule(Rule):
           it does not select; see `renewed` and `begin`.
       scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied.
       remembers_ids: whether the memory that `observe` returns depends on the candidates.
-      map_blocks: number of last blocks whose attention, averaged over blocks and heads, the rule
-        reads; 0: none.
+      map_blocks: number of final Transformer blocks whose attention, averaged over blocks and
+        heads, the rule reads; 0 for none.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
@@ -137,7 +137,7 @@ class CommitRule(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the rule reads attention maps and the network shows none."""
+        """Raises if the rule reads attention maps and the network returns none."""
         if cls.map_blocks and not facts.shows_maps:
             raise SettingError(
                 "order", cls.name, "reads attention maps, which this network does not show",
@@ -149,7 +149,10 @@ class CommitRule(Rule):
         raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """True at the holes that this step may commit, ``[B, L]``. No other logits are computed."""
+        """True at the holes that this step may commit, ``[B, L]``.
+
+        Logits are computed only at these holes.
+        """
         return context.is_hole_BL
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -284,8 +287,8 @@ def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int
     """Positive uint32 numbers ``[B, L]`` that break ties: the position with the highest number
     wins.
 
-    In rows with `prefers_lower_B` the numbers descend from left to right. In other rows they are
-    drawn from the row's key, independently of the canvas length.
+    In rows with `prefers_lower_B` the numbers descend from left to right. In all other rows they
+    are random, drawn from the row's key, independently of the canvas length.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)

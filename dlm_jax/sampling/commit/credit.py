@@ -27,7 +27,7 @@ CREDIT_WEIGHT = Setting(
     low=0.0, high=1e3,
 )  # fmt: skip
 CREDIT_DECAY = Setting(
-    "credit_decay", 0.8, "order=credit: share of the credit kept per step, in [0, 1]",
+    "credit_decay", 0.8, "order=credit: share of the credit that is kept at each step, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 CREDIT_POWER = Setting(
@@ -50,10 +50,10 @@ class Credits(NamedTuple):
 class Credit(CommitRule):
     """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
-    If there is no such hole, the most confident one is committed. The confidence of a hole is the
-    largest of these probabilities. In each step the most likely id v gains credit: ``C <- beta C +
-    [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for 4 ids per
-    position. Candidates are drawn without credit.
+    If no hole reaches the threshold, the most confident one is committed. The confidence of a hole
+    is its largest probability in this softmax. In each step the most likely id v gains credit: ``C
+    <- beta C + [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for
+    4 ids per position. Candidates are drawn without credit.
     """
 
     about = "holes above the threshold, with a bonus for persistent predictions"

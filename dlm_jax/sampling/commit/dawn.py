@@ -1,4 +1,4 @@
-"""DAWN: commits holes together that do not depend on each other by the attention maps."""
+"""DAWN: commits confident holes that, according to the attention maps, do not conflict."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ INDUCED_THRESHOLD = Setting(
 )  # fmt: skip
 APART_THRESHOLD = Setting(
     "apart_threshold", 0.7,
-    "order=dawn: confidence that commits a hole apart from those that it depends on, in [0, 1]",
+    "order=dawn: confidence that commits a hole that does not conflict with others, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 DEPENDENCE = Setting(
-    "dependence", 0.07, "order=dawn: attention to a position that makes one depend on it",
+    "dependence", 0.07,
+    "order=dawn: a position depends on those to which it pays at least this attention",
     low=0.0, high=1.0,
 )  # fmt: skip
 SINK = Setting(
-    "sink", 0.02, "order=dawn: mean attention of all positions above which one is a sink",
+    "sink", 0.02, "order=dawn: positions that receive more than this mean attention are sinks",
     low=0.0, high=1.0,
 )  # fmt: skip
 
@@ -44,15 +45,15 @@ SINK = Setting(
 class Dawn(Confident):
     """Commits confident holes, holes that depend on an anchor, and holes that do not conflict.
 
-    The confidences are ``tau_high``, ``tau_induced`` and ``tau_low`` in this order. A position
-    depends on those that it attends to with at least ``tau_edge``, except for sinks. Anchors are
-    given tokens and tokens of confidence >= ``tau_high``. Two positions conflict if one depends on
-    the other; of holes in conflict, the most confident commits (Luo et al. 2026, DAWN, section 4
-    and algorithm 1). If there is none, it commits the most confident hole. The attention is a mean
-    over the heads of the last 4 blocks.
+    The minimum confidences of these holes are ``tau_high``, ``tau_induced`` and ``tau_low``. A
+    position depends on the positions that it attends to with at least ``tau_edge``, except for
+    sinks. Anchors are given tokens and tokens of confidence >= ``tau_high``. Two positions conflict
+    if one depends on the other; of conflicting holes, only the most confident commits (Luo et al.
+    2026, DAWN, section 4 and algorithm 1). If no hole qualifies, the most confident one commits.
+    The attention is averaged over the heads of the last 4 blocks.
     """
 
-    about = "confident holes, and others by what the attention maps connect"
+    about = "confident holes, and holes selected by their attention to other positions"
     map_blocks = 4
     remembers_ids = True
     log_chance = certain
@@ -116,5 +117,5 @@ class Dawn(Confident):
 
 
 def _any_of(pairs_BLL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """True at positions (axis 1) with a pair in the set."""
+    """True at positions (axis 1) with a pair whose other position (axis 2) is in the set."""
     return jnp.any(pairs_BLL & is_in_BL[:, None], axis=2)

@@ -9,8 +9,8 @@ from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Propo
 from dlm_jax.settings import Setting, per_row, rule
 
 DILATED_BASE = Setting(
-    "dilated_base", 2, "order=dilated: factor by which each round divides the distance of "
-    "positions",
+    "dilated_base", 2, "order=dilated: factor by which each round divides the distance "
+    "between positions",
     low=2, high=2**15,
 )  # fmt: skip
 _ROUNDS = 24

@@ -15,14 +15,14 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule
 
 RENOISE_STOP = Setting(
     "renoise_stop", 0.005,
-    "order=entropy_renoise: a block ends when its most likely tokens repeat and their mean "
-    "entropy is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
+    "order=entropy_renoise: a block ends when a step leaves its most likely tokens unchanged and "
+    "its mean entropy is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
 )  # fmt: skip
 
 
 class Predicted(NamedTuple):
-    """The most likely id of each position in the last two steps, int32 ``[B, L]``; -1 if there was
-    no such step.
+    """The most likely id of each position in the last two steps, int32 ``[B, L]``; -1 for a step
+    that was not taken.
     """
 
     now_BL: jax.Array
@@ -31,13 +31,14 @@ class Predicted(NamedTuple):
 
 @rule
 class EntropyRenoise(Renewing, EntropyBound):
-    """Accepts candidates as `EntropyBound` does, but among all open positions, and renoises the
-    rest.
+    """Accepts candidates as `EntropyBound` does, but at any open position, and writes new noise at
+    the other open positions.
 
-    A block ends when the most likely tokens are the same as in the previous step and the entropy is
-    low, or when its steps are used up. Each position then gets its most likely token, whose
-    log-probability is not recorded (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Entropies
-    are those of the distribution that tokens are drawn from, after temperature.
+    A block ends when its most likely tokens are the same as in the previous step and the mean
+    entropy of its open positions is below ``stop_B``, or when its steps are used up. Each position
+    then gets its most likely token, whose log-probability is not recorded (DiffusionGemma,
+    ``DiffusionGemmaForBlockDiffusion``). Entropies are those of the distribution that tokens are
+    drawn from, after temperature.
     """
 
     about = "holes with a small total entropy; new noise replaces the rest at every step"

@@ -11,8 +11,9 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 FRECHET_MARGIN = Setting(
     "frechet_margin", 0.25,
-    "order=frechet: required lead of the bound on the joint probability over the bound on any "
-    "other text; values down to -1 commit more than the bound allows", low=-1e6, high=1.0,
+    "order=frechet: minimum difference between the lower bound on the joint probability and the "
+    "upper bound on that of any other choice; values down to -1 commit more than the bounds allow",
+    low=-1e6, high=1.0,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Hierarchical decoding: commits the most confident hole of each run, which divides the run."""
+"""Hierarchical decoding: commits the most confident hole in each run of holes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Hierarchical(Confident):
     the threshold, only the most confident one commits.
     """
 
-    about = "the most confident hole of each run, and all holes above the threshold"
+    about = "the most confident hole of each run of holes, and all holes above the threshold"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

@@ -55,10 +55,10 @@ class Seen(NamedTuple):
 class Klass(CommitRule):
     """Commits the holes with ``max p > tau`` and ``KL(p_t, p_{t-1}) < epsilon`` for n steps.
 
-    If there is no such hole, the most confident one is committed (Kim et al. 2025, KLASS, algorithm
-    1 and equation 5). The divergence is computed over the 32 most likely ids of the previous step
-    and one event for all other ids. The result is exact for vocabularies of at most 32 ids, and a
-    lower bound for larger ones.
+    If no hole meets both conditions, the most confident one is committed (Kim et al. 2025, KLASS,
+    algorithm 1 and equation 5). The divergence is computed over the 32 most likely ids of the
+    previous step and one event for all other ids. The result is exact for vocabularies of at most
+    32 ids, and a lower bound for larger ones.
     """
 
     about = "confident holes with stable predictions"

@@ -12,11 +12,11 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 LEAP_THRESHOLD = Setting(
     "leap_threshold", 0.75,
-    "order=local_leap: confidence that commits near a hole that reaches the threshold, in [0, 1]",
+    "order=local_leap: confidence that commits a hole near one that reaches threshold, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 LEAP_RADIUS = Setting(
-    "leap_radius", 4, "order=local_leap: number of positions on either side that are near", low=0
+    "leap_radius", 4, "order=local_leap: maximum distance to the hole that reaches threshold", low=0
 )
 
 

@@ -63,7 +63,7 @@ class PositionAware(Confident):
     frequency of that token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
     """
 
-    about = "a quota by position, probability and token rarity"
+    about = "a quota of the holes by position, probability and token rarity"
     log_chance = certain
 
     decay_B: jax.Array = per_row(POSITION_DECAY)

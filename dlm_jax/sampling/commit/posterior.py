@@ -125,7 +125,7 @@ class Posterior(Renewing):
     schedule: NoiseSchedule = fact("noise")
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
-        """Noise at level 1 at every position."""
+        """Noise of level 1 for every position."""
         return self._noise(standing, key_B, jnp.ones_like(self.start_B))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
@@ -133,7 +133,7 @@ class Posterior(Renewing):
         return context.is_hole_BL & (kind_BL == 0)
 
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """New noise, or the current token."""
+        """New noise where `_kind` selects it, and the current token elsewhere."""
         standing = context.standing
         assert standing is not None, "the rule renews"
         kind_BL = self._kind(context, proposal)

@@ -1,4 +1,4 @@
-"""Prophet: commits all remaining holes at once when their predictions are clear."""
+"""Prophet: commits all remaining holes in one step when their predictions are clear."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 PROPHET_GAP = Setting(
     "prophet_gap", 7.5,
-    "order=prophet: mean logit lead of the most likely token over the next that commits all "
-    "holes, >= 0; it applies to the first third of the steps, 2/3 of it to the second, and 1/3 to "
-    "the last",
+    "order=prophet: all holes commit if their two largest logits differ by this on average, >= 0; "
+    "the first third of the steps uses this value, the second 2/3 of it, and the last 1/3",
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0
-"""Upper bound on the lead, which is infinite if the second token has probability 0."""
+"""Upper bound on the gap of a hole, which is infinite if the second token has probability 0."""
 
 
 @rule
@@ -40,7 +39,7 @@ class Prophet(Confident):
     equations 4 and 5: 7.5, 5.0 and 2.5).
     """
 
-    about = "a quota of the most confident holes, or all when predictions are clear"
+    about = "a quota of the most confident holes, or all holes when their predictions are clear"
     log_chance = certain
 
     gap_B: jax.Array = per_row(PROPHET_GAP)

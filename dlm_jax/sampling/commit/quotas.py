@@ -113,7 +113,7 @@ def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 CONFIDENCE = Setting(
     "confidence", "sampled",
-    "the probability of the drawn token (sampled), or the largest one (max)",
+    "confidence of a hole: probability of the drawn token (sampled), or of the likeliest (max)",
     choices={"sampled": sampled, "max": maximum},
 )  # fmt: skip
 SCHEDULE = Setting(
@@ -269,12 +269,12 @@ class LargeMargin(_SurestFirst):
 class RandomOrder(QuotaRule):
     """Commits a uniformly random quota of the holes, selected before the logits are computed."""
 
-    about = "a random quota"
+    about = "a random quota of the holes"
     name = "random"
     quota: Quota = static(SCHEDULE)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """A random quota of the holes. No other logits are needed."""
+        """A random quota of the holes. Other holes need no logits."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
@@ -290,13 +290,13 @@ class RandomFilled(QuotaRule):
     """Fills every hole, and commits the quota that `RandomOrder` would select.
 
     The selection does not depend on the tokens. If the fill draws from the joint distribution of
-    all holes, the committed tokens therefore follow their exact joint distribution. They would not
-    if only the quota were filled, because such a fill ignores the holes between the positions of
-    the quota. With the parallel fill, the candidates are the same in both cases. Candidates outside
-    the quota are discarded.
+    all holes, the committed tokens therefore follow their exact joint distribution. A fill of only
+    the quota would ignore the holes between its positions and follow another distribution. With the
+    parallel fill, the candidates are the same in both cases. Candidates outside the quota are
+    discarded.
     """
 
-    about = "a random quota, with candidates for all holes"
+    about = "a random quota of the holes, with candidates for all holes"
 
     quota: Quota = static(SCHEDULE)
 
@@ -310,7 +310,7 @@ class RandomFilled(QuotaRule):
 
 @rule
 class LeftToRight(QuotaRule):
-    """Commits a quota of the leftmost holes. No other logits are needed."""
+    """Commits a quota of the leftmost holes. Other holes need no logits."""
 
     about = "a quota of the leftmost holes"
     log_chance = certain

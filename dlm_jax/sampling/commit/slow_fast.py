@@ -30,8 +30,8 @@ SLOW_STEPS = Setting(
 )
 SLOW_SPREAD = Setting(
     "slow_spread", 1.0,
-    "order=slow_fast: a span is fixed when two consecutive ends deviate by less than this, in "
-    "positions, >= 0",
+    "order=slow_fast: a span is fixed when two consecutive proposals for its end deviate by less "
+    "than this, in positions, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 
@@ -53,14 +53,14 @@ class Cycle(NamedTuple):
 class SlowFast(Confident):
     """Commits holes with confidence >= threshold within a span determined by slow steps.
 
-    A slow step considers all holes after the previous span. It commits those with confidence >=
-    threshold, or else the most confident one, and proposes the last hole with confidence >= tau' as
-    the end of the span. Once two consecutive proposals deviate by less than sigma, or after K slow
-    steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025, SlowFast,
-    algorithm 1).
+    A slow step considers all holes after the previous span. The step commits those with confidence
+    >= threshold, or else the most confident one, and proposes the last hole with confidence >= tau'
+    as the end of the span. Once two consecutive proposals deviate by less than sigma, or after K
+    slow steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025,
+    SlowFast, algorithm 1).
     """
 
-    about = "confident holes within a span that grows with stable predictions"
+    about = "confident holes within a span that slow steps determine"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -110,7 +110,7 @@ class SlowFast(Confident):
 
     def _scope(self, context: CommitContext) -> jax.Array:
         """The holes of the span or, while its end is unknown, all holes from its start; all holes
-        of the block if there are none.
+        of the block if the span has none.
         """
         cycle, is_hole_BL = _begun(context), context.is_hole_BL
         place_1L = jnp.arange(is_hole_BL.shape[1])[None]

@@ -28,10 +28,14 @@ from dlm_jax.sampling.commit.quotas import (
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 THRESHOLD = Setting(
-    "threshold", 0.9, "order=threshold: confidence that commits, in [0, 1]", low=0.0, high=1.0
+    "threshold",
+    0.9,
+    "order=threshold: confidence that commits a hole, in [0, 1]",
+    low=0.0,
+    high=1.0,
 )
 THRESHOLD_ABOVE = Setting(
-    "threshold_above", False, "order=threshold: commit only above the threshold, not at it"
+    "threshold_above", False, "order=threshold: commit only holes above the threshold, not at it"
 )
 THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: minimum number of commits per step", low=1
@@ -105,8 +109,8 @@ class Threshold(Confident, Weighed):
 class Factor(Confident):
     """Commits the most confident holes while ``c_n >= 1 - f / (n + 1)``.
 
-    The confidences ``c_n`` are in descending order, and n starts at 1. The more holes commit at
-    once, the higher their confidence must be (Fast-dLLM, section 3.3, theorem 1).
+    The confidences ``c_n`` are in descending order, and n starts at 1. The more holes commit in
+    one step, the higher their confidence must be (Fast-dLLM, section 3.3, theorem 1).
     """
 
     about = "confident holes, with a threshold that depends on their number"
@@ -159,7 +163,7 @@ class JointThreshold(Confident):
     are never rewritten.
     """
 
-    about = "threshold that also rewrites written tokens"
+    about = "like threshold, but also rewrites written tokens"
     rewrites = True
     log_chance = certain
 

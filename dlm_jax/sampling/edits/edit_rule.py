@@ -96,8 +96,9 @@ class Tried(NamedTuple):
     Attributes:
       edits: edits with a leading axis, ``[K, B, L]`` and ``[K, B]``.
       is_real_KB: True for trials that exist.
-      gain_KB: float32 gain in nats. It is the sum of the log-probabilities of all tokens in the
-          edited text, each predicted from the whole text, minus the same sum for the current text.
+      gain_KB: float32 gain in nats. The gain is the sum of the log-probabilities of all tokens in
+          the edited text, each predicted from the whole text, minus the same sum for the current
+          text.
           If tokens are hidden (`EditRule.num_hidden`), it is the joint log-probability of the
           tokens around the edit, minus the same value without the edit.
     """

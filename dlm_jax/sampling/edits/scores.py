@@ -1,6 +1,6 @@
 """Scores of insertions and deletions at each position, from the last forward pass.
 
-The scores require no training. They use two logits per position, gathered after the last commit
+The scores require no training and use two logits per position, gathered after the last commit
 (`docs/readings.md`, readings of variable-length edits).
 """
 
@@ -17,8 +17,8 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.types import Params, live_positions
 
 LEAST = -100.0
-"""Log-probability in nats that is assigned to impossible tokens. It is finite, so that texts that
-share such a token can be compared."""
+"""Log-probability in nats that is assigned to impossible tokens. The value is finite, so that texts
+that share such a token can be compared."""
 _FAR = 2**30
 _CHUNK = 2048
 
@@ -45,7 +45,7 @@ def take_snapshot(
 
     def read(params: Params, rows: tuple[Any, ...]) -> Snapshot:
         output, total_BL, best_BL, tokens_BL, is_wanted_BL = rows
-        # The last position has no right neighbour. The value there is never read.
+        # The last position has no right neighbour. Its entry is never read.
         right_BL = right_of(tokens_BL)
         asked = [tokens_BL, right_BL]
         if best_BL is not None:
@@ -98,9 +98,9 @@ def leads(context: EditContext) -> jax.Array:
     g + 1 belongs at g + 1. The score is 0 at holes and frozen positions, and where the most likely
     token equals the right neighbour, which indicates a deletion. A high score at position 0 means
     that the model expects a different first token. Unlike `gap_scores`, this score is low where the
-    model is merely uncertain, and it selects only one of the two gaps next to a wrong token. It
-    requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which predict the
-    correct token at each position.
+    model is merely uncertain, and it selects only one of the two gaps next to a wrong token. The
+    score requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which predict
+    the correct token at each position.
     """
     assert context.snapshot.best_BL is not None
     lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)

@@ -73,7 +73,7 @@ def _gain_of_spans(
     """
     is_there_KBL = edits.insert_gap_BL | edits.delete_BL
     place_KB = place_of_largest(is_there_KBL)
-    # Counts the new token, and the old token unless it is deleted.
+    # `num_new_KB` counts the new token, and the old token unless it is deleted.
     num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
     number = place_KB.shape[0]
 
@@ -141,7 +141,8 @@ def _likelihood(
 
 EDIT_TRIALS = Setting(
     "edit_trials", 6,
-    "likelihood: trial edits per step; each costs a forward, or 2 (2 H + 2) with edit_hidden=H",
+    "likelihood: number of trial edits per step; each takes a forward pass, or 2 (2 H + 2) passes "
+    "with edit_hidden=H",
     low=1, high=64,
 )  # fmt: skip
 EDIT_GAIN = Setting(
@@ -305,8 +306,8 @@ def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
     """Leads in nats over the current token: that of the most likely other token, and that of the
     next token.
 
-    Undefined leads are -inf. Both are undefined at holes, the first also at given tokens, and the
-    second also before a hole.
+    Undefined leads are -inf. Both leads are undefined at holes. The first is also undefined at
+    given tokens, and the second before a hole.
     """
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None

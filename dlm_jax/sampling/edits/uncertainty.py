@@ -58,8 +58,8 @@ OVERFLOW = Setting(
 )  # fmt: skip
 LENGTH_TARGET_MODE = Setting(
     "length_target_mode", "none",
-    "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the best "
-    "scored edits",
+    "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the edits "
+    "that have the highest scores",
     choices={name: name for name in LENGTH_TARGETS},
 )  # fmt: skip
 EDIT_TOKEN = Setting(

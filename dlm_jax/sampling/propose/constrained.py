@@ -1,8 +1,8 @@
-"""Joint draws of all candidates in a row with a structure, so that they belong to one match.
+"""A fill that draws all candidates of a row jointly, so that they match the row's structure.
 
 A structure is an automaton over the tokens (`dlm_jax.inference.structure`). A backward recursion
-computes, for each state, the probability of completing a match from there. A forward recursion then
-draws a match or computes the most likely one (Rabiner 1989, section III; Suresh et al. 2025,
+computes, for each state, the probability of completing a match from that state. A forward recursion
+then draws a match or computes the most likely one (Rabiner 1989, section III; Suresh et al. 2025,
 DINGO).
 """
 
@@ -70,7 +70,7 @@ class Constrained(FillRule):
     Independent draws that already match are used as they are, which does not change the
     distribution. If every text matches the structure, the result is therefore bitwise equal to that
     of `Parallel`. An id removed by truncation is drawn only if no match exists without such an id.
-    Holes that the step does not fill, such as those in later blocks, may stand for any token that
+    Holes that the step does not fill, such as those in later blocks, may become any token that
     fits. Rows without structure use `Parallel`.
 
     Attributes:
@@ -79,13 +79,13 @@ class Constrained(FillRule):
         state.
       label_BDS: int32, label of each arc; padded in the same way.
       is_member_BCK: bool, classes of each label.
-      ids_BJM: int32, ids in blocks of one class.
+      ids_BJM: int32, blocks of ids; all ids in a block are of the same class.
       class_BM: int32, the class of each block.
       is_final_BS: bool, True where a text may end.
       start_B: int32 state before the text.
     """
 
-    about = "jointly as a match in rows with a structure, in parallel otherwise"
+    about = "jointly, as a match of the structure, in rows with one; in parallel in other rows"
     holds_structure = True
     drawn = "together"
 
@@ -174,7 +174,7 @@ class Constrained(FillRule):
         return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
 
     def _read(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> tuple[Filled, Seen]:
-        """Independent candidates of the LM head, and its readout at each open position."""
+        """Independent candidates of the LM head, and the `Seen` of each open position."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
         first_BC = self._first_blocks()
@@ -209,7 +209,7 @@ class Constrained(FillRule):
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> Seen:
-        """The readout of the positions of a chunk, ``[N, ...]``; logits as for the writer."""
+        """The `Seen` of the positions of a chunk, ``[N, ...]``; see `CandidateWriter.write`."""
         row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
         key_N = _keys(writer.key_B[row_N], index_N)
         at = At(row_N, index_N, key_N, is_real_N, None if drawable_NV is None else is_real_N)
@@ -294,7 +294,7 @@ class Constrained(FillRule):
         )
 
     def _arrivals(self, writer: CandidateWriter, places: Places) -> tuple[jax.Array, jax.Array]:
-        """The noise of the draws of an arc and of a class, ``[B, L, D]`` and ``[B, L, C]``."""
+        """The `_waits` for drawing an arc, ``[B, L, D]``, and a class, ``[B, L, C]``."""
         num_rows, num_positions = places.is_open_BL.shape
         place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
         key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
@@ -309,7 +309,7 @@ class Constrained(FillRule):
     def _of_arcs(
         self, seen: Seen, arc_BL: jax.Array, wait_BLC: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A token of the drawn label of each position, its log-probability and confidence."""
+        """A token with the drawn label at each position, its log-probability and confidence."""
         has_BCL = _take(self.is_member_BCK, arc_BL[:, None, :], axis=2)
         score_BLC = jnp.where(has_BCL.swapaxes(1, 2), seen.weight - wait_BLC, -jnp.inf)
         class_BL1 = place_of_largest(score_BLC)[:, :, None]
@@ -321,7 +321,7 @@ class Constrained(FillRule):
     def _places(
         self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: Seen
     ) -> Places:
-        """The canvas, with the candidates at the open positions."""
+        """The `Places` of the canvas, with the candidates at the open positions."""
         num_rows, num_positions = wanted.is_open_BL.shape
         assert wanted.is_given_BL is not None, "the step passes the given tokens"
         begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
@@ -375,7 +375,7 @@ class Constrained(FillRule):
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
             behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
             arc_B, drawn_B = self._next(states.drawn_B, behind_BS, wait_BD, label_BK)
-            # The same for the independent candidates, up to the first unseen hole.
+            # Independent candidates are followed likewise, up to the first hole that is not filled.
             arc_BD, next_BD = self._leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
@@ -433,7 +433,7 @@ class Places(NamedTuple):
 
 
 class _States(NamedTuple):
-    """States of the walks from the left, ``[B]``.
+    """States of the walks over the automaton from the left, ``[B]``.
 
     Attributes:
       drawn_B: int32, state of the drawn match.
@@ -449,7 +449,7 @@ class _States(NamedTuple):
 
 
 def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:
-    """The logits of each id relative to the largest; -inf where there is none."""
+    """The logits of each id relative to the largest; -inf where `ids_NJM` is -1."""
     logits_NI = _take(logits_NV, jnp.maximum(ids_NJM, 0).reshape(len(ids_NJM), -1), axis=1)
     logits_NJM = jnp.where(ids_NJM >= 0, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
     peak_N = jnp.max(logits_NJM, axis=(1, 2))
@@ -574,12 +574,12 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
 
 
 def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
-    """The smallest power of two that is at least every size."""
+    """The smallest power of two that no size exceeds, or `least` if that is larger."""
     return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
 
 
 def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: Any) -> np.ndarray:
-    """The arrays, each padded to the shape, and stacked."""
+    """The arrays, padded to `shape` and stacked along a new first axis."""
     made = np.full((len(arrays), *shape), fill, arrays[0].dtype)
     for place, array in enumerate(arrays):
         made[(place, *map(slice, array.shape))] = array

@@ -1,4 +1,4 @@
-"""Matches drawn from the left, each token by the sampler head and with a look at the rest."""
+"""A fill that draws matches from left to right, weighing the sampler head by the completions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from dlm_jax.settings import SettingError, per_row, rule
 class ConstrainedWaves(Constrained):
     """Draws the open positions of a row from left to right, as a match of its structure.
 
-    With ``h_i`` the distribution of the sampler head at position i, given the visible tokens and
-    the candidates to its left, after the chain, a token has probability ``h_i(x) beta_i(s(x)) /
-    sum_y h_i(y) beta_i(s(y))``. ``s(x)`` is the state of the automaton after the token, and
-    ``beta_i`` the probability that the trunk's independent distributions of the later positions
-    complete the match from it. A greedy row takes the largest ``h_i(x) beta_i(s(x))``, where
-    ``beta_i`` is the probability of the most likely completion. Without a visible token or
-    candidate beside a position, ``h_i`` is that of the LM head. A wave is one position of all rows.
+    At position i, a token x has probability ``h_i(x) beta_i(s(x)) / sum_y h_i(y) beta_i(s(y))``.
+    Here ``h_i`` is the distribution of the sampler head, given the visible tokens and the
+    candidates to the left, after the chain, ``s(x)`` is the state of the automaton after the token,
+    and ``beta_i`` is the probability that the trunk's independent distributions at later positions
+    complete the match from this state. A greedy row takes the largest ``h_i(x) beta_i(s(x))``,
+    where ``beta_i`` is the probability of the most likely completion. At a position with neither a
+    visible token nor a candidate next to it, ``h_i`` is the distribution of the LM head. A wave is
+    one position of all rows.
 
-    Ids removed by truncation, holes outside the step and EOS are as in `Constrained`. Rows without
-    structure use `Wavefront`.
+    Ids removed by truncation, holes outside the step and EOS are treated as in `Constrained`. Rows
+    without structure use `Wavefront`.
     """
 
-    about = "from left to right by the sampler head in rows with a structure, else wavefront"
+    about = "left to right by the sampler head in rows with a structure; wavefront in other rows"
     needs_sampler = True
     otherwise = "wavefront"
     drawn = "in waves"
@@ -122,9 +123,9 @@ class ConstrainedWaves(Constrained):
     def _column(
         self, reader: Reader, writer: CandidateWriter, level_BL: jax.Array, tokens_BL: jax.Array
     ) -> Callable[[jax.Array, jax.Array, jax.Array, Seen], Seen]:
-        """``(index, candidates_BL, is_read_B, seen) -> seen``, ``[B, 1, C]``: the head's readout.
+        """``(index, candidates_BL, is_read_B, seen) -> seen``: the head's `Seen`, ``[B, 1, C]``.
 
-        Rows that are not read keep theirs, ``[B, C]``.
+        Rows that are not read keep the given `seen`, ``[B, C]``.
         """
         grown = grown_from(reader, level_BL, tokens_BL, self.temperature_B)
         first_BC, num_positions = self._first_blocks(), level_BL.shape[1]

@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
       kept: per-position memory of the commit rule, or None.
       is_given_BL: True at given tokens; None if unknown.
       is_traced: whether `Filled.drawn` is needed; static.
-      signal_BLD: self-conditioning signal of the step before, or None.
+      signal_BLD: self-conditioning signal of the previous step, or None.
     """
 
     is_open_BL: jax.Array
@@ -151,7 +151,7 @@ class FillRule(Rule):
     """Whether candidates are drawn from a sampler head."""
 
     otherwise: ClassVar[str] = "parallel"
-    """The fill of rows that do not use this one."""
+    """Name of the fill for rows that do not use this fill."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -336,7 +336,8 @@ class CandidateWriter:
     ) -> tuple[Any, jax.Array]:
         """The updated memory of the positions, and the confidence of the candidates.
 
-        Both are computed from the logits that `CommitRule.weighed` selects.
+        The memory and the confidence are computed from the logits that `CommitRule.weighed`
+        selects.
         """
 
         def filtered() -> jax.Array:
@@ -366,7 +367,7 @@ def _recorded(
     policy_N: jax.Array,
     clean_NV: jax.Array,
 ) -> Drawn:
-    """The record of the draws with those at the real places."""
+    """The record of the draws, with the draws at the real places added."""
     entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
     pair = drawn.logprob_BL, drawn.entropy_BL
     policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
@@ -386,7 +387,7 @@ class Parallel(FillRule):
     allows_host = True
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The proposal; zero at positions that are not open."""
+        """The proposal, with zeros at positions that are not open."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
 

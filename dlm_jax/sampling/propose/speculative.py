@@ -169,7 +169,7 @@ def _verified(
         two = jax.vmap(jax.random.split)(salted)
         uniform_N = jax.vmap(jax.random.uniform)(two[:, 0])
         rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
-        # If the residual rounds to zero, p and q are equal.
+        # If the residual max(p - q, 0) rounds to zero, p and q are equal.
         is_any_N1 = jnp.any(rest_NV > 0, axis=1, keepdims=True)
         other_N = drawing.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
         made = (

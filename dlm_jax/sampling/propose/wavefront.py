@@ -1,4 +1,4 @@
-"""Coherent candidates: the sampler head fills the open positions in waves, next to filled ones.
+"""Coherent candidates: the sampler head fills open positions in waves that start at filled ones.
 
 The wave number of a hole is its distance to the nearest filled position and does not depend on any
 token. Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost
@@ -149,13 +149,13 @@ _FEW_TOKENS = 16
 
 SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
     "sampler_min_neighbors_ratio", 0.01,
-    "wavefront, also in critic training: share of the holes without filled neighbour that start "
+    "wavefront, also in critic training: share of the holes without a filled neighbour that start "
     "waves, in (0, 1]",
     low=ABOVE_ZERO, high=1.0,
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: multiplies that share by this power of the unfilled share of the row",
+    "wavefront: exponent of the row's unfilled share in a factor of sampler_min_neighbors_ratio",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
@@ -249,7 +249,7 @@ class Wavefront(FillRule):
         return found._replace(counts=counts)
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
-        """The LM head at starting positions; elsewhere the sampler head, given the neighbours."""
+        """The LM head for starting positions, and the sampler head for all others."""
         level_BL = proposed.level_BL
         is_drawn_BL = proposed.tokens_BL >= 0
         grown = grown_from(reader, level_BL, proposed.canvas_BL, self.temperature_B)
@@ -309,7 +309,7 @@ def _grow(
 
 
 def head_chunk(reader: Reader) -> int:
-    """Number of positions that the sampler head reads at once."""
+    """Number of positions per call of the sampler head."""
     return min(reader.chunk, wave_chunk(reader.network.vocab_size))
 
 
@@ -367,7 +367,8 @@ def _head(
     """``(left, right) -> head``: the sampler head given the neighbours' tokens, ``[N, C]`` each.
 
     If the canvas has many more positions (`size`) than the vocabulary has tokens, the contribution
-    of every token to the first layer is precomputed. This halves the time of the fill at width 384.
+    of every token to the first layer is precomputed. The precomputation halves the time of the fill
+    at width 384.
     """
     readout, sides, finish = (
         network.sampler_readout, network.sampler_sides, network.sampler_from_sides

@@ -53,7 +53,7 @@ class RemaskRule(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Always True. A remask rule is activated by its name."""
+        """Always True, because the setting ``remask`` selects the rule by its name."""
         return True
 
     @classmethod

@@ -68,7 +68,7 @@ class RemdmCap(RemaskRule):
 class RemdmRescale(RemdmCap):
     """`RemdmCap` with probability ``eta sigma_max``."""
 
-    about = "that probability times remask_eta"
+    about = "like remdm_cap, but with remask_eta times the maximum probability"
 
 
 @rule

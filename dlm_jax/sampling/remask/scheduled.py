@@ -27,7 +27,7 @@ REMASK_RANDOMNESS = Setting(
 REMASK_BY = Setting(
     "remask_by", "confidence",
     "scheduled: measure of wrongness: the probability of the token at its draw (confidence), "
-    "or the critic head on the filled text (critic), which costs a forward",
+    "or the critic head on the filled text (critic), which costs a forward pass",
     choices={"confidence": False, "critic": True},
 )  # fmt: skip
 

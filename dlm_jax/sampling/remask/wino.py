@@ -11,7 +11,7 @@ from dlm_jax.settings import Setting, per_row, rule
 
 VERIFY_THRESHOLD = Setting(
     "verify_threshold", 0.9,
-    "remask=wino: minimum probability of a token in later forwards, in [0, 1]; 0 is off",
+    "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 is off",
     low=0.0, high=1.0,
 )  # fmt: skip
 
@@ -27,7 +27,7 @@ class Wino(RemaskRule):
     forward pass of the step, in which the network may attend to the token itself.
     """
 
-    about = "remasks tokens unlikely in later forwards, fewer per step than it commits"
+    about = "remasks tokens that later forward passes find unlikely, fewer than the step commits"
     rereads = True
     log_chance = certain
 

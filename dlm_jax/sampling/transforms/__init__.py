@@ -1,4 +1,4 @@
-"""Logit transforms. Each is a small frozen pytree with per-row parameters."""
+"""Logit transforms, which are small frozen pytrees with per-row parameters."""
 
 from collections.abc import Mapping
 

@@ -29,7 +29,7 @@ _PLACES = np.arange(32, dtype=np.uint32)
 
 
 def word_of(state_BS: Array, num_words: int) -> Array:
-    """For each entry, the set that contains only this state, in words of 32, ``[B, S, W]``."""
+    """The set that contains only the state of each entry, in words of 32, ``[B, S, W]``."""
     bit_BS1 = jnp.uint32(1) << (state_BS[:, :, None] % 32).astype(jnp.uint32)
     is_there_BSW = state_BS[:, :, None] // 32 == jnp.arange(num_words)[None, None]
     return jnp.where(is_there_BSW, bit_BS1, jnp.uint32(0))
@@ -70,7 +70,7 @@ class Arcs(NamedTuple):
       label_DS: int32, label of each arc; padded with 0, the label without classes.
       is_member_CK: bool ``[C, K]``, True where a class belongs to a label.
       ids_JM: int32 ``[J, M]``, ids of all classes except class 0, in ascending order within each
-        class. They are divided into M blocks of up to J ids of the same class, padded with -1.
+        class. The ids are divided into M blocks of up to J ids of the same class, padded with -1.
       class_M: int32, the class of each block.
     """
 

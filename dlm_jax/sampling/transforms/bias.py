@@ -58,7 +58,8 @@ def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
 
 
 LOGIT_BIAS = Setting(
-    "logit_bias", (), "added to the logits of ids: 12:-5,30:2; -inf bans", parse=_pairs,
+    "logit_bias", (), "numbers added to the logits of ids, such as 12:-5,30:2; -inf bans an id",
+    parse=_pairs,
     hint=Mapping[int, float] | tuple[tuple[int, float], ...],
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ def is_wanted(transform: Any, at: At) -> Array:
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """Whether any of the transforms is wanted; see `is_wanted`."""
+    """Whether `is_wanted` holds for any of the transforms."""
     wanted = [is_wanted(t, at) for t in transforms]
     return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
 
@@ -83,7 +83,7 @@ with few candidates, the largest logits in descending order and their ids."""
 class Chain:
     """A sequence of transforms; itself a `LogitTransform`.
 
-    A transform runs if the chunk has a real position in an active row. This is decided by one
+    A transform runs if the chunk has a real position in an active row. The choice is made by one
     `lax.cond` for the whole batch (under `vmap`, both branches would run). Rows in which a top-k
     keeps at most `MAX_CANDIDATES` finish the chain on only those candidates if the following
     transforms ignore ids. Whether a row takes this path depends only on its own parameters, so its

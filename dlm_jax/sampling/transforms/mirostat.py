@@ -22,14 +22,19 @@ from dlm_jax.settings import Setting, fact, per_row, rule
 _NUM_FITTED = 100
 
 MIROSTAT = Setting(
-    "mirostat", 0, "0 is off, 1 or 2 is the version; it replaces the truncations and XTC",
+    "mirostat", 0, "version of Mirostat, 1 or 2, which replaces the truncations and XTC; 0 is off",
     low=0, high=2, remedy="use 0 (off), 1 or 2",
 )  # fmt: skip
 MIROSTAT_TAU = Setting(
-    "mirostat_tau", 5.0, "target surprise in bits, >= 0", low=0.0, high=1e6, activates=False
+    "mirostat_tau",
+    5.0,
+    "target surprise of Mirostat in bits, >= 0",
+    low=0.0,
+    high=1e6,
+    activates=False,
 )
 MIROSTAT_ETA = Setting(
-    "mirostat_eta", 0.1, "learning rate, >= 0", low=0.0, high=1e6, activates=False
+    "mirostat_eta", 0.1, "learning rate of Mirostat, >= 0", low=0.0, high=1e6, activates=False
 )
 
 

@@ -1,7 +1,7 @@
 """Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both are computed anew from the context of each step, so tokens that have been remasked are not
-counted.
+Both penalties are computed anew from the context of each step, so tokens that have been remasked
+are not counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REPETITION_PENALTY = Setting(
     low=1e-6, high=1e6, remedy="use 1.0 to disable it",
 )  # fmt: skip
 FREQUENCY_PENALTY = Setting(
-    "frequency_penalty", 0.0, "subtracted from a token's logit per occurrence; 0 is off",
+    "frequency_penalty", 0.0, "number subtracted from a token's logit per occurrence; 0 is off",
     remedy="use 0.0 to disable it",
 )  # fmt: skip
 PRESENCE_PENALTY = Setting(
-    "presence_penalty", 0.0, "subtracted from the logit of a seen token; 0 is off",
+    "presence_penalty", 0.0, "number subtracted from the logit of every seen token; 0 is off",
     remedy="use 0.0 to disable it",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
@@ -47,7 +47,8 @@ DRY_ALLOWED_LENGTH = Setting(
     low=1, remedy="use 2", activates=False,
 )  # fmt: skip
 DRY_LAST_N = Setting(
-    "dry_last_n", -1, "number of newest tokens that DRY searches; -1 is the whole run and 0 is off",
+    "dry_last_n", -1,
+    "number of newest tokens of a run that DRY searches; -1 is the whole run and 0 is off",
     low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
 )  # fmt: skip
 
@@ -63,7 +64,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 DRY_BREAKERS = Setting(
-    "dry_breakers", (), "ids that a repetition does not cross", parse=_ids, activates=False,
+    "dry_breakers", (), "ids that a repetition cannot contain", parse=_ids, activates=False,
     hint=tuple[int, ...],
 )  # fmt: skip
 
@@ -197,7 +198,7 @@ class Dry(LogitTransform):
 
 
 def _is_newest(context: Context, last_n_B: Array) -> Array:
-    """True `[B, L]` at the newest `last_n_B` visible tokens; at all if `last_n_B` is negative."""
+    """True `[B, L]` at the newest `last_n_B` visible tokens, or at all if it is negative."""
     B, L = context.tokens_BL.shape
     place_BL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (B, L))
     order_BL = jnp.where(context.is_visible_BL, context.order_BL.astype(jnp.int32), -(2**31))

@@ -50,7 +50,8 @@ TEMPERATURE_END = _temperature(Setting(
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
 DYNATEMP_RANGE = Setting(
-    "dynatemp_range", 0.0, "half-width of dynamic temperature, >= 0; 0 is plain temperature",
+    "dynatemp_range", 0.0,
+    "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
     low=0.0, high=1e6, remedy="use 0.0 to disable it",
 )  # fmt: skip
 DYNATEMP_EXPONENT = Setting(
@@ -102,7 +103,7 @@ class Temperature(_Moving):
 
 @rule
 class DynamicTemperature(_Moving):
-    """`x / T'`, where T' follows the entropy of the candidates.
+    """`x / T'`, where T' depends on the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
     is the entropy in nats of the n candidates. A position with one candidate is unchanged. If

@@ -52,8 +52,8 @@ class Context(NamedTuple):
 class LogitTransform(Rule):
     """A function of the logits of N positions, with parameters in `[B]` leaves of a pytree.
 
-    A disabled row's logits are returned bitwise unchanged. In other rows, `-inf` stays `-inf`, and
-    at least one candidate per position remains. Inputs are float32 without NaN or +inf.
+    A disabled row's logits are returned bitwise unchanged. In enabled rows, `-inf` stays `-inf`,
+    and at least one candidate per position remains. Inputs are float32 without NaN or +inf.
 
     Only `apply` is required. By default, a transform has no state, reads no context, is the same at
     every step and has no fast path.

@@ -1,7 +1,8 @@
 """Truncations: transforms that set some candidates to -inf.
 
-Each keeps at least `min_keep` candidates per position, or all if there are fewer. Among equal
-values, the lowest ids are kept. The semantics match those of llama.cpp's samplers on the host.
+Each truncation keeps at least `min_keep` candidates per position, or all if there are fewer. Among
+equal values, the lowest ids are kept. The semantics match those of llama.cpp's samplers on the
+host.
 
 The cut is computed exactly, without sorting the vocabulary. A truncation keeps a prefix of the
 vocabulary, sorted by some value in descending order, with lower ids first among equals. The value
@@ -98,7 +99,7 @@ def keeps_prefix(
 def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
     """Cumulative mass and count before each of a few tokens.
 
-    They are computed by a matrix product, because masked sums are not vectorised on CPU.
+    The sums are computed by a matrix product, because masked sums are not vectorised on CPU.
     """
     K = value_NK.shape[1]
     is_lower_1KK = jnp.tri(K, K, -1, dtype=bool)[None]
@@ -199,12 +200,12 @@ def _expected_bounds(
 def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
     """The next key to measure inside each bracket.
 
-    The key is chosen by false position on the logarithms of the mass above the ends. It is shifted
-    past the estimate by half of the expected deviation, so that both ends move. The weight of an
-    end is halved each time that the end does not move (the "Illinois" rule). Where false position
-    is unreliable, the middle value is used. Every fourth bound, wide brackets and the last passes
-    use the middle key, which closes any bracket in 32 passes and terminates even if many values are
-    equal.
+    The key is found by false position on the logarithms of the mass above the ends. The key is
+    shifted past the estimate by half of the expected deviation, so that both ends move. The weight
+    of an end is halved each time that the end does not move (the "Illinois" rule). Where false
+    position is unreliable, the middle value is used. Every fourth bound, wide brackets and the last
+    passes use the middle key, which closes any bracket in 32 passes and terminates even if many
+    values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
@@ -310,30 +311,32 @@ MAX_CANDIDATES = 64
 """Rows with a top-k up to this size run the rest of the chain on their candidates only."""
 
 MIN_KEEP = Setting(
-    "min_keep", 1, "candidates that every truncation keeps, in [1, 64]",
+    "min_keep", 1, "minimum number of candidates that a truncation keeps, in [1, 64]",
     low=1, high=MAX_CANDIDATES, remedy="use 1", activates=False,
 )  # fmt: skip
-TOP_K = Setting("top_k", 0, "candidates to keep; <= 0 is off")
+TOP_K = Setting("top_k", 0, "number of most likely candidates to keep; <= 0 is off")
 TOP_P = Setting(
-    "top_p", 1.0, "nucleus mass in (0, 1]; 1 is off",
+    "top_p", 1.0, "probability mass of the nucleus, in (0, 1]; 1 is off",
     low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
-    "top_p: mass for tokens drawn by a sampler head; 0 is top_p, 1 is off", low=0.0, high=1.0,
+    "top_p for tokens that a sampler head draws; 0 uses top_p, 1 is off",
+    low=0.0, high=1.0,
 )  # fmt: skip
 TYPICAL_P = Setting(
-    "typical_p", 1.0, "typical mass in (0, 1]; 1 is off",
+    "typical_p", 1.0, "probability mass of the most typical tokens to keep, in (0, 1]; 1 is off",
     low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 MIN_P = Setting(
-    "min_p", 0.0, "fraction of the best probability in [0, 1]; 0 is off",
+    "min_p", 0.0,
+    "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 is off",
     low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 TOP_N_SIGMA = Setting(
     "top_n_sigma",
     0.0,
-    "standard deviations below the best logit; <= 0 is off",
+    "maximum distance below the largest logit, in standard deviations; <= 0 is off",
     remedy="use 0.0",
 )
 
@@ -520,10 +523,10 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
     def keep_few(x_NV):
-        # Denormals are treated as 0, so that the order is the same as elsewhere.
+        # Denormals are treated as 0, so that the order is the same as in other passes.
         seen_NV = vocab.flushed(x_NV)
         seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
-        # Lower ids come first among equals, so the last kept id determines the kept ones.
+        # Lower ids come first among equals, so the last kept id determines which are kept.
         last_N1 = jnp.clip(min_keep_N, 1, size)[:, None] - 1
         least_N1, id_N1 = (jnp.take_along_axis(x, last_N1, axis=1) for x in (seen_NK, ids_NK))
         ids_1V = jnp.arange(x_NV.shape[1], dtype=jnp.int32)[None]
