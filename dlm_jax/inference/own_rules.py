@@ -15,7 +15,7 @@ from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
 _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
-"""The slots that custom rules may fill."""
+"""The kinds of rules that can be custom, by name."""
 
 
 RESERVED = frozenset((
