@@ -24,7 +24,7 @@ from dlm_jax.types import Network, Params
 
 
 def draw(rollout: Rollout, key: jax.Array, *, share: float, mask_id: int) -> jax.Array:
-    """The canvas ``[B, L]`` with the answer and part of the prompt hidden."""
+    """The canvas ``[B, L]`` with MASK in place of the answer and part of the prompt."""
     is_chosen_BL = jax.random.uniform(key, rollout.tokens_BL.shape) < share
     is_prompt_BL = jnp.arange(is_chosen_BL.shape[1])[None] < rollout.given_B[:, None]
     is_hidden_BL = rollout.is_answer_BL() | (is_chosen_BL & is_prompt_BL)

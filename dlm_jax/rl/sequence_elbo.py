@@ -2,7 +2,7 @@
 2025).
 
 The log-probability of an answer with N positions is estimated with ``rl.masks`` masks. Each mask
-has a count ``l`` that is uniform on 1..N and a uniformly random set of that size. The ratio is
+hides a uniformly random set of ``l`` positions, where ``l`` is uniform on 1..N. The ratio is
 normalised per token::
 
     L(o | q) = E_l E_set [ N / l sum_{k in set} log p(o_k | o without the set, q) ]

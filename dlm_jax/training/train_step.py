@@ -123,7 +123,7 @@ def init_state(
     has_ema: bool,
     key: jax.Array,
 ) -> TrainState:
-    """A fresh training state, created as shards, so that no device ever holds the whole state."""
+    """A fresh training state, created in shards, so that no device contains the whole state."""
     abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
@@ -307,7 +307,7 @@ def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
         return None
     step = state.step.astype(jnp.float32)
     now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    # Computed from the difference, so that the average of a constant parameter stays constant.
+    # The average is updated by a difference, so that it stays constant for constant parameters.
     return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
 
 
@@ -319,7 +319,7 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiled `Task.measure`. Per-row results are replicated over devices."""
+    """Compiles `Task.measure`. The results per row are replicated over all devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
