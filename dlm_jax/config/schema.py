@@ -224,7 +224,7 @@ class DataConfig(Section):
     )  # fmt: skip
     seq_len: int = setting(128, "tokens of one training row (L)", low=2, high=2**20)
     held_out: float = setting(
-        0.05, "share of the corpus that is held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
+        0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
     cache_dir: str = setting(
         "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache",
@@ -289,7 +289,7 @@ class RLConfig(Section):
 
 
 class RowSettings(Section):
-    """Validated settings of one row, declared by a table of rules; every default is neutral.
+    """Validated settings of one row, declared by a table of rules. No default changes the samples.
 
     Attributes:
       table: the rules that declare the settings.
@@ -335,7 +335,7 @@ class RowSettings(Section):
 
     @property
     def refines(self) -> bool:
-        """Whether existing tokens can change, which drafts require."""
+        """Whether existing tokens can change, as required for drafts."""
         renews = self.table.commit[self.order].renews
         return self.remasks or self.resample or self.edits or self.renoises or renews
 
@@ -372,7 +372,7 @@ else:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # The loop of variable-length edits: edit, re-noise, run the network, and write every token that
-    # is not given. Re-noise has its own schedule and is off by default.
+    # is not given. Re-noising has a separate schedule and is off by default.
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
         "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,

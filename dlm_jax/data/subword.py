@@ -7,7 +7,7 @@ deviates from the file's settings in a few ways to make ids unambiguous:
   `</s>`, ...). Missing special tokens are appended to the vocabulary: MASK, PAD, BOS, EOS.
 - Text never becomes a special token: the name of a special token is encoded as text.
 - Truncation, padding, BPE dropout and template specials are disabled.
-- Text that the file cannot encode raises an error. It is not dropped or mapped to an unknown token.
+- Text that the file cannot encode raises an error; it is not dropped or mapped to an unknown token.
 """
 
 from __future__ import annotations

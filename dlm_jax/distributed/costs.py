@@ -86,7 +86,7 @@ def shapes_of(text: str) -> list[Shape]:
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above denote memories other than main memory.
+            # The memory spaces S(1) and above are not main memory.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -610,7 +610,7 @@ class _Timeline:
             return
         size = num_bytes(operation.type)
         if kind.endswith("-start"):
-            # The type includes both inputs and outputs.
+            # The type of a started collective includes inputs and outputs.
             given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
             if base == "collective-permute":
                 size = given

@@ -217,7 +217,7 @@ def _is_run(places: Iterable[int]) -> bool:
 
 _NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")
 
-# Values for which libtpu would otherwise query the machine.
+# Environment variables without which libtpu would query the machine.
 _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",

@@ -72,7 +72,7 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
 def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
     """Runs ``compute(*rows)`` on pytrees of rows, so that each device computes its own rows.
 
-    The first axis of every leaf counts rows or parts of rows.
+    The first axis of every leaf indexes rows or parts of rows.
     """
     mesh = mesh_in_use()
     if mesh is None:

@@ -115,7 +115,7 @@ def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
 
 
 HostSampler = Callable[[Candidates], int]
-"""A function that returns one of ``candidates.ids``. It may also be `Accepting` or `Resetting`."""
+"""A function that returns one of ``candidates.ids``, and may also be `Accepting` or `Resetting`."""
 
 
 @runtime_checkable
@@ -158,7 +158,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """The result of the user function `fn`. Its exception becomes the cause of a ValueError."""
+    """The result of the user function `fn`, whose exceptions become the cause of a ValueError."""
     try:
         return fn()
     except (Exception, SystemExit) as error:  # any exception of a user function

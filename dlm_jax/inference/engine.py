@@ -1,4 +1,4 @@
-"""The sampling engine. It accepts requests at any time and returns rows as they end.
+"""The sampling engine, which accepts requests at any time and returns rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
 runs the rows. The engine uses both and coordinates threads and processes. Each call of
@@ -46,8 +46,8 @@ class Engine:
     """Accepts requests at any time, runs them in batches, and returns each row when it ends.
 
     The tokens of a row depend only on its request, not on the time of submission, other requests,
-    cancellations or slots. They are bitwise equal in programs of the same size, and otherwise equal
-    up to floating-point tolerance. `step` returns every ticket exactly once.
+    cancellations or slots. Tokens are bitwise equal in programs of the same size, and otherwise
+    equal up to floating-point tolerance. `step` returns every ticket exactly once.
 
     `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
     of the model belong to several processes, each process has an engine and an equal part of the
@@ -227,7 +227,7 @@ class Engine:
           request: from `make_requests`.
           priority: requests of higher priority are served first within a queue.
           is_watched: whether `step` returns the row while it runs.
-          number: ticket number, which identifies the row in host samplers and errors. It must
+          number: ticket number, which identifies the row in host samplers and errors, and must
             exceed all earlier ticket numbers. Default: the next number.
 
         Raises:
@@ -560,7 +560,8 @@ class AsyncEngine:
     requests.
 
     Args:
-      engine: the engine. Only this object may step it, and leaving the context closes it.
+      engine: the engine. Only this object may call `Engine.step`, and leaving the context closes
+        the engine.
       steps_per_call: number of steps between checks for new requests, which bounds how long a new
         request waits if a slot is free.
     """

@@ -113,7 +113,7 @@ def _made(
     max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
-    """The texts of all requests. Each process generates a part of them and receives all texts."""
+    """The texts of all requests. Each process generates a part of the texts and receives all."""
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:

@@ -198,8 +198,8 @@ class HostLoop:
           state: on one device, or replicated.
           samplers: host samplers by row. If a sampler has `reset`, it is called before the first
             step of its row; if it has `accept`, it is called after a step for each committed token.
-          read_back: rows to read back. Their commits are returned row by row and from left to
-            right. The positions are those before the edits of the step.
+          read_back: rows whose commits are returned, row by row and from left to right. The
+            positions are those before the edits of the step.
           max_candidates: maximum number of candidates per position that are copied to the host.
           names: number of each row for host samplers and errors; None uses the slot index.
           failed: receives the exceptions of failed samplers by row. A row with a failed sampler

@@ -74,9 +74,9 @@ class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
     The functions run the same steps as the engine and return the same texts as `dlm_jax.generate`.
-    They compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the
-    log-probabilities of the trace are differentiable with respect to `params`, through `run` and
-    through `step`, including in a ``lax.scan``.
+    The functions compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True``
+    the log-probabilities of the trace are differentiable with respect to `params`, through `run`
+    and through `step`, including in a ``lax.scan``.
 
     Attributes:
       model: provides network, tokenizer and recommended settings; its parameters are not used.
@@ -249,9 +249,9 @@ def replay(
     With the parameters that sampled the trace, the result equals ``trace.logprobs`` where
     ``trace.is_written`` is True, and is 0 elsewhere. The equality is bitwise in float32 on CPU with
     the same number of rows as in sampling. Otherwise, for example in a ``jax.jit`` without
-    `Sampler.compiler_options`, it holds up to rounding. The function is differentiable with respect
-    to `params` and compiled once per shape. Each step is one forward pass of all rows, which is
-    recomputed for the gradient, so memory does not grow with the number of steps.
+    `Sampler.compiler_options`, the equality holds up to rounding. The function is differentiable
+    with respect to `params` and compiled once per shape. Each step is one forward pass of all rows,
+    which is recomputed for the gradient, so memory does not grow with the number of steps.
 
     Args:
       model: the model that sampled the trace, another model with the same vocabulary, or a network.

@@ -30,7 +30,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Entry:
-    """A submitted request. It waits while `slot` is None; otherwise it runs in that slot."""
+    """A submitted request, which runs in `slot`, or waits if `slot` is None."""
 
     ticket: Ticket
     request: Any

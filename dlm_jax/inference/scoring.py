@@ -44,7 +44,7 @@ class Score:
       characters: int ``[N]``, number of characters of the text without the prompt.
       draw_error: float64 ``[N]``, standard error of the cost of each text due to the mask draws; 0
         for exact likelihoods, NaN if a window of the text has only one draw.
-      is_exact: whether ``nats`` is exact. Otherwise it is an upper bound in expectation.
+      is_exact: whether ``nats`` is exact. If not, ``nats`` is an upper bound in expectation.
       num_draws: number of masks drawn per window.
     """
 

@@ -251,7 +251,7 @@ _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
 
 
 def changes_of(loop: Advance | HostLoop) -> Changes:
-    """The `Changes` of a loop. Their compiled programs live as long as the loop."""
+    """The `Changes` of a loop, whose compiled programs live as long as the loop."""
     if loop not in _of_loop:
         _of_loop[loop] = _changes(loop.program)
     return _of_loop[loop]

@@ -1,8 +1,8 @@
 """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
 
 The log-probabilities of all tokens of an answer ``o`` to a prompt ``q`` are computed in one forward
-pass. On its canvas, all tokens of the answer are masked, and each prompt token is masked with
-probability ``rl.prompt_mask`` (equation 3 and algorithm 1). For the k-th token::
+pass. On the canvas of this pass, all tokens of the answer are masked, and each prompt token is
+masked with probability ``rl.prompt_mask`` (equation 3 and algorithm 1). For the k-th token::
 
     log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK),
 

@@ -156,7 +156,7 @@ def clipped_gain(
 ) -> tuple[jax.Array, jax.Array]:
     """``min(r A, clip(r, 1 - c, 1 + c) A)``, and True where the ratio is clipped.
 
-    This is equation 7 of PPO (Schulman et al. 2017). The arrays are broadcast.
+    The formula is equation 7 of PPO (Schulman et al. 2017). The arrays are broadcast.
     """
     ratio = jnp.exp(log_ratio)
     free = ratio * advantage
@@ -165,12 +165,16 @@ def clipped_gain(
 
 
 def squared(log_ratio: jax.Array) -> jax.Array:
-    """k2 of Schulman 2020 (Approximating KL divergence): half the squared log-ratio."""
+    """The estimator k2 of Schulman (2020, Approximating KL divergence): half the squared
+    log-ratio.
+    """
     return 0.5 * jnp.square(log_ratio)
 
 
 def unbiased(log_ratio: jax.Array) -> jax.Array:
-    """k3 of Schulman 2020: ``r - 1 - log r``, where ``log r = log p_reference - log p``."""
+    """The estimator k3 of Schulman (2020): ``r - 1 - log r``, where ``log r = log p_reference - log
+    p``.
+    """
     return jnp.expm1(log_ratio) - log_ratio
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints in a directory, and which of them are usable.
+"""Lists the checkpoints in a directory and finds the usable ones.
 
 Directories with a suffix are not checkpoints. Directories with ``.writing`` and ``.deleted`` are
 leftovers of a killed process, which the next save removes. Directories with ``.damaged`` are kept

@@ -245,7 +245,7 @@ class Checkpoints:
       keep: number of newest complete checkpoints to keep, at least 1. An older checkpoint is
         deleted once a newer one is complete on disk.
       check: called on process 0 before files in the directory are removed or a checkpoint is
-        completed. It raises an error if another process has claimed the directory.
+        completed. `check` raises an error if another process has claimed the directory.
 
     ``when_closed`` is a stack of callbacks that run after closing.
     """
@@ -290,7 +290,7 @@ class Checkpoints:
           step: at least 0, and not before the newest checkpoint.
           state: any pytree of arrays, including typed keys; global arrays if there are several
             processes.
-          meta: a JSON dict, equal on all processes. Its entry ``run`` is the identity of the run.
+          meta: a JSON dict, equal on all processes, with the identity of the run as ``run``.
 
         Raises:
           OSError: this or the previous save failed, for example on a full disk.

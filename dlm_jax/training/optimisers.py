@@ -266,13 +266,13 @@ def make_grouped_optimizer(
 ) -> optax.GradientTransformation:
     """Gradient transformation of a stage, with one group for the model and one per head.
 
-    The main group contains the model and the heads that join it. It uses `make_optimizer`, or a
-    custom optimiser whose updates are multiplied by the schedule. Every other head has a group with
-    its own optimiser. By default, this is gradient clipping to a norm of ``heads.clip`` and AdamW,
-    with a warm-up and cosine that start when the training of the head starts. With
-    ``heads.train_main = false`` the model has no optimiser state, and with adapters only the
-    adapters have one. The state has the same structure in every stage. The state and parameters of
-    groups that do not train are unchanged.
+    The main group contains the model and the heads that join it. This group uses `make_optimizer`,
+    or a custom optimiser whose updates are multiplied by the schedule. Every other head has a group
+    with its own optimiser. The default optimiser of a head is gradient clipping to a norm of
+    ``heads.clip`` and AdamW, with a warm-up and cosine that start when the training of the head
+    starts. With ``heads.train_main = false`` the model has no optimiser state, and with adapters
+    only the adapters have an optimiser state. The state has the same structure in every stage. The
+    state and parameters of groups that do not train are unchanged.
     """
     main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
     if own is not None and schedule is not None:

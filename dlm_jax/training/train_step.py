@@ -90,9 +90,9 @@ Metrics = dict[str, jax.Array]
 ``loss`` is the minimised loss in nats per token (or per row for a sequence scorer).
 `StageLoss.metrics` adds the parts of the loss. ``grad_norm`` is the Euclidean norm of the gradient
 before clipping, and ``grad_norm_NAME`` is the norm of the gradient of the parameters under a
-top-level name, such as ``blocks``. ``param_norm`` is the norm of the updated parameters. It detects
-parameters that are not finite after the update, which the loss, computed before the update, does
-not detect.
+top-level name, such as ``blocks``. ``param_norm`` is the norm of the updated parameters, and
+detects parameters that are not finite after the update. The loss, which is computed before the
+update, does not detect these parameters.
 """
 
 
@@ -147,7 +147,7 @@ def make_train_step(
 
     Parameters that do not train have a gradient of zero, and `optimizer` must leave them unchanged.
 
-    The noise of a step is drawn with ``fold_in(key, state.step)``. It depends only on the key and
+    The noise of a step is drawn with ``fold_in(key, state.step)`` and depends only on the key and
     the step, so a resumed run draws the same noise as an uninterrupted run. The noise is drawn for
     the whole batch before the batch is split, so accumulation gives the gradient of the whole
     batch.
