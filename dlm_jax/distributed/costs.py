@@ -180,7 +180,7 @@ def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int 
 def _carried_bound(
     condition: list[Operation], loop: Operation, parent: list[Operation]
 ) -> int | None:
-    """The bound of a loop that has the bound as a constant in its loop carry."""
+    """The bound of a loop, if the loop carry contains the bound as a constant."""
     here = {operation.name: operation for operation in parent}
     start = here.get(loop.operands[0])
     if start is None or start.kind != "tuple":

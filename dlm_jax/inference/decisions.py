@@ -191,7 +191,7 @@ def decide(
     """Computes the probabilities of the labels for each prompt.
 
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
-    holes at its others)``, from the LM head at temperature 1 without bans. Probabilities are the
+    holes elsewhere)``, from the LM head at temperature 1 without bans. Probabilities are the
     softmax of ``log p / (temperature n ** length_penalty)`` over the choices, where n is the number
     of tokens in a label. All label lengths have the same prior, as in infilling with a given
     length. Each label is tokenised separately.

@@ -414,7 +414,7 @@ class Engine:
             try:
                 row = queue.slots.rows([entry.slot])[entry.slot]
                 row = dataclasses.replace(row, status=Status.CANCELLED)
-            except Exception as error:  # all rows of the queue are lost, and report this error
+            except Exception as error:  # all rows in the slots of the queue are lost
                 row = self._unstarted(entry, Status.FAILED, error)
             queue.evict(entry)
         with self._lock:

@@ -141,7 +141,7 @@ def _settings(
                 raise ValueError(f"{name} is given twice, also by {kind}; pass it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
-            # A field with its default value counts as not given if another rule sets the setting.
+            # A field with the default value is ignored if another rule sets the same setting.
             if np.array_equal(told[name], table.settings[name].default):
                 told.pop(name)
             elif not np.array_equal(fields[name], table.settings[name].default):

@@ -255,7 +255,7 @@ def replay(
 
     Args:
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
-      params: parameters of the network. If they are sharded over devices, the rows are sharded too.
+      params: parameters of the network. Rows are sharded if the parameters are sharded.
       trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
       every_draw: whether to include discarded draws. These are part of the probability of a trace
         if draws determine which tokens are written (for example

@@ -8,9 +8,10 @@ normalised per token::
     L(o | q) = E_l E_set [ N / l sum_{k in set} log p(o_k | o without the set, q) ]
     r = exp( (L(o | q) - L_old(o | q)) / N ).
 
-The counts of a row are stratified over its masks. The EOS tokens after an answer are part of it, as
-in training with ``data.tail = "eos"``. The ELBO is below the log-likelihood, so the gradient is
-biased unless the bound is tight. Ou et al. use k2 for the KL (``rl.kl_estimator``).
+The values of ``l`` are stratified over the masks of a row. The EOS tokens after an answer count as
+part of the answer, as in training with ``data.tail = "eos"``. The ELBO is below the log-likelihood,
+so the gradient is biased unless the bound is tight. Ou et al. use k2 for the KL
+(``rl.kl_estimator``).
 """
 
 from __future__ import annotations

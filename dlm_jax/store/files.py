@@ -231,7 +231,7 @@ def remove_tree(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk is full or broken, so that another file name would not help."""
+    """Whether an error means that the disk is full or broken, rather than a bad file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return isinstance(error, OSError) and error.errno in full
 

@@ -44,7 +44,7 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Maximum number of steps in flight. Two keep the device busy and still let a run stop quickly.
+# Maximum number of steps in flight. Two steps keep the device busy and let a run stop quickly.
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
