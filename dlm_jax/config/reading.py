@@ -64,7 +64,7 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
 
 
 def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Config from a TOML file (or the defaults), with some keys overridden by the texts of flags.
+    """The config from a TOML file (or the defaults), with some keys overridden by flag values.
 
     Args:
       path: path of the file, or the name of a shipped config, such as ``quickstart``.
@@ -235,7 +235,7 @@ def add_sample_flags(
 
 
 def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "") -> None:
-    """Adds one flag, and its negation if the setting is boolean; values remain texts."""
+    """Adds one flag, and its negation if the setting is boolean. Flag values remain strings."""
     help = f"{setting.help}{default}".replace("%", "%%")
     kept: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar.upper()}
     if setting.annotation is not bool:

@@ -51,7 +51,7 @@ class HeadsConfig(Section):
     )
     critic_alpha: float = setting(0.5, "full weight of the critic's loss, >= 0", low=0)
     critic_masked_only: bool = setting(
-        False, "the critic trains on filled holes only, not on the text around them"
+        False, "the critic trains only on filled holes, not on the text around them"
     )
     sampler_reveal: float = setting(
         0.0,
@@ -68,7 +68,7 @@ class HeadsConfig(Section):
         high=1,
     )
     train_main: bool = setting(
-        True, "false: the model of train.init_from is frozen, and only its heads train"
+        True, "train the model; false: the model of train.init_from is frozen, only heads train"
     )
     learning_rate: float = setting(3e-3, "peak learning rate of the heads (AdamW)", low=ABOVE_ZERO)
     weight_decay: float = setting(0.0, "decoupled weight decay of the heads' matrices", low=0)
@@ -86,11 +86,13 @@ class OptimConfig(Section):
     """The optimiser and its learning-rate schedule."""
 
     name: str = setting(
-        "muon", "muon (Adam for embeddings and norms) or adamw for everything",
+        "muon", "muon (with Adam for embeddings and norms), or adamw for all parameters",
         choices=("muon", "adamw"),
     )  # fmt: skip
     learning_rate: float = setting(
-        0.02, "peak learning rate (muon's matrices, or all of adamw)", low=ABOVE_ZERO
+        0.02,
+        "peak learning rate of the matrices (muon) or of all parameters (adamw)",
+        low=ABOVE_ZERO,
     )
     adam_learning_rate: float = setting(
         3e-3, "muon: peak learning rate of the parameters that Adam trains", low=ABOVE_ZERO
@@ -134,7 +136,7 @@ class TrainConfig(Section):
         32, "rows per step, over all devices and processes", low=1, high=2**20
     )
     accumulate: int = setting(
-        1, "microbatches that run sequentially to save memory; the result is the same",
+        1, "microbatches of a step, which run sequentially to save memory; the result is the same",
         low=1, high=2**20,
     )  # fmt: skip
     seed: int = setting(
@@ -198,7 +200,7 @@ class DataConfig(Section):
         parse=tuple,
     )
     weights: tuple[float, ...] = setting(
-        (), "sharded corpora: share of rows of each; empty: proportional to their tokens",
+        (), "sharded corpora: fraction of rows from each; empty: proportional to their tokens",
         hint=tuple[float, ...], parse=tuple,
     )  # fmt: skip
     tokenizer: str = setting(
@@ -222,7 +224,7 @@ class DataConfig(Section):
     )  # fmt: skip
     seq_len: int = setting(128, "tokens of one training row (L)", low=2, high=2**20)
     held_out: float = setting(
-        0.05, "share of the corpus that is held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
+        0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
     cache_dir: str = setting(
         "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache",
@@ -260,7 +262,7 @@ class RLConfig(Section):
     advantage: str = setting(
         "grpo",
         "rewards within a group: grpo (mean subtracted, divided by the standard deviation), "
-        "grpo_mean (mean subtracted) or rloo (mean of the others subtracted)",
+        "grpo_mean (mean subtracted) or rloo (mean of the other rewards subtracted)",
         choices=("grpo", "grpo_mean", "rloo"),
     )
     clip: float = setting(0.2, "ratios are clipped at this distance from 1", low=ABOVE_ZERO, high=1)
@@ -273,21 +275,21 @@ class RLConfig(Section):
         "k3", "estimator of the divergence (Schulman 2020): k2 or k3", choices=("k2", "k3")
     )
     masks: int = setting(
-        1, "masks of a sample: pairs of coupled_grpo, or draws of elbo", low=1, high=2**10
+        1, "masks per sample: pairs in coupled_grpo, or draws in elbo", low=1, high=2**10
     )
     prompt_mask: float = setting(
         0.15, "diffu_grpo: probability that a prompt token is hidden", low=0, high=1
     )
     bad_reward: str = setting(
         "stop",
-        "a reward that is not finite, or that fails: ends the run (stop), or reports and excludes "
-        "the sample (leave_out)",
+        "if a reward is not finite or the reward function fails: end the run (stop), or report and "
+        "exclude the sample (leave_out)",
         choices=("stop", "leave_out"),
     )
 
 
 class RowSettings(Section):
-    """Validated settings of one row, declared by a table of rules; every default is neutral.
+    """Validated settings of one row, declared by a table of rules. No default changes the samples.
 
     Attributes:
       table: the rules that declare the settings.
@@ -333,7 +335,7 @@ class RowSettings(Section):
 
     @property
     def refines(self) -> bool:
-        """Whether existing tokens can change, which drafts require."""
+        """Whether existing tokens can change, as required for drafts."""
         renews = self.table.commit[self.order].renews
         return self.remasks or self.resample or self.edits or self.renoises or renews
 
@@ -370,7 +372,7 @@ else:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # The loop of variable-length edits: edit, re-noise, run the network, and write every token that
-    # is not given. Re-noise has its own schedule and is off by default.
+    # is not given. Re-noising has a separate schedule and is off by default.
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
         "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
@@ -384,8 +386,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
-    """Settings from layers of names and values; later layers take precedence, and `None` is empty.
-
+    """Settings from layers of names and values. Later layers take precedence. None is empty.
     Pass a checkpoint's recommendations first and explicit values last. A value overrides earlier
     layers even if it equals the built-in default; an absent name overrides nothing.
 
@@ -453,7 +454,7 @@ class ModelConfig(Section):
     experts_per_token: int = setting(0, "experts per token", Trait.UNSEEN, low=0)
     expert_width: int = setting(0, "inner size of one expert (swiglu)", low=0)
     shared_width: int = setting(
-        0, "inner size of the shared expert, which computes every token; 0: no shared expert", low=0
+        0, "inner size of the shared expert, which every token uses; 0: no shared expert", low=0
     )
     dense_layers: int = setting(
         0, "number of first blocks that have a plain MLP instead of experts", low=0
@@ -463,7 +464,7 @@ class ModelConfig(Section):
         Trait.UNSEEN, choices=("softmax", "sigmoid"),
     )  # fmt: skip
     router_groups: int = setting(
-        1, "groups of experts; router_groups_kept of them are selected first", Trait.UNSEEN, low=1
+        1, "groups of experts, of which router_groups_kept are selected first", Trait.UNSEEN, low=1
     )
     router_groups_kept: int = setting(
         1, "groups from which the experts of a token are selected", Trait.UNSEEN, low=1
@@ -506,7 +507,7 @@ class ModelConfig(Section):
 
     mode: str = setting(
         "language_model",
-        "language_model; or sequence_scorer: predicts the share of corrupted tokens of a text",
+        "language_model; or sequence_scorer, which predicts the fraction of wrong tokens in a text",
         choices=("language_model", "sequence_scorer"),
     )
     depth: int = setting(6, "number of Transformer blocks", low=1, high=2**12)
@@ -546,7 +547,7 @@ class ModelConfig(Section):
         choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
     block_length: int = setting(
-        0, "block_causal: positions per block, from the start of the row; canvas: positions of a "
+        0, "block_causal: positions per block, from the start of the row; canvas: positions per "
         "canvas; at least 2",
         Trait.TURNED, low=0,
     )  # fmt: skip
@@ -555,16 +556,16 @@ class ModelConfig(Section):
         Trait.UNSEEN, low=0,
     )  # fmt: skip
     full_every: int = setting(
-        0, "canvas: every n-th layer attends to all positions, the others to attention_window; 0: "
-        "all layers are full",
+        0, "canvas: every n-th layer attends to all positions (full layer), and the others attend "
+        "within attention_window; 0: all layers are full",
         Trait.UNSEEN, low=0,
     )  # fmt: skip
-    full_head_size: int = setting(0, "head_size of the full layers; 0: the same", low=0)
+    full_head_size: int = setting(0, "head_size of the full layers; 0: head_size", low=0)
     full_kv_heads: int = setting(
-        0, "kv_heads of the full layers; 0: the same", Trait.UNSEEN, low=0, high=2**12
+        0, "kv_heads of the full layers; 0: kv_heads", Trait.UNSEEN, low=0, high=2**12
     )
     full_rope_theta: float = setting(
-        0.0, "rope_theta of the full layers; 0: the same", Trait.UNSEEN, low=0
+        0.0, "rope_theta of the full layers; 0: rope_theta", Trait.UNSEEN, low=0
     )
     full_rotary_share: float = setting(
         1.0, "fraction of the rotary pairs that are rotated in full layers, highest frequencies "
@@ -577,19 +578,21 @@ class ModelConfig(Section):
     attention_scale: float = setting(
         0.0, "scale of the attention scores; 0: head_size ** -0.5", Trait.UNSEEN, low=0
     )
-    value_norm: bool = setting(False, "RMSNorm of values over the head, unscaled", Trait.UNSEEN)
+    value_norm: bool = setting(
+        False, "RMSNorm of values over the head, without a learned scale", Trait.UNSEEN
+    )
     post_norms: bool = setting(
         False, "also normalise the outputs of attention and the MLP before they are added"
     )
     layer_scales: bool = setting(
         False,
-        "canvas: each block scales its output, with one factor for text and one for the canvas",
+        "canvas: each block scales its output, by one factor for the text and one for the canvas",
     )
     embedding_scaled: bool = setting(
         False, "embeddings are multiplied by sqrt(width)", Trait.UNSEEN
     )
     logit_cap: float = setting(
-        0.0, "logits are cap * tanh(logits / cap); 0: unchanged", Trait.UNSEEN, low=0
+        0.0, "logits are capped as cap * tanh(logits / cap); 0: no cap", Trait.UNSEEN, low=0
     )
     self_conditioning: bool = setting(
         False, "canvas: embeddings also depend on the predictions of the previous step"
@@ -613,7 +616,7 @@ class ModelConfig(Section):
         choices=("none", "block", "attention", "dots", "offload"),
     )
     add_sampler_head: bool = setting(
-        False, "a head that sees a hole's neighbours, for coherent parallel filling", _HEAD
+        False, "add a head that sees a hole's neighbours, for coherent parallel filling", _HEAD
     )
     sampler_context: int = setting(
         1, "neighbours that the sampler head sees on each side", _HEAD, low=1, high=2**6
@@ -625,7 +628,7 @@ class ModelConfig(Section):
         False, "the sampler head adds to the hidden vector and is initialised as the LM head", _HEAD
     )
     add_critic_head: bool = setting(
-        False, "a head that predicts which tokens of a text are wrong", _HEAD
+        False, "add a head that predicts which tokens of a text are wrong", _HEAD
     )
 
     @property

@@ -2,7 +2,7 @@
 
 The name of a token file contains a hash of its inputs (text, tokenizer, split, format): equal
 inputs share files, and any change creates new files. Encoding is deterministic and files are
-replaced atomically, so several processes may encode the same corpus at once.
+replaced atomically, so several processes may encode the same corpus simultaneously.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Corpus:
     """A corpus for training.
 
     Attributes:
-      name: the source's name in messages.
+      name: name of the source in messages.
       tokenizer: the given tokenizer, or one made from the text.
       train_rows: input of `train_batches`, such as a token file or rows of documents.
       val_rows: held-out rows, input of `validation_windows`.
@@ -202,7 +202,8 @@ def load_corpus(
 ) -> Corpus:
     """Loads the corpus `source`, and encodes it unless the cache has its token files.
 
-    The whole text is in memory while it is read and encoded; training maps the token files.
+    The whole text is in memory while it is read and encoded. In training, the token files are
+    memory-mapped.
 
     Args:
       source: a name, path or glob, or several (see `read_documents`); or the directories or URLs of
@@ -217,10 +218,10 @@ def load_corpus(
       layout: ``windows`` joins the documents with blank lines and cuts the text into consecutive
         windows; with ``documents``, each row is a document or part of a long document. Prompts
         require ``documents``.
-      tail: how the rest of a row of documents is filled: ``eos``, EOS as a target to the end of the
-        row, so that a model learns to stop; or ``pad``, one EOS and then PAD.
-      weights: relative numbers of rows from each sharded corpus, which need not sum to 1; if empty,
-          proportional to the numbers of tokens.
+      tail: how the rest of a row is filled after its document: ``eos``, EOS as a target to the end
+        of the row, so that a model learns to stop; or ``pad``, one EOS and then PAD.
+      weights: relative number of rows from each sharded corpus. The weights need not sum to 1; if
+          empty, they are proportional to the numbers of tokens.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -277,7 +278,7 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: Tokenizer
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     paths = job.paths("tokens", _cache_key(sha256, coder, job.held_out))
     missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
-    # Both parts are encoded before either is written, so that an error leaves no file.
+    # Encode both parts before writing either of them, so that an error leaves no file.
     encoded = {part: _encode(coder, parts[part], documents) for part in missing}
     for part, ids in encoded.items():
         token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)

@@ -1,8 +1,8 @@
 """The tokenizer of a published model, with ids from its file and special tokens from its configs.
 
 Unlike in `dlm_jax.data.subword.SubwordTokenizer`, no special tokens are appended, because the model
-was trained with its own. `encode` never encodes text as a special token. `encode_marked` is for
-chat templates, in which names of special tokens stand for these tokens.
+was trained with its own special tokens. `encode` never encodes text as a special token.
+`encode_marked` is for chat templates, in which names of special tokens stand for these tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HubTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id."""
+        """The highest id plus 1."""
         return self._num_ids
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Batches of rows; the global batch of a step does not depend on the number of processes.
+"""Batches of rows. The global batch of a step does not depend on the number of processes.
 
 An epoch of documents shows each row once, in shuffled order. For an epoch of windows, the training
 text is cut into adjacent windows from a new random offset, and the windows are shuffled. Each token
@@ -7,9 +7,9 @@ window. Windows at independent offsets would miss 37% of the text after the same
 The content of a row is a pure function of the files, the seed and the row's index in an endless
 stream, so a process computes only its own rows, batches are independent, and resuming is O(1).
 
-Grain's `shuffle().repeat().batch()` is not used: it passes every row of every process through every
-stage (16 us per row), and its index shuffle walks through a domain far larger than the few hundred
-windows of a small corpus (25-90 us per row). Short epochs are therefore shuffled with a table.
+Grain's `shuffle().repeat().batch()` is not used, because it passes every row of every process
+through every stage (16 us per row). Grain's index shuffle permutes a range far larger than the few
+hundred windows of a small corpus (25-90 us per row), so short epochs are shuffled with a table.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dlm_jax.data.shards import Mixture, TokenShards, joined
 RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
 """A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
 
-# Epochs with fewer rows than this are shuffled with a table (8 MiB), longer epochs with grain's
-# cipher, which needs no memory. The number of rounds is that of grain's `shuffle`.
+# Epochs with fewer rows are shuffled with a table (8 MiB), and longer epochs with grain's cipher,
+# which needs no memory. The number of rounds of the cipher is that of grain's `shuffle`.
 _TABLE_LIMIT = 1 << 20
 _CIPHER_ROUNDS = 4
 
@@ -100,8 +100,8 @@ def train_batches(
     """An endless iterator over `train_dataset` from step `start_step` on; a thread reads ahead.
 
     `get_state()` returns a small dict for `set_state`, not counting batches read ahead, so grain's
-    checkpoint handlers can save the iterator; alternatively, `start_step` needs only the step
-    number. If `prefetch` is 0, batches are read in the caller's thread.
+    checkpoint handlers can save the iterator. Alternatively, a run resumes from the step number,
+    passed as `start_step`. If `prefetch` is 0, batches are read in the caller's thread.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -140,8 +140,8 @@ def validation_windows(
       seq_len: tokens of a row, >= 1.
       pad_id: the id that fills a row beyond its length.
       max_windows: maximum number of rows, spread evenly over the file; None means all.
-      multiple_of: rows of length 0 are appended until N is a multiple of this, so that a batch can
-        be divided evenly among devices.
+      multiple_of: divisor of N. Rows of length 0 are appended until N is a multiple of
+        `multiple_of`, so that a batch can be divided evenly among devices.
     """
     sizes = {"seq_len": seq_len, "max_windows": max_windows, "multiple_of": multiple_of}
     for field, value in sizes.items():
@@ -186,7 +186,7 @@ class Windows(Mapped):
         return len(self.ids) - self.seq_len + 1
 
     def __len__(self) -> int:
-        # One window fewer than the maximum, so that the offset can vary by a whole window.
+        # An epoch has one window fewer than fit, so that the offset can vary by a whole window.
         return max(1, self._num_starts // self.seq_len)
 
     def read(self, places: Sequence[Place]) -> Columns:
@@ -280,8 +280,8 @@ def _permutation(size: int, seed: int) -> np.ndarray:
 def _epoch_bits(seed: int, epoch: int, part: int) -> tuple[int, int]:
     """Two random 32-bit numbers for an epoch: the seed of its shuffle, and its offset.
 
-    They are hashes of the seed and the epoch; with `seed + epoch`, the second epoch of one run
-    would equal the first epoch of another.
+    The numbers are hashes of the seed and the epoch. With `seed + epoch`, the second epoch of one
+    run would equal the first epoch of another run.
     """
     entropy = [seed, epoch, part] if part else [seed, epoch]
     shuffle_seed, offset_bits = np.random.SeedSequence(entropy).generate_state(2)

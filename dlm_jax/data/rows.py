@@ -6,11 +6,11 @@ A token file is an ordinary .npy of the smallest type that holds the vocabulary.
 read it, and training processes map it into memory. The last 4 bytes, which .npy readers ignore, are
 the CRC32 of the rest. Files are written atomically, even by concurrent writers.
 
-The rows of a batch are windows of one text, or one document each.
+The rows of a batch are windows of one text, or contain one document each.
 
 Both kinds of source map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given":
 int32 [b]}`, where `given` counts the leading prompt tokens, which are never noised and never
-targets. Only the fields of a source are pickled; each process maps the file on first read.
+targets. Only the fields of a source are pickled, and each process maps the file on first read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 def default_cache_dir() -> Path:
-    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` if the variable is not set."""
+    """The directory `$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` if the variable is not set."""
     named = os.environ.get("DLM_JAX_CACHE")
     folder = Path(os.path.expanduser(named or "~/.cache/dlm_jax"))
     if not named and not folder.is_absolute():
@@ -114,7 +114,7 @@ Place = tuple[int, int]
 
 
 class Mapped:
-    """Drops mapped files (fields that begin with an underscore) when pickled."""
+    """A source that drops its mapped files (fields that begin with an underscore) when pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
@@ -152,8 +152,8 @@ class DocumentRows(Mapped):
       seq_len: number of tokens per row.
       eos_id: the id that ends a document if there is room for it.
       pad_id: the id that fills a canvas beyond its length.
-      tail: what fills the rest of a row: ``eos`` is EOS as a target to the end of the row (`length`
-        is `seq_len`); ``pad`` is one EOS, then PAD.
+      tail: tokens after the document of a row: ``eos`` is EOS as a target to the end of the row
+        (`length` is `seq_len`); ``pad`` is one EOS, then PAD.
     """
 
     tokens_path: Path
@@ -182,8 +182,8 @@ class DocumentRows(Mapped):
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
         size = (stop - start)[:, None]
-        # Positions beyond the end of a row may be beyond the end of the file; their values are
-        # unused.
+        # Positions beyond the end of a row may be beyond the end of the file. The values at these
+        # positions are not used.
         where = np.minimum(start[:, None] + columns, len(self._tokens) - 1)
         fill = self.eos_id if self.tail == "eos" else self.pad_id
         behind = np.where(columns == size, self.eos_id, fill)
@@ -213,7 +213,7 @@ Encoded = tuple[str, np.ndarray | None, np.ndarray]
 def cut_into_rows(
     documents: Iterable[Encoded], *, seq_len: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """(chunks whose concatenation is the tokens, bounds `[2n + 1]`) for n rows.
+    """(chunks that concatenate to the tokens of all rows, bounds `[2n + 1]`) for n rows.
 
     Plain text longer than a row is cut into consecutive rows. The last part gets no EOS if it fills
     its row exactly, because an extra row with only EOS would train the model to write empty texts.

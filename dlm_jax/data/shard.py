@@ -4,8 +4,8 @@
 
 A ``.jsonl`` file has one document ``{"text": ...}`` per line; any other file is one document in
 UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
-tokenizer, the number of shards and the held-out share, not on the number of workers. Train on them
-with ``--data.source DIR``.
+tokenizer, the number of shards and the held-out fraction, but not on the number of workers. Pass
+``--data.source DIR`` to the training program.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="byte", help="byte, bpe:N or a tokenizer.json")
     parser.add_argument("--shards", type=int, default=16, help="number of shards (default: 16)")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)"
     )
     parser.add_argument(
-        "--held-out", type=float, default=0.01, help="share of held-out documents (default: 0.01)"
+        "--held-out",
+        type=float,
+        default=0.01,
+        help="fraction of documents to hold out (default: 0.01)",
     )
     parser.add_argument(
         "--sample-mb",
@@ -97,8 +100,8 @@ def _found(patterns: Sequence[str]) -> list[str]:
 
 
 RECORD_TOKENS = 16_384
-"""Number of ids per record. Smaller records take more time per id; with larger records, more unused
-ids are read at row boundaries."""
+"""Number of ids per record. Smaller records take more time per id. Larger records contain more ids
+that are read at row boundaries but not used."""
 
 _WRITER = "group_size:1,uncompressed"
 
@@ -170,7 +173,7 @@ def _is_held_out(text: str, share: float) -> bool:
 
 
 class _Writer:
-    """Writes the documents of one shard as records; the file appears once it is complete."""
+    """Writes the documents of one shard as records. The file appears once it is complete."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._path, self._coder = path, tokenizer
@@ -210,7 +213,7 @@ class _Writer:
             raise OSError(said, os.strerror(said), str(self._path)) from error
 
     def close(self) -> Shard | None:
-        """The finished shard; None, and no file is written, if the shard has no documents."""
+        """The finished shard; None for a shard without documents, for which no file is written."""
         if len(self._rest):
             self._record(self._rest)
         with self._failures():
@@ -282,8 +285,8 @@ def choose_tokenizer(
 
 
 def prepare_out(out: str) -> None:
-    """Creates the directory; refuses unreachable buckets and directories that already have a
-    corpus.
+    """Creates the output directory. Raises an error for an unreachable bucket, and for a directory
+    that already contains a corpus.
     """
     check_bucket("--out", out)
     path = located(out)
@@ -301,7 +304,7 @@ def prepare_out(out: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 refused, 5 cannot be written (docs/exit_codes.md)."""
+    """Builds the corpus and returns the exit code (docs/exit_codes.md)."""
     try:
         args = parse(argv)
         coder = choose_tokenizer(

@@ -6,16 +6,16 @@ A sharded corpus is a directory or bucket prefix::
     train-00000-of-00100.array_record
     val-00000-of-00100.array_record   held-out documents
 
-A shard is an ArrayRecord file. Its first record is JSON that identifies the tokenizer (see
-`fingerprint`). Each of the other records has `record_tokens` little-endian ids; the last may be
-shorter. The ids encode consecutive documents, with EOS after every document.
+A shard is an ArrayRecord file. The first record of a shard is JSON that identifies the tokenizer
+(see `fingerprint`). Each of the other records has `record_tokens` little-endian ids, except that
+the last record may be shorter. The ids encode consecutive documents, with EOS after every document.
 
-The ids of all shards form one sequence, which is never in memory as a whole. Only the records
-needed are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the
+The ids of all shards form one sequence, which is never in memory as a whole. Only the required
+records are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the
 cache and verified on first read. The number of open files, and thus memory, is bounded.
 
-A mixture assigns rows in blocks of `BLOCK` rows. Each corpus has a fixed number of rows per block,
-in a different random order in each block, so the source of any row can be computed directly.
+A mixture divides its rows into blocks of `BLOCK` rows. Each corpus has a fixed number of rows per
+block, in a different random order in each block, so the source of any row can be computed directly.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a corpus: its name, size in bytes, CRC32, and contents."""
+    """One file of a sharded corpus: its name, size in bytes, CRC32, and contents."""
 
     name: str
     num_bytes: int
@@ -71,7 +71,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """A sharded corpus."""
+    """The index of a sharded corpus, which lists its shards."""
 
     tokenizer: Tokenizer
     dtype: str
@@ -97,7 +97,7 @@ class Index:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Identifies a tokenizer: a hash of its `to_json`."""
+    """A hash that identifies a tokenizer, computed from its `to_json`."""
     text = json.dumps(tokenizer.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -120,8 +120,9 @@ def read_index(directory: str) -> Index:
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
 
-# Corpora up to this size are read and checked completely before a run starts (a second or two). For
-# larger corpora, only sizes and headers are checked before; ArrayRecord verifies checksums on read.
+# Corpora up to this size are read and checked completely before a run starts, within two seconds.
+# Of larger corpora, only sizes and headers are checked before the run; ArrayRecord verifies the
+# checksum of each record that is read.
 CHECK_BYTES = 2 << 30
 
 _MAX_OPEN = 128
@@ -254,9 +255,10 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{self.paths[shard]} has a wrong checksum; copy the shard again")
 
     def check(self) -> None:
-        """Refuses shards that are missing, damaged (if small), or have another size or tokenizer.
+        """Raises an error if a shard is missing or damaged, or has another size or tokenizer.
 
-        `CHECK_BYTES` defines small. Shards in buckets are verified when they are copied.
+        Damage is detected in corpora of at most `CHECK_BYTES` bytes. Shards in buckets are verified
+        when they are copied.
         """
         reads_all = sum(shard.num_bytes for shard in self.shards) <= CHECK_BYTES
         for number, (path, facts) in enumerate(zip(self.paths, self.shards, strict=True)):
@@ -286,7 +288,7 @@ def joined(parts: Sequence[TokenShards]) -> TokenShards:
 
 
 BLOCK = 10_000
-"""Rows per block; weights are rounded to multiples of 1 / `BLOCK`."""
+"""Rows per block of a mixture. Weights are rounded to multiples of 1 / `BLOCK`."""
 
 _SALT = 0x6D697865
 
@@ -330,7 +332,7 @@ def _order(quotas: tuple[int, ...], seed: int, block: int) -> np.ndarray:
     places = np.argsort(bits, kind="stable")
     ends = np.cumsum(quotas)
     source = np.searchsorted(ends, places, side="right")
-    # Ranks ascend within the block, so that the rows of a source keep their order.
+    # The ranks of a source ascend within the block, so that its rows keep their order.
     rank = np.empty(BLOCK, np.int64)
     for number in range(len(quotas)):
         mine = np.flatnonzero(source == number)

@@ -4,10 +4,10 @@ Checkpoints store the content of the file, and tokenizers with equal content are
 deviates from the file's settings in a few ways to make ids unambiguous:
 
 - The special tokens are the file's added tokens with a common name (`<|mask|>`, `[PAD]`, `<s>`,
-  `</s>`, ...); missing ones are appended to the vocabulary, in the order MASK, PAD, BOS, EOS.
+  `</s>`, ...). Missing special tokens are appended to the vocabulary: MASK, PAD, BOS, EOS.
 - Text never becomes a special token: the name of a special token is encoded as text.
 - Truncation, padding, BPE dropout and template specials are disabled.
-- Text that the file cannot encode is refused instead of dropped or mapped to an unknown token.
+- Text that the file cannot encode raises an error; it is not dropped or mapped to an unknown token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPECIALS = ("mask", "pad", "bos", "eos")
 MOST_IDS = 2**22
 """The largest vocabulary size of a tokenizer, 16 times that of published models."""
 
-# Names of special tokens without brackets, in lower case; the first that the file has is used.
+# Names of special tokens without brackets, in lower case. The first name in the file is used.
 _NAMES = {
     "mask": ("mask", "mdm_mask"),
     "pad": ("pad", "padding"),
@@ -106,7 +106,7 @@ class SubwordTokenizer:
         if not self._vocabulary:
             raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
-        # The number of ids is checked before anything is allocated for each id.
+        # The number of ids is checked before memory is allocated for each id.
         if num_tokens > MOST_IDS:
             raise ValueError(
                 f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
@@ -211,7 +211,7 @@ class SubwordTokenizer:
         """Ids of tokens that contain a byte that never occurs in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
-            # The byte-level alphabet represents these bytes by themselves.
+            # In the byte-level alphabet, each of these bytes is the character with the same number.
             never = {chr(byte) for byte in NEVER_IN_UTF8}
             return {number for token, number in learnt.items() if not never.isdisjoint(token)}
         fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
@@ -266,7 +266,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
-    """The token in `names` for each role, without the roles that have none."""
+    """The token in `names` for each role, without the roles that have no token."""
     cores: dict[str, str] = {}
     for name in names:
         if match := _SPECIAL.fullmatch(name):
@@ -327,7 +327,7 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
             f"a BPE of {vocab_size} ids cannot hold the 256 bytes and {len(SPECIALS)} specials; "
             f"use at least bpe:{smallest}"
         )
-    # The library allocates all ids at once, and every merge requires two bytes of text.
+    # The library allocates memory for all ids, and every merge requires two bytes of text.
     largest = min(smallest + len(utf8(text)), MOST_IDS)
     if vocab_size > largest:
         raise ValueError(

@@ -2,9 +2,9 @@
 
 The digest of ``tinyshakespeare`` is always verified, so that results on this corpus are comparable.
 ``python-reference`` is the language reference that ships with CPython (`pydoc_data.topics`), so
-training on it needs no network. Topics copy parts of longer topics, so a fifth of the text occurs
-twice, and a bound on held-out text would partly measure memorisation. A topic is therefore dropped
-if at least half of it occurs in longer topics.
+training on it needs no network. Topics of the reference copy parts of longer topics, so a fifth of
+the text occurs twice, and a bound on held-out text would partly measure memorisation. A topic is
+therefore dropped if at least half of its text occurs in longer topics.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Document:
 
 
 def read_jsonl(name: str, content: str) -> Iterator[Document]:
-    """One document per line of `content`, in order; blank lines are skipped.
+    """Yields one document per line of `content`, in order; blank lines are skipped.
 
     A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt may
-    be empty; a response or text may not.
+    be empty, but a response or a text must not be empty.
     """
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
@@ -104,7 +104,7 @@ _BY_PATH = "pass the path of the file instead: --data.source path/to/input.txt"
 
 
 def read_shakespeare() -> str:
-    """The text, from the file that `$DLM_JAX_TINYSHAKESPEARE` names, the cache, or a download.
+    """The text of Tiny Shakespeare, from `$DLM_JAX_TINYSHAKESPEARE`, the cache, or a download.
 
     A download is stored atomically in the cache directory (`dlm_jax.data.rows.default_cache_dir`);
     a damaged cached copy is downloaded again.
@@ -220,8 +220,8 @@ def join_documents(documents: Sequence[Document]) -> str:
 def split_text(text: str, held_out: float) -> tuple[str, str]:
     """(training text, held-out text); the held-out text is the end of `text`.
 
-    The cut is at the last line start that holds out at least the fraction `held_out`, but at most
-    twice as much; if there is none, the text is cut within a line.
+    The text is cut at the last line start that holds out at least the fraction `held_out`, but at
+    most twice that fraction. If there is no such line start, the text is cut within a line.
     """
     _check_share(held_out)
     if len(text) < 2:

@@ -79,7 +79,7 @@ def from_json(data: Any) -> Tokenizer:
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer with ids that a model of `vocab_size` logits does not have.
+    """Raises an error if a tokenizer has ids for which a model of `vocab_size` logits has no logit.
 
     Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
     index `tokenizer.vocab_size` or above have no token, so sampling must ban them.

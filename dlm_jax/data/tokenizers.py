@@ -2,7 +2,7 @@
 
 A vocabulary has the text ids first, then the special tokens in the order MASK, PAD, BOS, EOS.
 Tokenizers are immutable and can be pickled, and tokenizers with the same fields are equal.
-Checkpoints store them as a JSON dict, which `to_json` makes and `tokenizer_kinds.from_json` reads.
+Checkpoints store tokenizers as JSON, which `to_json` writes and `tokenizer_kinds.from_json` reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 _NUM_SPECIALS = 4
 
-# Bytes that never occur in UTF-8, so a model must not write them.
+# Bytes that never occur in UTF-8, which a model must not write.
 NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
@@ -116,7 +116,7 @@ def utf8(text: str) -> bytes:
 
 
 class _WithSpecials:
-    """The common part of both tokenizers: special tokens follow the `num_text_ids` text ids."""
+    """The base of both tokenizers. Special tokens follow the `num_text_ids` text ids."""
 
     @property
     def num_text_ids(self) -> int:

@@ -1,8 +1,8 @@
 """XLA compiler options for each kind of device, with measured or estimated gains.
 
 Gains on TPUs are estimates from compiled programs (`dlm_jax.distributed.costs`): milliseconds per
-step by roofline / cycles, first without and then with the option, followed by seconds of
-compilation. Rows have 4096 positions in training and 1024 in sampling, where a step computes whole
+step by roofline / cycles, first without and then with the option, followed by the compile time in
+seconds. Rows have 4096 positions in training and 1024 in sampling, in which a step computes whole
 canvases.
 """
 
@@ -33,11 +33,11 @@ class Option:
     gain: str
 
 
-# On-chip memory that one operation may use. More memory allows larger tiles, which take longer to
-# compile.
+# The on-chip memory that one operation may use. More memory allows larger tiles, for which
+# compilation takes longer.
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# Matrix products of at least this size with a sharded matrix are computed in parts.
-# Smaller products gather the matrix first.
+# The size from which matrix products with a sharded matrix are computed in parts. For smaller
+# products, the matrix is gathered first.
 _WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 OPTIONS: Mapping[str, tuple[Option, ...]] = {

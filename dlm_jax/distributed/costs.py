@@ -1,8 +1,8 @@
 """Estimates the run time of a compiled program from its XLA text.
 
-Operations run in order, overlapping with collectives. A loop body counts once per iteration. An
-asynchronous collective costs only the time that remains when its result is needed. Use the
-estimates to compare programs, not to predict actual times.
+In the estimate, operations run in order, overlapping with collectives. A loop body counts once per
+iteration. An asynchronous collective costs only the time from when its result is needed to its end.
+Use the estimates to compare programs, not to predict actual times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. Operands are names; constants and parameters have the text in parentheses."""
+    """One operation of a program. The operands are names; the operand of a constant or parameter is
+    the text in its parentheses.
+    """
 
     name: str
     kind: str
@@ -84,7 +86,7 @@ def shapes_of(text: str) -> list[Shape]:
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above denote memories other than main memory.
+            # The memory spaces S(1) and above are not main memory.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -178,7 +180,7 @@ def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int 
 def _carried_bound(
     condition: list[Operation], loop: Operation, parent: list[Operation]
 ) -> int | None:
-    """The bound of a loop that has the bound as a constant in its loop carry."""
+    """The bound of a loop, if the loop carry contains the bound as a constant."""
     here = {operation.name: operation for operation in parent}
     start = here.get(loop.operands[0])
     if start is None or start.kind != "tuple":
@@ -239,7 +241,7 @@ def products(module: Module, name: str, known: dict[str, float]) -> float:
 
 
 def product(operation: Operation, types: Types) -> float:
-    """FLOP of one ``dot`` or ``convolution``: two per multiplication."""
+    """FLOP of one ``dot`` or ``convolution``, with two FLOP per multiplication."""
     outputs = math.prod(operation.shapes[0].dims)
     left, right = (_dims(types[name]) for name in operation.operands[:2])
     if operation.kind == "dot":
@@ -295,8 +297,8 @@ def _window(window: str | None, key: str) -> list[int]:
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     """Bytes that an operation reads from and writes to main memory.
 
-    If an operand is sliced, only the slices count; if an operand is updated in place, only the
-    updates count.
+    Of an operand that is sliced, only the slices count. Of an operand that is updated in place,
+    only the updates count.
     """
     if operation.kind in _FREE:
         return 0.0
@@ -457,15 +459,16 @@ def _numbers(text: str) -> list[int]:
 
 
 Mode = Literal["roof", "cycles"]
-"""How an operation without products is timed: bytes at full bandwidth, or the compiler's cycles.
+"""How the time of an operation without matrix products is estimated.
 
-``roof`` is optimistic; ``cycles`` is the compiler's pessimistic estimate of vector operations.
+``roof`` divides the bytes by the full bandwidth, which is optimistic. ``cycles`` is the compiler's
+estimate in cycles, which is pessimistic for vector operations.
 """
 
 # The fraction of peak performance that Pallas attention kernels reach.
 _KERNEL_SHARE = 0.55
-# Number of matrix products of a kernel, by its name. The forward pass has two. The backward pass
-# has five in a single kernel, or four and three in two kernels.
+# Number of matrix products of an attention kernel, by its name. The forward pass has two products.
+# The backward pass has five products in a single kernel, or four and three in two kernels.
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 _UNTIMED = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -479,11 +482,11 @@ class Cost:
 
     Attributes:
       seconds: estimated time.
-      exposed: seconds of it spent waiting for collectives.
+      exposed: seconds of this time spent waiting for collectives.
       flops: FLOP of matrix products.
       memory_bytes: main-memory traffic in bytes.
       moved: bytes moved, by kind of collective.
-      unknown_loops: number of loops with an unknown bound; their bodies count once.
+      unknown_loops: number of loops with an unknown bound, whose bodies count once.
     """
 
     seconds: float = 0.0
@@ -607,7 +610,7 @@ class _Timeline:
             return
         size = num_bytes(operation.type)
         if kind.endswith("-start"):
-            # The type includes both inputs and outputs.
+            # The type of a started collective includes inputs and outputs.
             given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
             if base == "collective-permute":
                 size = given

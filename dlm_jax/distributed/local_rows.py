@@ -16,9 +16,9 @@ from dlm_jax.types import Params
 
 
 def split_rows(params: Params) -> NamedSharding | None:
-    """Sharding of rows over the devices that hold `params`, along the axes `data` and `fsdp`.
+    """Sharding of rows over the devices of `params`, along the axes `data` and `fsdp`.
 
-    None for a single device.
+    The result is None for a single device.
     """
     mesh = getattr(_sharding_of(params), "mesh", None)
     if mesh is None or mesh.size == 1:
@@ -51,7 +51,7 @@ def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Shardi
 
 
 class OwnRows:
-    """The rows of a batch that this process feeds and reads; a single process has all rows.
+    """The rows of a batch that this process provides and reads. A single process has all rows.
 
     Args:
       home: placement of the rows.
@@ -85,8 +85,8 @@ class OwnRows:
     def passed(self, tree: Any) -> Any:
         """Host arrays in the form in which a compiled call accepts them.
 
-        On a single device, the arrays are returned unchanged, because the call transfers them 20
-        times as fast.
+        On a single device, the arrays are returned unchanged, because a compiled call transfers
+        host arrays 20 times as fast as a separate transfer.
         """
         return self.place(tree) if isinstance(self._home, NamedSharding) else tree
 
@@ -128,7 +128,7 @@ def _sums(leaf: jax.Array) -> jax.Array:
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place = place * jnp.uint32(size % 2**32) + along
 
-    # Spreads the differences between neighbouring indices over all bits.
+    # The multiplications spread the differences between neighbouring indices over all bits.
     mixed = place * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
     return jnp.stack([

@@ -27,7 +27,7 @@ def free_bytes(device: Any) -> int | None:
 def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: str) -> None:
     """Checks that each device of this process has `num_bytes` free.
 
-    All CPU devices of a host use the same memory.
+    The CPU devices of a host share the memory of the host.
 
     Raises:
       MemoryError: if a device lacks memory; the message gives the sizes and a remedy.

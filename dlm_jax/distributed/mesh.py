@@ -113,7 +113,7 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Axes of a mesh, from the outermost (least communication) to the innermost."""
 
 _ROWS = 3
-# Axes that every mesh has, because other code refers to them.
+# Axes that every mesh has, because other code refers to these axes.
 _ALWAYS = ("data", "fsdp", "tensor")
 
 
@@ -141,7 +141,7 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
 
 
 def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
-    """Advice that lists up to three meshes that fit, most similar first."""
+    """Advice that lists up to three meshes that fit the devices, the most similar first."""
     kept = math.prod(sizes[axis] for axis in ("expert", "context"))
     found = []
     for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
@@ -161,9 +161,9 @@ def _divisors(number: int) -> list[int]:
 def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
     """The default number of devices among which parameters and optimiser state are split.
 
-    This is the smallest number that leaves three quarters of a device's memory free. A larger
-    number gains nothing, because gradients are summed over all devices anyway and replicated
-    parameters need no gather.
+    The default is the smallest number that leaves three quarters of a device's memory free. A
+    larger number has no advantage, because gradients are summed over all devices in any case and
+    replicated parameters need no gather.
     """
     if device_bytes <= 0:
         return 1
@@ -175,7 +175,7 @@ def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
     """The devices arranged in the shape of a mesh.
 
     Slices of a pod, which are joined by a slow network, are the outermost part of ``data``. Within
-    a TPU slice, neighbours in the mesh are neighbours on the torus if each process then feeds
+    a TPU slice, neighbours in the mesh are neighbours on the torus if each process then provides
     consecutive rows. Otherwise, the devices of each process are neighbours.
     """
     slices: dict[int, list[Any]] = defaultdict(list)
@@ -200,7 +200,7 @@ def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndar
 
 
 def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
-    """Whether every process has consecutive rows."""
+    """Whether the rows of every process are consecutive in a mesh."""
     num_split = sum(name in AXES[:_ROWS] for name in names)
     rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
     held: dict[int, set[int]] = defaultdict(set)
@@ -217,7 +217,7 @@ def _is_run(places: Iterable[int]) -> bool:
 
 _NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")
 
-# Values for which libtpu would otherwise query the machine.
+# Environment variables without which libtpu would query the machine.
 _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",

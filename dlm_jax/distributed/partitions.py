@@ -47,7 +47,7 @@ PLACES: dict[str, P] = {
 
 
 def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """`spec` without axes that the mesh lacks or that do not divide the dimension."""
+    """`spec` without mesh axes that are missing or whose size does not divide the dimension."""
 
     def fit(axes: Any, size: int) -> Any:
         names = (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -70,9 +70,9 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
 
 
 def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
-    """Runs ``compute(*rows)`` on pytrees of rows; each device computes its own rows.
+    """Runs ``compute(*rows)`` on pytrees of rows, so that each device computes its own rows.
 
-    The first axis of every leaf counts rows or parts of rows.
+    The first axis of every leaf indexes rows or parts of rows.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -85,15 +85,15 @@ def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
 def on_own_share(
     compute: Callable[..., jax.Array], params: Params, arrays: tuple[jax.Array, ...], *, kind: str
 ) -> jax.Array:
-    """Runs ``compute(params, *arrays)``; each device computes its own shard of the arrays.
+    """Runs ``compute(params, *arrays)``, so that each device computes its own shard of the arrays.
 
     The parameters that `compute` reads are gathered once, outside any loop in `compute`, and their
     gradient is summed over the devices once, in the parameters' dtype.
 
     Args:
-      compute: a function that is independent along the axes that `kind` splits; its result is split
-          like the arrays.
-      params: all parameters; those that `compute` does not read are not moved.
+      compute: a function that is independent along the axes that `kind` splits. The result of the
+          function is split like the arrays.
+      params: all parameters, of which only those that `compute` reads are moved.
       arrays: arrays with the same leading dimensions, which are split as in `PLACES[kind]`.
       kind: a key of `PLACES`, for both the arrays and the result.
     """
@@ -118,9 +118,9 @@ def on_own_share(
 
 
 def _with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    """`spec` with all mesh axes of size one added; gradients would otherwise be summed over them.
+    """`spec` with all mesh axes of size one added.
 
-    Such sums move no data, but they prevent fusion.
+    Gradients would otherwise be summed over these axes. Such sums move no data but prevent fusion.
     """
     first = spec[0] if spec else None
     named = (first,) if isinstance(first, str) else tuple(first or ())
@@ -152,7 +152,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
     (r"self_conditioning/mlp/(up|gate)/kernel$", P("fsdp", "tensor")),
     (r"self_conditioning/mlp/down/kernel$", P("tensor", "fsdp")),
-    # Small, and therefore replicated.
+    # These parameters are small and therefore replicated.
     (r"blocks/.*/router(/kernel|_bias)$", P()),
     (r"blocks/.*_scale$", P()),
     (r"(^|/)adapters/", P()),
@@ -160,11 +160,11 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(critic|scorer)_head/out/kernel$", P()),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
-    # Other heads are small and therefore replicated.
+    # The parameters of other heads are small and therefore replicated.
     (r"(^|/)\w+_head/", P()),
 )
-"""(path pattern, partition) pairs; the first match applies. The path of an optimiser moment ends
-like its parameter's path."""
+"""(path pattern, partition) pairs, of which the first match applies. The path of an optimiser
+moment ends like the path of its parameter."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -191,9 +191,9 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
 
 
 def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-    """(index, count): this process feeds part `index` of `count` equal parts of the batch.
+    """(index, count): this process provides part `index` of `count` equal parts of the batch.
 
-    Processes that split only parameters or matrices feed the same part.
+    Processes that split only parameters or matrices provide the same part.
     """
     spans = sharding.addressable_devices_indices_map((batch_size,)).values()
     starts = {(span or (slice(None),))[0].indices(batch_size)[:2] for span in spans}

@@ -3,10 +3,10 @@
 Every process sends a heartbeat, so that no host waits for a lost host.
 
 Collectives block forever if a host is lost. Every process therefore writes an increasing number to
-JAX's coordination service. Process 0 reads the numbers of all processes; the others read only the
-number and the decision of process 0. A process that detects a lost or failed process prints one
-line and exits with `EXIT_LOST`, so that the scheduler restarts the job. If process 0 is lost, so is
-the coordination service, and jaxlib ends the other processes.
+JAX's coordination service. Process 0 reads the numbers of all processes. The other processes read
+only the number and the decision of process 0. A process that detects a lost or failed process
+prints one line and exits with `EXIT_LOST`, so that the scheduler restarts the job. If process 0 is
+lost, the coordination service is lost too, and jaxlib ends the other processes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from jax.experimental import multihost_utils
 def on_first_process(decide: Callable[[], Any]) -> Any:
     """Runs ``decide`` on process 0 and returns its result, or raises its error, on every process.
 
-    Every process must call this function at the same point; the call returns after process 0 has
-    decided. The result must be a JSON value. An error in process 0 is raised as `ValueError` in the
-    other processes.
+    Every process must call this function at the same point. The call returns after process 0 has
+    run ``decide``. The result must be a JSON value. An error in process 0 is raised as `ValueError`
+    in the other processes.
     """
     if jax.process_count() == 1:
         return decide()
@@ -166,7 +166,7 @@ class Watch:
             time.sleep(_INTERVAL)
 
     def _found(self) -> str:
-        """In process 0, a message about a lost process; empty if no process is lost."""
+        """The message of process 0 about a lost process; empty if no process is lost."""
         signs = dict(self._client.key_value_dir_get(_ALIVE))
         for process in range(1, self._count):
             reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
@@ -175,7 +175,7 @@ class Watch:
         return ""
 
     def _heard(self) -> str:
-        """In other processes, the decision of process 0, or a message that process 0 is lost."""
+        """The decision of process 0, or a message that process 0 is lost."""
         with contextlib.suppress(Exception):
             return self._client.key_value_try_get(_VERDICT)
         sign = ""
@@ -213,7 +213,7 @@ class Watch:
 
 @contextlib.contextmanager
 def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """A context in which no process waits for a lost process; no effect with a single process.
+    """A context in which no process waits for a lost process. A single process is not affected.
 
     An exception that leaves the context ends the process without JAX's shutdown barrier, which
     would wait for the other processes. If a lost process caused the exception, the exit code is

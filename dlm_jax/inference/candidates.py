@@ -115,7 +115,7 @@ def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
 
 
 HostSampler = Callable[[Candidates], int]
-"""Returns one of ``candidates.ids``; it may also be `Accepting`, `Resetting`, or both."""
+"""A function that returns one of ``candidates.ids``, and may also be `Accepting` or `Resetting`."""
 
 
 @runtime_checkable
@@ -158,7 +158,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """The result of the user function `fn`. Its exception becomes the cause of a ValueError."""
+    """The result of the user function `fn`, whose exceptions become the cause of a ValueError."""
     try:
         return fn()
     except (Exception, SystemExit) as error:  # any exception of a user function
@@ -169,6 +169,8 @@ def called(fn: Callable[[], Any], failure: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A user value in an error message: only the type unless it is a number or a string."""
+    """The text of a user value for an error message: numbers and strings are shown, and other
+    values are replaced by their type.
+    """
     is_plain = value is None or isinstance(value, str | int | float | np.integer)
     return repr(value)[:60] if is_plain else f"a {type(value).__name__}"

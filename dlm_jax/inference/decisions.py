@@ -3,7 +3,7 @@
 The canvas of a label has one hole per token, so labels of different lengths have different
 canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas that
 contains the tokens decoded before it. Labels share the canvases of their common prefixes, and all
-labels of one token share one forward pass.
+one-token labels share one forward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SLOT = re.compile(r"<slot:(\w+)>")
 """The marker of a named slot in a prompt."""
 
 ORDERS = ("left_to_right", "mean")
-"""Orders in which the tokens of a label are decoded: left to right, or the mean over all orders."""
+"""Decoding orders of the tokens of a label. ``mean`` averages the probability over all orders."""
 
 MOST_ORDERED = 8
 """Maximum number of tokens in a combination of labels with ``order="mean"``, which takes
@@ -57,7 +57,7 @@ Choices = Labels | Mapping[str, Labels]
 class Row(NamedTuple):
     """A row of tokens, int32 ``[n]``, and the positions that are decoded, in order.
 
-    MASK at any other position remains a hole.
+    A MASK token at any other position remains a hole.
     """
 
     ids: np.ndarray
@@ -69,19 +69,19 @@ class Scale(NamedTuple):
 
     Attributes:
       temperature: above 0.
-      length_penalty: the penalty; 0 treats labels of all lengths alike, and 1 with a temperature of
-        1 takes the mean per token.
+      length_penalty: the exponent of n. With 0, the divisor does not depend on n. With 1 and a
+        temperature of 1, the quotient is the mean log-probability per token.
     """
 
     temperature: float = 1.0
     length_penalty: float = 0.0
 
     def scores(self, logprobs_C: np.ndarray, num_tokens_C: Any) -> np.ndarray:
-        """The log-probabilities ``[C]`` of labels after the division."""
+        """The log-probabilities ``[C]`` of labels, divided by this scale."""
         return logprobs_C / (self.temperature * np.power(num_tokens_C, self.length_penalty))
 
     def shares(self, logprobs_C: np.ndarray, num_tokens_C: Any) -> np.ndarray:
-        """The probabilities ``[C]`` of labels with these log-probabilities."""
+        """The probabilities ``[C]`` of labels: the softmax of `scores`."""
         return _softmax(self.scores(logprobs_C, num_tokens_C))
 
 
@@ -116,7 +116,9 @@ class Decision:
 
     @property
     def best(self) -> dict[str, str]:
-        """The label of each slot in the most likely combination; the first one in a tie."""
+        """The label of each slot in the most likely combination; in a tie, in the first of these
+        combinations.
+        """
         return dict(
             zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
         )
@@ -186,10 +188,10 @@ def decide(
     batch_size: int = 32,
     seed: int = 0,
 ) -> list[Decision]:
-    """The decision of each prompt.
+    """Computes the probabilities of the labels for each prompt.
 
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
-    holes at the others)``, from the LM head at temperature 1 without bans. Probabilities are the
+    holes elsewhere)``, from the LM head at temperature 1 without bans. Probabilities are the
     softmax of ``log p / (temperature n ** length_penalty)`` over the choices, where n is the number
     of tokens in a label. All label lengths have the same prior, as in infilling with a given
     length. Each label is tokenised separately.
@@ -200,8 +202,8 @@ def decide(
     the scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte
     Carlo theory, methods and examples, 9.2).
 
-    The result of a prompt does not depend on the other prompts. It is bitwise the same in programs
-    with the same number of rows, and otherwise the same up to floating-point tolerance.
+    The result of a prompt does not depend on the other prompts. Results are bitwise equal in
+    programs with the same number of rows, and otherwise equal up to floating-point tolerance.
 
     Args:
       model: from `dlm_jax.load`, or custom.
@@ -216,7 +218,7 @@ def decide(
       calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a `Scale` or a temperature
         by task.
       num_draws: number of combinations drawn per prompt, if they are not enumerated.
-      batch_size: maximum number of rows that run at once. The number of rows of a program is a
+      batch_size: maximum number of rows per forward pass. The number of rows of a program is a
         power of two.
       seed: random seed of the draws.
 
@@ -245,11 +247,11 @@ def decide(
 
 
 class Question(NamedTuple):
-    """A prompt with its slots, as ids.
+    """A tokenised prompt with slots, and the tokenised labels of the slots.
 
     Attributes:
       choices: labels by slot name, in the order of the prompt.
-      labels: ids of each label of each slot.
+      labels: ids of each label, for each slot.
       parts: given ids before, between and after the slots.
     """
 
@@ -267,7 +269,9 @@ class Question(NamedTuple):
         return sum(max(map(len, own)) for own in self.labels)
 
     def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
-        """The row with these tokens in the slots. Its `places` cover one slot, or all if None."""
+        """The row with these tokens in the slots. `Row.places` are the positions of the tokens of
+        one slot, or of all slots if `slot` is None.
+        """
         pieces, places, at = [self.parts[0]], [], len(self.parts[0])
         for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
             if slot in (None, number):
@@ -278,7 +282,7 @@ class Question(NamedTuple):
 
 
 def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
-    """The validated question of a prompt with its choices.
+    """Tokenises and validates a prompt and its choices.
 
     Args:
       model: model with the tokenizer and canvas.
@@ -359,13 +363,13 @@ def _drawn(
     asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
     scale: Scale, num_draws: int, mask_id: int,
 ) -> Decision:  # fmt: skip
-    """A decision from combinations that are drawn: first the lengths of their labels, then the
-    labels slot by slot.
+    """A decision from randomly drawn combinations. The lengths of all labels are drawn first, and
+    then the labels, slot by slot.
     """
     chosen = np.zeros((num_draws, len(asked.labels)), int)
     weight, told = np.zeros(num_draws), np.zeros(num_draws)
     sizes = [np.array(list(map(len, own))) for own in asked.labels]
-    # A length is drawn in proportion to its number of labels, which the weights correct for.
+    # Lengths are drawn in proportion to their number of labels, and the weights correct for this.
     length = np.stack([rng.choice(size, num_draws) for size in sizes], axis=1)
     for slot, size in enumerate(sizes):
         weight -= np.log((size[None] == length[:, slot, None]).mean(axis=1))
@@ -425,7 +429,7 @@ def logprobs(
       model: the model.
       rows: the rows.
       order: one of `ORDERS`.
-      batch_size: maximum number of rows that run at once.
+      batch_size: maximum number of rows per forward pass.
       num_rows: number of rows of every program; None uses the smallest sufficient power of two, up
         to `batch_size`.
       goes_on: as in `answers`.
@@ -442,7 +446,7 @@ def logprobs(
 
 
 def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
-    """Indices of the log-probabilities that a row reads, one per place."""
+    """Indices of the log-probabilities of a row's tokens, one per place."""
     places = np.asarray(row.places)
     found = []
     for count, place in enumerate(places):
@@ -470,7 +474,9 @@ def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
 
 
 def _mean_over_orders(values_SN: np.ndarray) -> float:
-    """Log of the mean over the orders, from the values of `_in_all_orders`."""
+    """Log of the mean probability over all orders, from the log-probabilities at the indices of
+    `_in_all_orders`.
+    """
     num = values_SN.shape[1]
     reached = np.full(2**num, -np.inf)
     reached[0] = 0.0
@@ -505,7 +511,7 @@ class _Canvases:
     def run(
         self, model: Model, batch_size: int, num_rows: int | None, goes_on: Callable[[], bool]
     ) -> np.ndarray:
-        """All log-probabilities by index, float64 ``[N]``."""
+        """Runs the canvases and returns all log-probabilities by index, float64 ``[N]``."""
         num_places = _power_of_two(max(map(len, self._wanted)))
         num_ids = _power_of_two(max(len(ids) for own in self._wanted for ids in own.values()), 4)
         found = np.zeros((len(self._tokens), num_places, num_ids))
@@ -523,7 +529,9 @@ class _Canvases:
     def _batches(
         self, batch_size: int, num_rows: int | None
     ) -> Iterator[tuple[list[int], int, int]]:
-        """Canvases that run together, their padded size, and the number of rows of the program."""
+        """Yields the canvases of each batch, their padded length, and the number of rows of the
+        program.
+        """
         sizes: dict[int, list[int]] = {}
         for number, tokens in enumerate(self._tokens):
             sizes.setdefault(canvas_size(tokens.size, is_shared=True), []).append(number)
@@ -576,8 +584,8 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
     networks, 4.2).
 
     Args:
-      logprobs: `Decision.logprobs` of each line.
-      right: index of the correct label of each line.
+      logprobs: `Decision.logprobs` of each example.
+      right: index of the correct label of each example.
     """
 
     def cost(log_temperature: float) -> float:
@@ -592,15 +600,15 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
 def calibrate_lengths(
     logprobs: Sequence[np.ndarray], num_tokens: Sequence[np.ndarray], right: Sequence[int]
 ) -> Scale:
-    """The scale with the least negative log-likelihood of the right labels.
+    """The scale with the lowest negative log-likelihood of the correct labels.
 
-    The penalty is in [0, 2] (Wu et al. 2016, Google's neural machine translation system, section 7,
-    for scores of a beam), and 0 if all labels have the same number of tokens.
+    The length penalty is in [0, 2], as in beam search (Wu et al. 2016, Google's neural machine
+    translation system, section 7), and 0 if all labels have the same number of tokens.
 
     Args:
-      logprobs: `Decision.logprobs` of each line.
-      num_tokens: `Decision.num_tokens` of each line.
-      right: index of the right label of each line.
+      logprobs: `Decision.logprobs` of each example.
+      num_tokens: `Decision.num_tokens` of each example.
+      right: index of the correct label of each example.
     """
     heat = calibrate(logprobs, right)
     if len(np.unique(np.concatenate(num_tokens))) == 1:
@@ -618,7 +626,7 @@ def calibrate_lengths(
 
 
 def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The mean negative log-probability of the correct labels, in nats per line."""
+    """The mean negative log-probability of the correct labels, in nats per example."""
     chosen = np.array([own[k] for own, k in zip(probabilities, right, strict=True)])
     return float(-np.log(np.maximum(chosen, np.finfo(np.float64).tiny)).mean())
 
@@ -628,9 +636,9 @@ def expected_calibration_error(
 ) -> float:
     """Mean difference between the confidence in the most likely label and its accuracy, in [0, 1].
 
-    Lines are sorted by confidence into bins of equal width, ``((b - 1) / n, b / n]``. The result is
-    the mean absolute difference over all bins, weighted by the number of lines in each bin (Guo et
-    al. 2017, equation 3).
+    Examples are sorted by confidence into n bins of equal width, ``((b - 1) / n, b / n]``. The
+    result is the mean absolute difference over all bins, weighted by the number of examples in each
+    bin (Guo et al. 2017, equation 3).
     """
     sure = np.array([own.max() for own in probabilities])
     hit = np.array([own.argmax() == k for own, k in zip(probabilities, right, strict=True)])
@@ -642,14 +650,14 @@ def expected_calibration_error(
 def write_calibration(
     path: str | os.PathLike[str], model: Model, task: str, **facts: str | float
 ) -> None:
-    """Adds or replaces a task in a file of scales.
+    """Writes the scale of a task to a calibration file, which may contain other tasks.
 
     Args:
       path: JSON file, created if it does not exist.
       model: model that the scales apply to.
       task: name of the task.
-      facts: ``temperature``, ``length_penalty`` (0 without it), ``order`` and further facts of the
-        task.
+      facts: values to write: ``temperature``, ``length_penalty`` (0 if missing), ``order``, and
+        others, which are not read.
     """
     tasks = _calibrated(path, model) if Path(path).exists() else {}
     told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
@@ -710,7 +718,7 @@ def _scale(
 
 
 def scale_of(task: str, calibration: Mapping[str, Any]) -> Scale:
-    """The scale of a task. A number is a temperature."""
+    """The scale of a task. A number in `calibration` is a temperature."""
     if task not in calibration:
         known = ", ".join(sorted(calibration)) or "none"
         raise SettingError("task", task, "has no temperature for this order", f"known: {known}")

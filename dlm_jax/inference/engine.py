@@ -1,8 +1,8 @@
-"""The sampling engine. It accepts requests at any time and returns rows as they end.
+"""The sampling engine, which accepts requests at any time and returns rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
-runs the rows. The engine combines both across threads and processes. Each call of `Engine.step`
-serves one queue with one call of its compiled loop.
+runs the rows. The engine uses both and coordinates threads and processes. Each call of
+`Engine.step` serves one queue with one call of its compiled loop.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Engine:
     """Accepts requests at any time, runs them in batches, and returns each row when it ends.
 
     The tokens of a row depend only on its request, not on the time of submission, other requests,
-    cancellations or slots. They are bitwise equal in programs of the same size, and otherwise equal
-    up to floating-point tolerance. `step` returns every ticket exactly once.
+    cancellations or slots. Tokens are bitwise equal in programs of the same size, and otherwise
+    equal up to floating-point tolerance. `step` returns every ticket exactly once.
 
     `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
     of the model belong to several processes, each process has an engine and an equal part of the
@@ -56,8 +56,8 @@ class Engine:
 
     Args:
       model: from `load`, or a custom one.
-      batch_size: maximum number of rows that run at once in one program, rounded up to a multiple
-        of the number of devices that the rows are sharded over.
+      batch_size: maximum number of rows per program, rounded up to a multiple of the number of
+        devices that the rows are sharded over.
       sizes: allowed slot counts of programs. Each size is compiled on first use. With
         ``(batch_size,)`` every row is bitwise reproducible. Default: `batch_size` divided by
         powers of 8.
@@ -65,11 +65,11 @@ class Engine:
         Default: powers of two from 64.
       max_waiting: maximum number of waiting requests; None for no limit.
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
-        If all are busy, one is drained so that a different kind of request can run.
+        If all programs are busy, one is drained so that requests of another program can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
-        ``cache="exact"`` and the same beginning reuse them. A row is bitwise the same whether or
-        not its prefix was cached. The model must be causal or block-causal and on one device. 0
+        ``cache="exact"`` and the same beginning reuse them. A row is bitwise equal whether or not
+        its prefix was cached. The model must be causal or block-causal and on one device. 0
         disables the cache.
     """
 
@@ -209,7 +209,7 @@ class Engine:
             return runs and queue.size is None and not loop.has_run
 
     def _next_size(self, queue: Queue) -> int:
-        """The slots of the program that one more request of the queue runs in."""
+        """The number of slots of the program that would run one more request of the queue."""
         wanted = len(queue.running) + queue.num_waiting + 1
         return next((size for size in queue.sizes if size >= wanted), queue.sizes[-1])
 
@@ -227,7 +227,7 @@ class Engine:
           request: from `make_requests`.
           priority: requests of higher priority are served first within a queue.
           is_watched: whether `step` returns the row while it runs.
-          number: ticket number, which identifies the row in host samplers and errors. It must
+          number: ticket number, which identifies the row in host samplers and errors, and must
             exceed all earlier ticket numbers. Default: the next number.
 
         Raises:
@@ -279,12 +279,12 @@ class Engine:
     def step(self, num_steps: int | None = None) -> Step:
         """Serves the next queue that has a program, and returns the rows that have ended.
 
-        It returns immediately if there is no work.
+        The call returns immediately if there is no work.
 
         Args:
           num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
-            rows have ended while other requests wait. With 0 it only fills free slots. Default: 8,
-            or 1 if a row is watched.
+            rows have ended while other requests wait. With 0 the call only fills free slots.
+            Default: 8, or 1 if a row is watched.
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
@@ -414,7 +414,7 @@ class Engine:
             try:
                 row = queue.slots.rows([entry.slot])[entry.slot]
                 row = dataclasses.replace(row, status=Status.CANCELLED)
-            except Exception as error:  # the rows in its slots are lost; the other rows report it
+            except Exception as error:  # all rows in the slots of the queue are lost
                 row = self._unstarted(entry, Status.FAILED, error)
             queue.evict(entry)
         with self._lock:
@@ -560,8 +560,9 @@ class AsyncEngine:
     requests.
 
     Args:
-      engine: the engine. Only this object may step it, and leaving the context closes it.
-      steps_per_call: number of steps between checks for new requests. It bounds how long a new
+      engine: the engine. Only this object may call `Engine.step`, and leaving the context closes
+        the engine.
+      steps_per_call: number of steps between checks for new requests, which bounds how long a new
         request waits if a slot is free.
     """
 

@@ -72,11 +72,11 @@ def generate(
         with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK is a
         gap if ``infill`` is true. ``draft`` is a text to refine that follows the prompt. See
         `dlm_jax.inference.request.make_canvas`.
-      num_samples: number of rows per prompt. They are adjacent in the result.
+      num_samples: number of rows per prompt. Rows of a prompt are adjacent in the result.
       seed: random seed of the first row.
       max_length: maximum number of tokens per row, including the prompt. Default:
         ``model.max_length``.
-      batch_size: number of rows that run at once.
+      batch_size: number of rows that run together.
       host_sampler: Python function that selects the tokens of all rows from
         `dlm_jax.inference.candidates.Candidates`, which remain after the chain of the row.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
@@ -113,7 +113,7 @@ def _made(
     max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
-    """The texts of all requests. Each process generates a part of them and receives all texts."""
+    """The texts of all requests. Each process generates a part of the texts and receives all."""
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:
@@ -270,8 +270,8 @@ def canvases(
 ) -> Iterator[dict[int, Row]]:
     """Yields rows by request index, before the first step and after every `every` steps.
 
-    With ``"block"`` it yields a row after each finished block. The last value yielded for a row is
-    its final result, truncated after the first EOS. Programs take turns.
+    With ``"block"`` a row is yielded after each finished block. The last value yielded for a row is
+    its final result, truncated after the first EOS. Programs run alternately.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":

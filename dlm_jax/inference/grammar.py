@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 DEPTH = 3
-"""Maximum nesting of a rule inside itself."""
+"""Maximum depth to which a recursive rule is expanded."""
 
 _RULE = re.compile(r"([A-Za-z][\w-]*)[ \t]*::=")
 _BEGIN = re.compile(rf"(?:\s|#[^\n]*\n)*{_RULE.pattern}")
@@ -27,7 +27,8 @@ class _Part(NamedTuple):
     """A part of a rule.
 
     Attributes:
-      kind: ``any`` of the parts, ``all`` of them in order, ``text``, ``name`` or ``times``.
+      kind: ``any`` (one of the parts), ``all`` (all parts in order), ``text``, ``name`` or
+        ``times``.
       text: a regular expression, the name of a rule, or the number of repetitions of the part.
       parts: nested parts.
       line: line number in the grammar.
@@ -50,7 +51,7 @@ def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15
     Args:
       grammar: rules ``name ::= ...``, which may contain ``"text"``, ``[sets]``, ``.``, names of
         rules, groups, ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
-      depth: maximum nesting of a rule inside itself.
+      depth: maximum depth to which a recursive rule is expanded.
       longest: maximum length of the expression in characters.
 
     Raises:
@@ -70,7 +71,7 @@ def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15
 
 
 class _Parser:
-    """Reads rules."""
+    """Parses the rules of a grammar."""
 
     def __init__(self, grammar: str):
         self._tokens: list[tuple[str, str, int]] = []
@@ -173,7 +174,9 @@ def _regex(kind: str, text: str) -> str:
 
 
 class _Written:
-    """Expands rules to expressions. A rule that matches no text within the depth becomes None."""
+    """Expands rules to regular expressions. The expression of a rule that matches no text within
+    the depth is None.
+    """
 
     def __init__(self, rules: dict[str, _Part], depth: int, longest: int):
         self._rules, self._depth, self._longest = rules, depth, longest

@@ -141,10 +141,10 @@ class _Survivors(NamedTuple):
 class HostLoop:
     """Runs a program step by step, with host samplers and read-back for some rows.
 
-    Samplers are arguments of `step` and can change between steps. Two programs are compiled, one
-    before and one after the proposal, plus two small programs for the rows that the host reads.
-    Other rows cost the same as in `Advance`. ``compiled`` lists the compiled shapes, and
-    ``program`` is the shared static part.
+    Samplers are arguments of `step` and can change between steps. Two programs are compiled for the
+    parts of a step before and after the proposal, plus two small programs for the rows that the
+    host reads. Rows that the host does not read cost the same as in `Advance`. ``compiled`` lists
+    the compiled shapes, and ``program`` is the static part of all programs.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -164,7 +164,7 @@ class HostLoop:
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
     def _look_once(self, params: Params, state: State) -> tuple[State, StepInputs]:
-        # Runs only when a new program is traced.
+        # This code runs only while JAX traces a new program.
         rows, positions = state.canvas.tokens_BL.shape
         self.compiled.append(f"rows={rows} canvas={positions} host")
         if state.edits is not None:
@@ -174,7 +174,7 @@ class HostLoop:
         return state, look(self.program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Bytes of temporary memory in the first half of a step, without its arguments. This
+        """Bytes of temporary memory in the first half of a step, without its arguments. The call
         compiles the first half.
         """
         plan: Any = self._look.lower(params, state).compile().memory_analysis()
@@ -198,8 +198,8 @@ class HostLoop:
           state: on one device, or replicated.
           samplers: host samplers by row. If a sampler has `reset`, it is called before the first
             step of its row; if it has `accept`, it is called after a step for each committed token.
-          read_back: rows to read back. Their commits are returned row by row and from left to
-            right. The positions are those before the edits of the step.
+          read_back: rows whose commits are returned, row by row and from left to right. The
+            positions are those before the edits of the step.
           max_candidates: maximum number of candidates per position that are copied to the host.
           names: number of each row for host samplers and errors; None uses the slot index.
           failed: receives the exceptions of failed samplers by row. A row with a failed sampler
@@ -420,8 +420,8 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
       pattern: regular expression of the module `regex`, which accepts the syntax of `re`.
       decode: maps ids to text, like `Tokenizer.decode`.
 
-    For some patterns, such as ``(a|a)*[bc]``, the matching time doubles with every character. It is
-    limited to `PATIENCE` seconds per position.
+    For some patterns, such as ``(a|a)*[bc]``, the matching time doubles with every character. The
+    matching time is limited to `PATIENCE` seconds per position.
     """
     try:
         compiled = regex.compile(pattern)

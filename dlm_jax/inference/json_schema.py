@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 DEPTH = 3
-"""Maximum nesting of a reference inside itself."""
+"""Maximum depth to which a recursive reference is expanded."""
 
 _ANY_DEPTH = 2
 _MOST_PARTS = 1 << 14
@@ -71,7 +71,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
 
     Args:
       schema: the schema.
-      depth: maximum nesting of a reference inside itself.
+      depth: maximum depth to which a recursive reference is expanded.
 
     Raises:
       ValueError: the schema has an unsupported keyword or value, or matches nothing.
@@ -103,7 +103,9 @@ def _refused(where: str, why: str) -> ValueError:
 
 
 class _Schema:
-    """The patterns of a schema's parts; None for a part that matches nothing within the depth."""
+    """Converts the parts of a schema to patterns. The pattern of a part that matches no text within
+    the depth is None.
+    """
 
     def __init__(self, root: Any, depth: int):
         self._root, self._depth = root, depth
@@ -159,7 +161,7 @@ class _Schema:
         return _either([self._typed(kind, schema, where) for kind in kinds])
 
     def _guessed(self, schema: Mapping[str, Any]) -> list[str]:
-        """The types of a schema without a type: those that its keywords imply, or else all."""
+        """The types of a schema without ``type``: those that its keywords imply, or else all."""
         found = [
             kind
             for kind, names in _OF_TYPE.items()
@@ -311,7 +313,7 @@ _MOST_LINKS = 32
 
 
 def _any_value(depth: int) -> str:
-    """Any value of this nesting depth."""
+    """A pattern for JSON values that are nested up to a limited depth."""
     plain = [_STRING, _NUMBER, "(true|false)", "null"]
     return (
         _either([*plain, _listing(_inner(depth), 0, None), _members(_inner(depth), 0, None)]) or ""
@@ -326,7 +328,7 @@ def _inner(depth: int) -> str:
 
 
 def _listing(item: str | None, low: int, high: int | None) -> str:
-    """An array with this number of items."""
+    """A pattern for arrays with `low` to `high` items."""
     if item is None or high == 0:
         return r"\[[ ]?\]" if low == 0 else "[^\\s\\S]"
     rest = f"(,[ ]?{_grouped(item)}){_times(max(low - 1, 0), None if high is None else high - 1)}"
@@ -334,7 +336,7 @@ def _listing(item: str | None, low: int, high: int | None) -> str:
 
 
 def _members(value: str | None, low: int, high: int | None) -> str:
-    """An object with this number of members, whose names are arbitrary."""
+    """A pattern for objects with `low` to `high` members, whose names are arbitrary."""
     if value is None or high == 0:
         return r"\{[ ]?\}"
     pair = f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
@@ -343,7 +345,7 @@ def _members(value: str | None, low: int, high: int | None) -> str:
 
 
 def _sequence(pairs: Sequence[tuple[str, bool]]) -> str:
-    """An object with these pairs in this order. Optional pairs may be missing."""
+    """A pattern for objects with the given pairs in this order. Optional pairs may be missing."""
     rests = [""]
     for pair, is_needed in reversed(pairs):
         rests.append(f"([ ]?,{pair}){'' if is_needed else '?'}{rests[-1]}")
@@ -441,7 +443,7 @@ def _is_of(value: Any, kinds: Sequence[Any]) -> bool:
 
 
 def _literal(value: Any) -> str:
-    """One value, with the spaces that are allowed around commas and colons."""
+    """A pattern for one JSON value, which allows spaces around commas and colons."""
     if isinstance(value, Mapping):
         pairs = [f"[ ]?{_literal(name)}[ ]?:[ ]?{_literal(one)}" for name, one in value.items()]
         return rf"\{{{'[ ]?,'.join(pairs)}[ ]?\}}"
@@ -451,7 +453,7 @@ def _literal(value: Any) -> str:
 
 
 def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | None:
-    """Numbers within bounds; bounded numbers have no exponent."""
+    """A pattern for numbers within the bounds of a schema. Bounded numbers have no exponent."""
     bounds: dict[str, Decimal] = {}
     for name in _OF_TYPE["number"]:
         value = schema.get(name)
@@ -483,8 +485,8 @@ def _negated(bound: _Bound) -> _Bound:
 
 
 def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
-    """Digits of the non-negative numbers between two bounds. Each bound includes a flag that states
-    whether the bound itself is excluded.
+    """A pattern for the non-negative numbers between two bounds. Each bound is a number with a flag
+    that states whether this number is excluded.
     """
     if low is None or low[0] < 0:
         low = Decimal(0), False
@@ -507,7 +509,7 @@ def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
     last, rest = _split(high[0])
     top = _fraction(rest, high[1], is_up=False)
     if first == last:
-        # Short fractions between the two bounds, by the first digit in which the bounds differ.
+        # Both bounds have the same integer part, so only their fractions are compared.
         return _with(first, _within(after, low[1], rest, high[1]))
     middle = f"({_between(first + 1, last - 1)}){many}" if last - first > 1 else None
     return _either([_with(first, bottom), middle, _with(last, top)])
@@ -523,8 +525,8 @@ def _with(whole: int, fraction: str | None) -> str | None:
 
 
 def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """Fractions of at least or at most these digits, including the decimal point. "At most" also
-    allows no fraction.
+    """A pattern for a decimal point and fractional digits that are at least (`is_up`) or at most
+    `digits`. The fraction may be missing if 0 satisfies the bound.
     """
     if is_up:
         found = _up(digits, is_excluded)
@@ -538,7 +540,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """A pattern of the fractional digits that are at least `digits`; greater if `is_excluded`."""
+    """A pattern for fractional digits of at least `digits`, or above them if `is_excluded`."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -547,7 +549,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """A pattern of the fractional digits that are at most `digits`; less if `is_excluded`."""
+    """A pattern for fractional digits of at most `digits`, or below them if `is_excluded`."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]
@@ -559,7 +561,7 @@ def _down(digits: str, is_excluded: bool) -> str | None:
 
 
 def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
-    """Fractions between two bounds, including the decimal point."""
+    """A pattern for a decimal point and fractional digits between two bounds."""
     size = max(len(low), len(high))
     shared = 0
     low, high = low.ljust(size, "0"), high.ljust(size, "0")
@@ -581,7 +583,7 @@ def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
 
 
 def _between(low: int, high: int | None) -> str:
-    """Integers from `low` (at least 0) to `high`, without leading zeros."""
+    """A pattern for integers from `low` (at least 0) to `high`, without leading zeros."""
     if high is None:
         if low <= 1:
             return "[1-9][0-9]*" if low else "(0|[1-9][0-9]*)"
@@ -597,7 +599,7 @@ def _between(low: int, high: int | None) -> str:
 
 
 def _same_size(low: str, high: str) -> str:
-    """Digit strings from `low` to `high`, which have the same length."""
+    """A pattern for digit strings from `low` to `high`, which have the same length."""
     if low == high:
         return low
     size = len(low)
@@ -640,7 +642,7 @@ def _in_string(pattern: Any, where: str) -> str:
 
 
 def without_anchors(items: Any, *, is_first: bool, is_last: bool) -> list[tuple[Any, Any]]:
-    """Parsed items of a pattern without the anchors at its ends."""
+    """Removes the anchors at the start and the end of a parsed pattern and returns its items."""
     items = list(items)
     while is_first and items and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
         items.pop(0)
@@ -663,7 +665,7 @@ _PRIVATE = 0x10F000
 
 
 class _Printed:
-    """Writes parsed patterns as text. Sets exclude the characters that a JSON string escapes."""
+    """Converts parsed patterns to text. Character sets exclude characters that JSON escapes."""
 
     def __init__(self, kept: list[str], where: str):
         self._kept, self._where = kept, where
@@ -714,14 +716,14 @@ class _Printed:
                 found.append(f"[^{member}{_UNSAFE}]")
             elif kind == "CATEGORY":
                 member = self._member((kind, value))
-                # Only the white space that a JSON string can contain without an escape.
+                # Match only the white space that a JSON string can contain without an escape.
                 found.append(r"[^\S\x00-\x1F]" if member == r"\s" else member)
             else:
                 found.append(self._between(*value))
         return f"({'|'.join(found)})" if len(found) > 1 else found[0]
 
     def _between(self, low: int, high: int) -> str:
-        """A range without quotes and backslashes, which are escaped separately."""
+        """A range of characters without quotes and backslashes, which are escaped separately."""
         found, low = [], max(low, 0x20)
         for code in (0x22, 0x5C):
             if low <= code <= high:
@@ -745,6 +747,6 @@ class _Printed:
 
 
 def _code(code: int) -> str:
-    """A character, escaped if it has a special meaning."""
+    """A character as a pattern, escaped if it has a special meaning."""
     one = chr(code)
     return one if one.isalnum() or one in " _" or code > 0x9F else f"\\x{code:02x}"

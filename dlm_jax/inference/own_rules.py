@@ -15,7 +15,7 @@ from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
 _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
-"""The slots that custom rules may fill."""
+"""The kinds of rules that can be custom, by name."""
 
 
 RESERVED = frozenset((
@@ -141,7 +141,7 @@ def _settings(
                 raise ValueError(f"{name} is given twice, also by {kind}; pass it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
-            # A field with its default value counts as not given if another rule sets the setting.
+            # A field with the default value is ignored if another rule sets the same setting.
             if np.array_equal(told[name], table.settings[name].default):
                 told.pop(name)
             elif not np.array_equal(fields[name], table.settings[name].default):

@@ -1,9 +1,9 @@
 """Prompt caching: keys and values of prompt chunks, looked up by a digest of the tokens.
 
-In a causal or block-causal model, the keys and values of a prefix depend only on its tokens. They
-are computed in chunks of a fixed size, by one program for each canvas length, and cached under the
-digest of all tokens up to the end of the chunk. A row therefore starts from bitwise identical keys
-and values, whether its chunks were cached or computed.
+In a causal or block-causal model, the keys and values of a prefix depend only on its tokens. Keys
+and values are computed in chunks of a fixed size, by one program for each canvas length, and cached
+under the digest of all tokens up to the end of the chunk. A row therefore starts from bitwise
+identical keys and values, whether its chunks were cached or computed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Prefixes:
 
     Attributes:
       size: number of positions per chunk, a multiple of the network's block length.
-      found: number of positions found in the cache so far.
-      computed: number of positions computed so far.
+      found: number of prompt positions whose keys and values were found in the cache so far.
+      computed: number of prompt positions whose keys and values were computed so far.
     """
 
     def __init__(self, cached: CachedTrunk, max_bytes: int):
@@ -46,13 +46,13 @@ class Prefixes:
         self._init, self._piece, self._add, self._put = _programs(cached, self.size)
 
     def fill(self, params: Params, kept: Any, slot: int, tokens: np.ndarray, canvas: int) -> Any:
-        """`kept` with the keys and values of these tokens written to the start of a slot's row.
+        """Writes the keys and values of `tokens` to the start of a slot's row in `kept`.
 
         Args:
           params: parameters, as `CachedTrunk.ready` returns them.
           kept: the cache of all slots, which is donated.
           slot: index of the row.
-          tokens: int32, a whole number of the network's blocks.
+          tokens: int32; their number is a multiple of the network's block length.
           canvas: number of positions per row of `kept`.
         """
         row, digest = self._init(params, 1, canvas), np.int64(canvas).tobytes()
@@ -87,7 +87,7 @@ class Prefixes:
 
 @functools.lru_cache(maxsize=16)
 def _programs(cached: CachedTrunk, size: int) -> tuple[Callable[..., Any], ...]:
-    """The compiled functions of a network, which all `Prefixes` of it share."""
+    """The compiled functions of a network, shared by all of its `Prefixes` objects."""
 
     def piece(
         params: Params,

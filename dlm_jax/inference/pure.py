@@ -74,9 +74,9 @@ class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
     The functions run the same steps as the engine and return the same texts as `dlm_jax.generate`.
-    They compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the
-    log-probabilities of the trace are differentiable with respect to `params`, through `run` and
-    through `step`, including in a ``lax.scan``.
+    The functions compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True``
+    the log-probabilities of the trace are differentiable with respect to `params`, through `run`
+    and through `step`, including in a ``lax.scan``.
 
     Attributes:
       model: provides network, tokenizer and recommended settings; its parameters are not used.
@@ -169,7 +169,7 @@ class Sampler:
         )
 
     def trace(self, state: State) -> Trace:
-        """The trace of the current rows. `Trace.trimmed` makes it cheaper to replay."""
+        """The trace of the current rows. `Trace.trimmed` makes a trace cheaper to replay."""
         if state.records is None:
             raise SettingError("trace", False, "keeps no draws", "use sampler(..., trace=True)")
         return trace_of(self.program, state, self.model.vocabulary)
@@ -249,16 +249,16 @@ def replay(
     With the parameters that sampled the trace, the result equals ``trace.logprobs`` where
     ``trace.is_written`` is True, and is 0 elsewhere. The equality is bitwise in float32 on CPU with
     the same number of rows as in sampling. Otherwise, for example in a ``jax.jit`` without
-    `Sampler.compiler_options`, it holds up to rounding. The function is differentiable with respect
-    to `params` and compiled once per shape. Each step is one forward pass of all rows. It is
-    recomputed for the gradient, so memory does not grow with the number of steps.
+    `Sampler.compiler_options`, the equality holds up to rounding. The function is differentiable
+    with respect to `params` and compiled once per shape. Each step is one forward pass of all rows,
+    which is recomputed for the gradient, so memory does not grow with the number of steps.
 
     Args:
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
-      params: parameters of the network. If they are sharded over devices, so are the rows.
+      params: parameters of the network. Rows are sharded if the parameters are sharded.
       trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether to include draws that were discarded. They are part of the probability of
-        a trace if draws determine which tokens are written (for example
+      every_draw: whether to include discarded draws. These are part of the probability of a trace
+        if draws determine which tokens are written (for example
         ``order="low_confidence"``) or if other draws are conditioned on them
         (``fill="wavefront"``).
 

@@ -174,8 +174,8 @@ def canvas_size(length: int, *, is_shared: bool = False) -> int:
     """Static canvas length for `length` tokens: the next multiple of 64, so that few programs are
     compiled.
 
-    If `is_shared` (for requests of any length), it is a power of two, so that even fewer programs
-    are compiled.
+    If `is_shared` (for requests of any length), the canvas length is a power of two, so that even
+    fewer programs are compiled.
     """
     if is_shared:
         return max(_CANVAS_MULTIPLE, 1 << (length - 1).bit_length())

@@ -30,7 +30,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Entry:
-    """A submitted request. It waits while `slot` is None; otherwise it runs in that slot."""
+    """A submitted request, which runs in `slot`, or waits if `slot` is None."""
 
     ticket: Ticket
     request: Any
@@ -80,7 +80,7 @@ class Queue:
       evicted: slots of cancelled requests, cleared when the queue is served next.
       totals: total work of all processes at the last call.
       is_draining: whether new requests are held back to free the program for another queue.
-      since: time at which it got its program, counted in calls that served a queue.
+      since: time at which the queue got its program, counted in calls that served any queue.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -139,7 +139,7 @@ class Queue:
         self.evicted.add(entry.slot)
 
     def admit(self) -> dict[int, Entry | None]:
-        """The slots that change, each with its next request, or None if it is only cleared."""
+        """The slots that change, with their next requests. None only clears a slot."""
         free = [slot for slot in range(self.num_own) if slot not in self.running]
         new = dict(zip([] if self.is_draining else free, self._pop(), strict=False))
         for slot, entry in new.items():
@@ -233,8 +233,8 @@ class Scheduler:
     def leave(self, queue: Queue) -> None:
         """Releases the program of a queue without running requests; removes a queue without work.
 
-        With several processes it does nothing, because `agree` releases a program once no process
-        runs a request with it.
+        With several processes, this method does nothing, because `agree` releases a program once no
+        process runs a request with the program.
         """
         if self.is_together:
             return

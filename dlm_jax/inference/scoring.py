@@ -28,7 +28,7 @@ from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 Window = tuple[np.ndarray, int]
-"""The ids of a row, and how many of them are given."""
+"""The ids of a row, and the number of given ids at its start."""
 
 MOST_AT_ONCE = 1 << 16
 """Maximum number of rows per batch, and maximum number of mask draws."""
@@ -44,7 +44,7 @@ class Score:
       characters: int ``[N]``, number of characters of the text without the prompt.
       draw_error: float64 ``[N]``, standard error of the cost of each text due to the mask draws; 0
         for exact likelihoods, NaN if a window of the text has only one draw.
-      is_exact: whether ``nats`` is exact. Otherwise it is an upper bound in expectation.
+      is_exact: whether ``nats`` is exact. If not, ``nats`` is an upper bound in expectation.
       num_draws: number of masks drawn per window.
     """
 
@@ -101,7 +101,7 @@ def score(
       texts: one or more texts, none of which is empty.
       prompts: one per text, visible to the model but not scored.
       num_draws: number of masks drawn per window; not used by a causal model.
-      batch_size: number of windows that run at once.
+      batch_size: number of windows per forward pass.
       seed: random seed of the masks.
 
     Raises:
@@ -154,7 +154,7 @@ def score_rows(
       rows: ``tokens`` int ``[N, L]``, ``length`` ``[N]`` and, if there are prompts, ``given``
         ``[N]``, as from the data pipeline.
       num_draws: number of masks drawn per row; not used by a causal model.
-      batch_size: number of rows that run at once.
+      batch_size: number of rows per forward pass.
       seed: random seed of the masks, in [0, 2**32).
     """
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
@@ -272,7 +272,7 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
     Args:
       model: a sequence scorer, from `dlm_jax.load`.
       texts: one or more texts, none of which is empty.
-      batch_size: number of windows that run at once.
+      batch_size: number of windows per forward pass.
     """
     _check_scorer(model)
     if batch_size < 1:
@@ -300,7 +300,7 @@ def held_out_errors(
       model: a sequence scorer, from `dlm_jax.load`.
       rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as from the data pipeline;
           N is a multiple of `batch_size`, and rows may be empty.
-      batch_size: number of rows that run at once. Wrong tokens are drawn from rows of the same
+      batch_size: number of rows per forward pass. Wrong tokens are drawn from rows of the same
         batch.
       seed: random seed of the corruption. Seed 0 with the batch size of the training run
         reproduces the corruption of that run.

@@ -40,7 +40,7 @@ Loop = Advance | HostLoop
 
 _LAST_USED = 64
 _ALONE = 4
-"""Traces are copied one by one if at most one row in this many has ended."""
+"""Traces are copied row by row if at most one in this number of rows has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
@@ -125,7 +125,7 @@ class Bucket:
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
         """The parameters of the requests: host arrays with one row per request.
 
-        If `requests` is empty, it returns the parameters of an arbitrary request, for idle slots.
+        If `requests` is empty, the parameters are those of an arbitrary request, for idle slots.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
@@ -251,7 +251,7 @@ _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
 
 
 def changes_of(loop: Advance | HostLoop) -> Changes:
-    """The `Changes` of a loop. Their compiled programs live as long as the loop."""
+    """The `Changes` of a loop, whose compiled programs live as long as the loop."""
     if loop not in _of_loop:
         _of_loop[loop] = _changes(loop.program)
     return _of_loop[loop]
@@ -330,7 +330,7 @@ class Slots:
       loop: the compiled loop, or the single-step loop for host samplers and read-back.
       params: parameters of the loop's network.
       bucket: bucket to which all requests in these slots belong.
-      num_slots: number of rows that run at once, a multiple of the number of devices that the rows
+      num_slots: number of rows that run together, a multiple of the number of devices that the rows
         are sharded over. If the devices belong to several processes, the slots are divided equally
         among the processes, and all processes must call `put` and `advance` together.
       max_candidates: maximum number of candidates per position that are copied to the host.
@@ -364,7 +364,7 @@ class Slots:
 
     @property
     def num_slots(self) -> int:
-        """Number of rows that run at once, including rows of other processes."""
+        """Number of rows that run together, including rows of other processes."""
         return self._num_slots
 
     @property
@@ -403,15 +403,15 @@ class Slots:
         """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
         The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
-        with `Status.FAILED`. Its state is the one before that step, or after that step if `accept`
-        failed.
+        with `Status.FAILED`. The row keeps its state before that step, or after that step if
+        `accept` failed.
         """
         state = self._state
         assert state is not None
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A host number is replicated, whereas an array would be placed on one device.
+                # A NumPy number is replicated, whereas a JAX array would be on one device.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:

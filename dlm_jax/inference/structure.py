@@ -81,7 +81,7 @@ _SIGNS = {
     "AT": r"(?<!^)(?<!\[)[\^]|[$](?!$)|\\[bBAZ]", "ASSERT": r"\(\?<?=", "ASSERT_NOT": r"\(\?<?!",
     "GROUPREF": r"\\[1-9]|\(\?P=",
 }  # fmt: skip
-"""Patterns for the start of each item that automata do not support, by the parser's name for it."""
+"""Expressions that find an unsupported item in a pattern, by the name of the item in `re`."""
 
 
 class _Unknown(ValueError):
@@ -261,7 +261,7 @@ class _Nodes:
 
 
 def _growing(subsets: list[frozenset[int]]):
-    """The subsets after the first, including those added during the iteration."""
+    """Yields the subsets after the first, including those added during the iteration."""
     place = 1
     while place < len(subsets):
         yield subsets[place]

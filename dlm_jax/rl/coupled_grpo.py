@@ -1,14 +1,14 @@
 """Pairs of complementary masks: coupled-GRPO (DiffuCoder, Gong et al. 2025, section 5).
 
-Each of ``rl.masks`` pairs hides a fraction ``t`` of the answer, uniform on [0.2, 0.8], in one
-forward pass, and the other tokens in a second one, so that every token is hidden once per pair. In
-an additional forward pass, the whole answer is hidden. The log-probability of the k-th token is
-(equation 7)::
+On the first canvas of each of ``rl.masks`` pairs, a fraction ``t`` of the answer is masked, uniform
+on [0.2, 0.8]. The other tokens are masked on the second canvas, so that every token is masked once
+per pair. In an additional forward pass, the whole answer is masked. The log-probability of the k-th
+token is (equation 7)::
 
     1 / (pairs + 1) ( log p(o_k | MASK ... MASK) + sum_pairs log p(o_k | o_t) / t_k ),
 
-where ``o_t`` is the canvas of the pair in which the token is hidden, and ``t_k`` is the fraction of
-tokens hidden in it.
+where ``o_t`` is the canvas of the pair in which the token is masked, and ``t_k`` is the fraction of
+tokens that are masked on this canvas.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
 
 The log-probabilities of all tokens of an answer ``o`` to a prompt ``q`` are computed in one forward
-pass. On its canvas, all tokens of the answer are masked, and each prompt token is masked with
-probability ``rl.prompt_mask`` (equation 3 and algorithm 1). For the k-th token::
+pass. On the canvas of this pass, all tokens of the answer are masked, and each prompt token is
+masked with probability ``rl.prompt_mask`` (equation 3 and algorithm 1). For the k-th token::
 
     log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK),
 
@@ -24,7 +24,7 @@ from dlm_jax.types import Network, Params
 
 
 def draw(rollout: Rollout, key: jax.Array, *, share: float, mask_id: int) -> jax.Array:
-    """The canvas ``[B, L]`` with the answer and part of the prompt hidden."""
+    """The canvas ``[B, L]`` with MASK in place of the answer and part of the prompt."""
     is_chosen_BL = jax.random.uniform(key, rollout.tokens_BL.shape) < share
     is_prompt_BL = jnp.arange(is_chosen_BL.shape[1])[None] < rollout.given_B[:, None]
     is_hidden_BL = rollout.is_answer_BL() | (is_chosen_BL & is_prompt_BL)

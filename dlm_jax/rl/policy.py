@@ -1,7 +1,7 @@
 """Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
 
-Each loss in `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions in a sample. The
-surrogate is the same as in PPO and GRPO::
+Each loss in `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions in a sample. All
+losses use the surrogate of PPO and GRPO::
 
     loss = -mean_rows sum_n w_n ( min(r_n A, clip(r_n, 1 - c, 1 + c) A) - beta KL_n ),
     r_n = exp(log p_n - log p_old_n),
@@ -124,7 +124,8 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
         now_BN, weight_BN = log_probs(network, params, noise), estimator.weights(rollout)
         old_BN = noise.get("old", jax.lax.stop_gradient(now_BN))
         reference_BN = noise.get("reference", old_BN)
-        # With other parameters, or by rounding, a truncation in the chain may exclude an action.
+        # With changed parameters, or after rounding, a truncation in the chain may exclude an
+        # action that was sampled.
         is_cut_BN = jnp.isneginf(now_BN) | jnp.isneginf(old_BN) | jnp.isneginf(reference_BN)
         weight_BN = jnp.where(is_cut_BN, 0.0, weight_BN)
         now_BN, old_BN, reference_BN = (
@@ -155,7 +156,7 @@ def clipped_gain(
 ) -> tuple[jax.Array, jax.Array]:
     """``min(r A, clip(r, 1 - c, 1 + c) A)``, and True where the ratio is clipped.
 
-    This is equation 7 of PPO (Schulman et al. 2017). The arrays are broadcast.
+    The formula is equation 7 of PPO (Schulman et al. 2017). The arrays are broadcast.
     """
     ratio = jnp.exp(log_ratio)
     free = ratio * advantage
@@ -164,12 +165,16 @@ def clipped_gain(
 
 
 def squared(log_ratio: jax.Array) -> jax.Array:
-    """k2 of Schulman 2020 (Approximating KL divergence): half the squared log-ratio."""
+    """The estimator k2 of Schulman (2020, Approximating KL divergence): half the squared
+    log-ratio.
+    """
     return 0.5 * jnp.square(log_ratio)
 
 
 def unbiased(log_ratio: jax.Array) -> jax.Array:
-    """k3 of Schulman 2020: ``r - 1 - log r``, where ``log r = log p_reference - log p``."""
+    """The estimator k3 of Schulman (2020): ``r - 1 - log r``, where ``log r = log p_reference - log
+    p``.
+    """
     return jnp.expm1(log_ratio) - log_ratio
 
 

@@ -26,7 +26,7 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 class RewardError(ValueError):
-    """Raised for an invalid sample or reward. It ends the run."""
+    """Raised for an invalid sample or reward, which ends the run."""
 
 
 def reward_function(name: str) -> Reward:
@@ -123,7 +123,7 @@ def _brief(error: Exception) -> str:
 
 
 class Rollouts:
-    """Generates samples from a model with their advantages, and evaluates its mean reward.
+    """Generates samples from a model with their advantages, and evaluates the mean reward.
 
     The samples of a step depend only on the parameters, the seed of the run and the step.
 
@@ -227,7 +227,7 @@ class Rollouts:
         model = self._model(params)
         try:
             requests = all_requests(model, prompts, group, {"seed": seed, "trace": trace})
-            # One program serves all steps. Its canvas is as long as a row of the corpus.
+            # The same program runs for all steps, on a canvas as long as a row of the corpus.
             with Engine(
                 model,
                 sizes=[train.batch_size],

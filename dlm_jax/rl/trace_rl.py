@@ -5,8 +5,8 @@ of its step::
 
     log pi(o_k | q) = log p( o_k | the canvas before the step that wrote it ),
 
-after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). If positions are
-chosen at random, their choice does not depend on the parameters. The actions of a row are all
+after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). A random choice of
+positions does not depend on the parameters. The actions of a row are all
 written tokens, including those after EOS, because later tokens depend on them. In orders that
 select among candidates, all candidates are actions. The sum over the actions is the exact
 log-probability of the policy. Without clipping, the gradient equals that of the expected reward up

@@ -1,7 +1,7 @@
 """Checkpoints that are either complete or absent, and never silently corrupt.
 
-Names are imported on first use, so that code that only uses `dlm_jax.store.files` does not import
-JAX.
+The names in this package are imported on first use, so that code that only uses
+`dlm_jax.store.files` does not import JAX.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The checkpoints in a directory, and which of them are usable.
+"""Lists the checkpoints in a directory and finds the usable ones.
 
-Directories with a suffix are not checkpoints. Those with ``.writing`` and ``.deleted`` are
-leftovers of a killed process, which the next save removes; those with ``.damaged`` are kept until
-the user removes them.
+Directories with a suffix are not checkpoints. Directories with ``.writing`` and ``.deleted`` are
+leftovers of a killed process, which the next save removes. Directories with ``.damaged`` are kept
+until the user removes them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dlm_jax.types import Params
 def not_finite(params: Params) -> str | None:
     """Path of the first parameter that contains NaN or infinity; None if all are finite.
 
-    Every parameter is read once, in place (about 1 GB/s on a CPU). Each process reads the shards on
-    its own devices.
+    Every parameter is read once, without a copy (about 1 GB/s on a CPU). Each process reads the
+    shards on its own devices.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -114,9 +114,10 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
-    """Prepares to write ``step`` and returns True, or returns False if it is already complete.
+    """Prepares to write the checkpoint of ``step`` and returns True, or returns False if this
+    checkpoint is already complete.
 
-    This creates ``root``, removes leftovers, and renames damaged checkpoints.
+    The function creates ``root``, removes leftovers, and renames damaged checkpoints.
     """
     root.mkdir(parents=True, exist_ok=True)
     usable = [s for s in complete_steps(root) if checked.get(s, True)]
@@ -177,7 +178,7 @@ def newest_usable(
     report: Callable[[str], None],
     checked: dict[int, bool],
 ) -> int:
-    """The step to restore: ``step``, or the newest step whose checkpoint is not damaged.
+    """The step to restore: ``step`` if given, or the newest step whose checkpoint is not damaged.
 
     ``checked`` caches the result per step, so that files are read once and damage is reported once.
     Raises `ValueError` if no checkpoint is usable, if a checkpoint has another format or differs

@@ -10,14 +10,14 @@ A checkpoint is a directory that gets its final name once all its files are on d
 
 Orbax loads most files with flipped bits without an error. Therefore, `restore` verifies the
 manifest first and falls back to an earlier checkpoint if the newest one is damaged. Only this file
-uses Orbax. It uses the asynchronous checkpointer but not the manager, which ignores checksums when
-it prunes checkpoints.
+uses Orbax: the asynchronous checkpointer, but not the manager of Orbax, which ignores checksums
+when it prunes checkpoints.
 
-In a bucket, files cannot be renamed, and every process writes its own files. There, ``state/``
-contains a zarr array for each array, written and read by tensorstore, because Orbax does not
-support ``s3://``. Each process writes the shards of its devices, reads the files back, and writes
-their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all processes, process 0
-writes the manifest, which completes the checkpoint.
+In a bucket, files cannot be renamed, and every process writes its own files. The folder ``state/``
+in a bucket contains a zarr array for each array, written and read by tensorstore, because Orbax
+does not support ``s3://``. Each process writes the shards of its devices, reads the files back, and
+writes their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all processes,
+process 0 writes the manifest, which completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Part = tuple[str, tuple[slice, ...], np.ndarray]
 def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
     """Zarr metadata of each array, and copies of the shards that this process writes.
 
-    Each piece of an array is written by the process that has its first replica.
+    Each piece of an array is written by the process that has the first replica of the piece.
     """
     specs: dict[str, Any] = {}
     found: list[tuple[str, Any, jax.Array]] = []
@@ -91,7 +91,7 @@ def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
             if shard.replica_id == 0:
                 shard.data.copy_to_host_async()
                 found.append((name, shard.index, shard.data))
-    # Copied, because on a CPU an array may share memory with a buffer that is donated later.
+    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
     return specs, [(name, index, np.array(data)) for name, index, data in found]
 
 
@@ -206,8 +206,8 @@ def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str
 
 def quiet_orbax() -> None:
     """Limits the logs of Orbax to warnings."""
-    # Orbax logs every save at INFO through absl. It also logs errors in its threads with a
-    # traceback, although they are raised again by the call that waits for the save.
+    # Orbax logs every save at INFO through absl. Orbax also logs errors in its threads with a
+    # traceback, although the call that waits for the save raises the same errors.
     logging.getLogger("absl").setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
@@ -245,7 +245,7 @@ class Checkpoints:
       keep: number of newest complete checkpoints to keep, at least 1. An older checkpoint is
         deleted once a newer one is complete on disk.
       check: called on process 0 before files in the directory are removed or a checkpoint is
-        completed. It raises an error if another process has claimed the directory.
+        completed. `check` raises an error if another process has claimed the directory.
 
     ``when_closed`` is a stack of callbacks that run after closing.
     """
@@ -283,14 +283,14 @@ class Checkpoints:
         """Starts to save a checkpoint and returns True, or returns False if a complete checkpoint
         of ``step`` exists.
 
-        The method waits for the previous save. The new one continues in the background, and the
+        The method waits for the previous save. The new save continues in the background, and the
         arrays may be donated once the method has returned.
 
         Args:
           step: at least 0, and not before the newest checkpoint.
           state: any pytree of arrays, including typed keys; global arrays if there are several
             processes.
-          meta: a JSON dict, equal on all processes. Its entry ``run`` is the identity of the run.
+          meta: a JSON dict, equal on all processes, with the identity of the run as ``run``.
 
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
@@ -345,8 +345,8 @@ class Checkpoints:
         """Restores the newest usable checkpoint (or the one at ``step``) with the structure of
         ``abstract_state``.
 
-        If a checkpoint is damaged, this is reported and the previous checkpoint is used, unless
-        ``step`` is given.
+        Unless ``step`` is given, a damaged checkpoint is reported and skipped, and the checkpoint
+        before it is used.
 
         Args:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings may differ
@@ -382,8 +382,8 @@ class Checkpoints:
         arrays: dict[str, Any],
         parts: list[Part],
     ) -> None:
-        """Writes a checkpoint: every process writes its own files, and then process 0 writes the
-        manifest.
+        """Writes a checkpoint to a bucket: every process writes its own files, and then process 0
+        writes the manifest.
         """
         path, is_first = step_path(self.directory, step), jax.process_index() == 0
         if is_first:

@@ -49,7 +49,10 @@ AnyPath = Path | epath.Path
 
 
 def located(location: str | os.PathLike[str]) -> epath.Path:
-    """The path of a location: an absolute path, or a URL of a bucket whose driver is installed."""
+    """The path of a location, which is an absolute path or the URL of a bucket.
+
+    The driver of the bucket must be installed.
+    """
     text = os.fspath(location)
     if not is_remote(text):
         return epath.Path(os.path.abspath(os.path.expanduser(text)))
@@ -151,8 +154,8 @@ def _read(file: IO[bytes], path: AnyPath) -> bytes:
 def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
     """Opens a new file that replaces `path` atomically when the block ends, after a sync to disk.
 
-    After an error, kill or power failure, a local `path` has either the old or the new content. If
-    `path` is a link, the link is kept and its target is replaced.
+    After an error, a kill or a power failure, a local file has either its old or its new content.
+    If `path` is a link, the link is kept and its target is replaced.
 
     Args:
       path: path of the file, or a URL.
@@ -228,7 +231,7 @@ def remove_tree(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk is full or broken, so that another file name would not help."""
+    """Whether an error means that the disk is full or broken, rather than a bad file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return isinstance(error, OSError) and error.errno in full
 
@@ -289,7 +292,7 @@ def source_digest(code: object) -> str | None:
     """A digest of the source file of a function, class or module, as 16 hex digits.
 
     The digest covers the whole module, because a function may call other functions in it, but does
-    not cover imported modules. None if there is no source file.
+    not cover imported modules. The result is None if there is no source file.
     """
     try:
         file = inspect.getsourcefile(code)  # type: ignore[arg-type]
@@ -348,7 +351,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_manifest(directory: Path) -> None:
-    """Verifies all files; raises `Damaged` for the first file that differs.
+    """Verifies all files in the manifest; raises `Damaged` for the first file that differs.
 
     Every single-bit flip, every error burst of up to 32 bits, and every missing or shortened file
     is detected. Files added later are ignored. All bytes are read (about 1-2 GB/s from memory).
@@ -411,7 +414,7 @@ class DirectoryLock:
           setting: name of the setting with the directory, for the error message.
 
         Returns:
-          Whether the directory is locked. False if it cannot be locked.
+          Whether the directory is locked; False on a file system without locks and in a bucket.
 
         Raises:
           ValueError: another process has locked the directory.

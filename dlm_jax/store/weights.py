@@ -2,8 +2,8 @@
 
 The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``). The
 header contains the JSON under ``dlm_jax`` and, under ``crc32_of_file``, the CRC32 of the whole
-file, including the header. The CRC32 is computed with eight zeros in place of its own digits. Any
-flipped bit is detected.
+file, including the header. The CRC32 is computed with eight zeros in place of its own digits, and
+detects any flipped bit.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]
 
 
 def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
-    """A tensor in the file, of which each shard is read for the devices that contain it."""
+    """A tensor in the file, loaded shard by shard onto its devices."""
     content = file.get_slice(name)
     shape = tuple(content.get_shape())
     if place is None:

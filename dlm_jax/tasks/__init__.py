@@ -38,7 +38,9 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _opened(draws: Draws) -> tuple[str, str]:
-    """3 to 8 brackets, of which at least one is left open, and the closing brackets."""
+    """A prompt of 3 to 8 brackets, of which at least one is not closed, and the closing brackets
+    as the answer.
+    """
     text, closing = "", ""
     for _ in range(3 + draws.below(6)):
         if len(closing) > 1 and draws.below(2):
@@ -68,7 +70,7 @@ _UNITS = (
 
 
 def _solution(draws: Draws, cells: str = "") -> str | None:
-    """A solved grid that starts with these cells; None if there is none."""
+    """A solved grid that starts with these cells; None if there is no solution."""
     if len(cells) == 16:
         return cells
     taken = {cells[c] for unit in _UNITS if len(cells) in unit for c in unit if c < len(cells)}
@@ -150,11 +152,13 @@ RECORD = {
         },
     },
 }
-"""The JSON schema of an answer of `records`."""
+"""The JSON schema of the answers in the task `records`."""
 
 
 def _record(draws: Draws) -> tuple[str, str]:
-    """A name and a city; the record adds an age with its group, and the land of the city."""
+    """A prompt with a name and a city, and a JSON record that adds an age, the age group, and the
+    country of the city.
+    """
     name = f"{_FIRST[draws.below(len(_FIRST))]} {_LAST[draws.below(len(_LAST))]}"
     city = list(_CITIES)[draws.below(len(_CITIES))]
     age = 4 + draws.below(96)

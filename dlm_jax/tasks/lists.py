@@ -1,11 +1,11 @@
-"""Operations on a short list, each asked for in five ways: ``reverse badce=ecdab``.
+"""Operations on a short list, each in five wordings, such as ``reverse badce=ecdab``.
 
-After ParallelBench (Kang et al. 2025): operations whose answers are one list (copy, reverse, sort,
-replace, insert and remove at a place) beside operations with many right answers (shuffle, and
-replace, insert and remove at any place), whose positions cannot be drawn independently. With n
-items, one parallel draw from the true marginals is right with probability 1 in the first group,
-``n!/n^n`` for `shuffle`, whose list may be the given one here, and ``(1 - 1/n)^(n - 1)`` for
-`replace_any`.
+The operations are those of ParallelBench (Kang et al. 2025). Some have one correct answer (copy,
+reverse, sort, and replace, insert and remove at a given place). The others have many correct
+answers (shuffle, and replace, insert and remove at any place), whose positions cannot be drawn
+independently. If all n items are drawn in parallel from the true marginals, the answer is correct
+with probability 1 for the first operations, ``n!/n^n`` for `shuffle`, which may return the given
+list here, and ``(1 - 1/n)^(n - 1)`` for `replace_any`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LETTER = "a-h"
 
 
 class Asked(NamedTuple):
-    """What a prompt asks for.
+    """The operation that a prompt asks for, with its arguments.
 
     Attributes:
       operation: name of the operation.
       items: the list.
-      place: a place in it from 1; 0 if the operation has none.
-      item: an item outside the list; empty if the operation has none.
+      place: a place in the list, counted from 1; 0 if the operation needs no place.
+      item: an item outside the list; empty if the operation needs no item.
     """
 
     operation: str
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
     Attributes:
       about: the operation in words, with the fields of `Asked` in braces.
-      answers: all right answers to ``(items, place, item)``.
+      answers: ``(items, place, item) -> answers``, the set of all correct answers.
     """
 
     about: str
@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
 
 def _at(items: str, place: int, item: str, gone: int) -> str:
-    """The list with the item before this place, or instead of it if one is gone."""
+    """The list with `item` inserted at `place`, where it replaces `gone` (0 or 1) items."""
     return items[: place - 1] + item + items[place - 1 + gone :]
 
 
@@ -104,11 +104,11 @@ TEMPLATES = (
     "{about}: {spaced}",
     "{spaced}, {about}",
 )
-"""Five ways to ask."""
+"""The five wordings of a prompt."""
 
 
 def asked(what: Asked, template: str) -> str:
-    """The prompt, without its mark."""
+    """The prompt in the wording of `template`, without the mark at its end."""
     arguments = [str(x) for x in (what.place, what.item) if x]
     fields = {
         "name": what.operation,
@@ -120,7 +120,9 @@ def asked(what: Asked, template: str) -> str:
 
 
 def one_draw(operation: str) -> float:
-    """Share of right answers if every position is drawn from its marginal among the answers."""
+    """Probability of a correct answer if every position is drawn independently from its marginal
+    over the correct answers.
+    """
     answers = OPERATIONS[operation].answers(LETTERS[:ITEMS], 2, LETTERS[ITEMS])
     columns = list(zip(*answers, strict=True))
     total = 0.0
@@ -140,7 +142,9 @@ def _drawn(draws: Draws, operation: str) -> Asked:
 
 
 def example(draws: Draws, operation: str, template: str) -> tuple[str, str]:
-    """A prompt for this operation in these words, and a right answer drawn uniformly."""
+    """A prompt for an operation in the wording of `template`, and a random correct answer, drawn
+    uniformly.
+    """
     what = _drawn(draws, operation)
     answers = sorted(OPERATIONS[operation].answers(*what[1:]))
     return asked(what, template), answers[draws.below(len(answers))]
@@ -152,7 +156,9 @@ def _any_example(draws: Draws) -> tuple[str, str]:
 
 
 def _pattern(operation: str, template: str) -> re.Pattern[str]:
-    """Matches the prompts for this operation in these words, with groups as in `Asked`."""
+    """A pattern for the prompts of an operation in the wording of `template`. The groups of the
+    pattern are named like the fields of `Asked`.
+    """
     about = OPERATIONS[operation].about
     groups = {"place": f"(?P<place>[1-{ITEMS}])", "item": f"(?P<item>[{_LETTER}])"}
     arguments = [group for name, group in groups.items() if f"{{{name}}}" in about]
@@ -169,7 +175,7 @@ def _pattern(operation: str, template: str) -> re.Pattern[str]:
 
 
 def _filled(template: str, fields: dict[str, str]) -> str:
-    """The template as a pattern, with these in place of its fields."""
+    """The template as a pattern, in which `fields` replace the fields of the template."""
     parts = string.Formatter().parse(template)
     return "".join(re.escape(words) + fields.get(field or "", "") for words, field, _, _ in parts)
 

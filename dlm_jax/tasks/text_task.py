@@ -1,4 +1,4 @@
-"""A task with a judge, and the random integers that its examples are made of."""
+"""Tasks with a reward function, and the random integers from which their examples are made."""
 
 from __future__ import annotations
 

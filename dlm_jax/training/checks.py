@@ -67,7 +67,7 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
 
 
 def check_writable(setting: str, directory: Path) -> None:
-    """Raises if a local directory is not writable. It does not create the directory."""
+    """Raises if a local directory is not writable, without creating the directory."""
     nearest = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     if not nearest.is_dir():
         raise ValueError(
@@ -139,11 +139,11 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         what = f"with train.steps={most}, but this run has {steps}"
         return what, f"raise train.steps to {most} or more"
     if differing:
-        # The vocabulary follows from the tokenizer, so the error names the tokenizer.
+        # The tokenizer determines the vocabulary size, so the error names the tokenizer.
         key = min(differing, key=lambda key: key == "model.vocab_size")
         what = f"with {key}={there[key]!r}, but this run has {here.get(key)!r}"
         return what, f"set {key}={there[key]!r}"
-    # The tokenizer may differ although the config is equal, if its file has changed.
+    # If the tokenizer file has changed, the tokenizers differ although the configs are equal.
     if saved["tokenizer"] != meta["tokenizer"]:
         return "with a different tokenizer", "use that one"
     for part in saved["own"] | meta["own"]:
@@ -154,7 +154,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
 
 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
-    """Raises if the directory contains another run without a checkpoint.
+    """Raises if the directory contains a run without checkpoints whose config differs.
 
     A run with the same config restarts in the directory and discards the old metrics. A directory
     without metrics may be reused.

@@ -32,7 +32,7 @@ class MetricsLog:
     def __init__(self, path: str | os.PathLike[str], *, step: int):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Temporary files that a killed run left behind.
+        # Remove the temporary files of a killed run.
         for name in (self._path.name, PICTURE, "config.toml"):
             remove_leftovers(self._path.with_name(name))
         kept = [record for record in read_records(self._path) if record["step"] <= step]
@@ -324,7 +324,7 @@ class Journal:
                     f"no {PICTURE}: matplotlib is not installed; pip install 'dlm_jax[plots]'"
                 )
                 return
-            with self._reporting(f"{PICTURE} cannot be drawn"):  # any exception of the library
+            with self._reporting(f"{PICTURE} cannot be drawn"):  # reports any exception
                 records, path = read_records(self._out_dir / METRICS), self._out_dir / PICTURE
                 plot_losses(records, path, held_out=self._figure, unit=self._unit)
                 self._draws = True
@@ -340,7 +340,7 @@ class Journal:
         with self._reporting(f"{type(tracker).__name__} fails"):
             try:
                 act()
-            except Exception:  # Ctrl-C is not a failure: the tracker is still closed
+            except Exception:  # not KeyboardInterrupt, after which the tracker is still closed
                 self._trackers.remove(tracker)
                 raise
 

@@ -75,8 +75,8 @@ def _scaled_by_shape(update: jax.Array) -> jax.Array:
 
 
 def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
-    """Every matrix in the tree after the Newton-Schulz iteration. Each matrix is computed by one
-    device.
+    """Every matrix in the tree after the Newton-Schulz iteration, which runs on one device for each
+    matrix.
 
     Args:
       updates: matrices ``[..., fan_in, fan_out]`` with norm at most 1, stacked by layers and
@@ -85,7 +85,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
     found = [partition(path_name(path), leaf.shape, mesh) for path, leaf in flat]
-    # Each of these has an entry for every dimension.
+    # Extend each partition to one entry per dimension.
     specs = [
         P(*spec, *[None] * (leaf.ndim - len(spec)))
         for spec, (_, leaf) in zip(found, flat, strict=True)
@@ -93,7 +93,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     dtype = jnp.float32 if devices.platform() == "cpu" else jnp.bfloat16
 
     def of_device(leaves: list[jax.Array]) -> list[jax.Array]:
-        # Matrices of equal shape and sharding are moved together. The iteration commutes with
+        # Matrices of equal shape and sharding are sent together. The iteration commutes with
         # transposition, so matrices whose first axis is sharded over `tensor` are transposed.
         groups: dict[Any, list[int]] = defaultdict(list)
         turned = [spec[-2] == "tensor" for spec in specs]
@@ -175,8 +175,9 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
     """Learning rate by step: a linear increase to `peak`, then a cosine to ``final_ratio * peak``.
 
-    The first step at the peak is ``warmup_steps``. No step has a rate of 0, because the first step
-    has a rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last step.
+    The rate reaches the peak at step ``warmup_steps``. No step has a rate of 0, because the first
+    step has a rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last
+    step.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (config.warmup_steps + 1),
@@ -241,7 +242,7 @@ def _muon(
     """Like ``optax.contrib.muon``, with the matrices distributed over the devices."""
     matrices = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
-        # Replaces the shape-dependent scale of optax and keeps the structure of its state.
+        # The identity replaces optax's shape-dependent scale, so the state keeps optax's structure.
         optax.identity(),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
@@ -265,13 +266,13 @@ def make_grouped_optimizer(
 ) -> optax.GradientTransformation:
     """Gradient transformation of a stage, with one group for the model and one per head.
 
-    The main group contains the model and the heads that join it. It uses `make_optimizer`, or a
-    custom optimiser whose updates are multiplied by the schedule. Every other head has a group with
-    its own optimiser. By default, this is gradient clipping to a norm of ``heads.clip`` and AdamW,
-    with a warm-up and cosine that start when the training of the head starts. With
-    ``heads.train_main = false`` the model has no optimiser state, and with adapters only the
-    adapters have one. The state has the same structure in every stage. The state and parameters of
-    groups that do not train are unchanged.
+    The main group contains the model and the heads that join it. This group uses `make_optimizer`,
+    or a custom optimiser whose updates are multiplied by the schedule. Every other head has a group
+    with its own optimiser. The default optimiser of a head is gradient clipping to a norm of
+    ``heads.clip`` and AdamW, with a warm-up and cosine that start when the training of the head
+    starts. With ``heads.train_main = false`` the model has no optimiser state, and with adapters
+    only the adapters have an optimiser state. The state has the same structure in every stage. The
+    state and parameters of groups that do not train are unchanged.
     """
     main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
     if own is not None and schedule is not None:

@@ -50,8 +50,8 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
 
 def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
-    """The fraction of a parameter that each token uses: for experts, the fraction of routed
-    experts.
+    """The fraction of a parameter that one token uses. For the parameters of experts, this is the
+    fraction of the experts to which a token is routed.
     """
     last = path_name(path).split("/")[-1]
     if last.startswith("expert_"):
@@ -69,8 +69,8 @@ class Plan:
       state: shapes and shardings of the training state.
       chip: peak performance of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
-      at_best: estimated cost if all operations except matrix products are memory-bound.
-      at_worst: estimated cost from the compiler's cycle estimates.
+      at_best: estimated cost of a step if all operations except matrix products are memory-bound.
+      at_worst: estimated cost of a step from the compiler's cycle estimates.
       flops: model FLOP per device and step.
       compile_seconds: compile time.
       options: compiler options.
@@ -198,7 +198,7 @@ def torus_of(mesh: Mesh) -> Torus:
     return Torus(chip or _UNKNOWN, tuple(places), sizes)
 
 
-# Stands for an unknown chip: operations and bytes are counted, and times are not used.
+# Placeholder for an unknown chip, for which operations and bytes are counted, without times.
 _UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
 
 

@@ -145,8 +145,8 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     tokenizer.
 
     Settings of ``[model]`` that have their default are read from the directory. Other settings must
-    match it. The config determines whether and how a causal model is converted to a diffusion
-    model.
+    match the directory. The config determines whether and how a causal model is converted to a
+    diffusion model.
 
     Returns:
       The unchanged config and None if train.init_from is not a published directory.
@@ -261,7 +261,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
         axis = _AXES[name]
         fits = given.shape[axis] == places.size and given.shape[1 - axis] == own.shape[1 - axis]
         if not fits:
-            return given  # the caller rejects it
+            return given  # the caller rejects a wrong shape
         if not own.is_fully_addressable:
             own = multihost_utils.process_allgather(own, tiled=True)
         whole = np.array(own, np.float32)
@@ -506,8 +506,8 @@ class Best:
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the value at this step is the lowest so far. If it is, a save of the parameters
-        is started.
+        """Whether the value at this step is the lowest so far. If so, a save of the parameters is
+        started.
 
         Args:
           step: step of the evaluation.
@@ -541,7 +541,7 @@ class Best:
         try:
             found = self._checkpoints.read_meta(report=lambda line: None)
         except ValueError:
-            return None  # damaged: the next evaluation replaces it
+            return None  # the saved model is damaged; the next evaluation replaces it
         if found.get("run", "") != meta["run"]:
             self._check_may_go(meta, found, is_new)
             self._is_stale = True
@@ -575,10 +575,10 @@ class Run:
     """A prepared run: the resolved config and the objects made from it.
 
     ``state`` is fresh or from the newest checkpoint, and ``saved`` contains the JSON metadata of
-    that checkpoint (empty if fresh). ``meta`` is saved with every state and describes the run. It
-    contains a random identity, which is also stored in the best model and the metrics, the names of
-    custom parts (network, objective and heads), and the sources of randomness. The noise of every
-    step is derived from ``noise_key``.
+    that checkpoint (empty if fresh). ``meta`` is saved with every state and describes the run:
+    ``meta`` contains a random identity, which is also stored in the best model and the metrics, the
+    names of custom parts (network, objective and heads), and the sources of randomness. The noise
+    of every step is derived from ``noise_key``.
     """
 
     setup: Setup
@@ -696,7 +696,7 @@ def _setup_of(
 class Problem:
     """The training of a config as pure functions, for a custom loop.
 
-    All heads train. No files are written.
+    All heads are trained, and no files are written.
 
     Attributes:
       setup: resolved config, tokenizer, mesh.
@@ -725,7 +725,7 @@ class Problem:
           params: parameters, as returned by `init`.
           batch: rows, as yielded by `batches`.
           key: key for all noise of the run, from ``jax.random.key``.
-          step: step, counted from 0. It determines the noise and the weights of ramped losses.
+          step: step, counted from 0, which determines the noise and the weights of ramped losses.
         """
         return self._parts(params, batch, key, step)[0](params)
 

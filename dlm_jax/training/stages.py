@@ -1,7 +1,7 @@
 """Staged training of a model and its heads: trained groups, and the loss of a stage.
 
-A stage is a static set of trained groups, so the other groups add no cost. Within a stage, only the
-weights of the losses change.
+A stage is a static set of trained parameter groups, so the other groups add no cost. Within a
+stage, only the weights of the losses change.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def teacher_of(params: Params, reference: Params | None) -> Params:
 class Drawn(NamedTuple):
     """A batch with all of its noise, or some rows of such a batch.
 
-    Leaves are ``[B, ...]`` or scalars. Scalars are totals over the whole batch.
+    The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
     """
 
     example: MixedExample
@@ -109,7 +109,7 @@ class StageLoss:
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
-            # The keys of heads follow those of the objectives.
+            # The key indices of heads follow those of the objectives.
             place = 1 + len(self.mixture.objectives) + self.heads.index(head)
             return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
@@ -120,8 +120,8 @@ class StageLoss:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The total loss, and the loss of each objective and head, for a batch or a part of it.
 
-        The unit is nats per token if the objectives and heads use it. `reference` is as in
-        `anchored`; objectives with a teacher read it.
+        The unit of the loss is nats per token if the objectives and heads use it. `reference` is as
+        in `anchored`; objectives with a teacher read it.
         """
         hidden_BLD = self._hidden(params, drawn.example)
         means: dict[str, jax.Array] = {}

@@ -1,4 +1,4 @@
-"""Training tasks. Each task is a record with its losses and its evaluation."""
+"""Training tasks. A `Task` contains the losses and the evaluation of a run."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ class Task:
       network: the model. Its `init` creates the parameters of all heads.
       mixture: objectives of the model itself.
       heads: heads, in the order in which their losses are summed.
-      measure: ``(params, batch, number_B, key)`` -> values for held-out rows with these indices, a
-        pytree of ``[B]`` arrays. With `rollouts`, neither `measure` nor `summarize` is called.
+      measure: ``(params, batch, number_B, key)`` -> values for the held-out rows with indices
+        ``number_B``, a pytree of ``[B]`` arrays. With `rollouts`, neither `measure` nor `summarize`
+        is called.
       summarize: ``(measured, free_N) -> figures`` for N rows, given their numbers of free
         positions.
       line: ``(figures) -> text`` for the log.
       figure: name of the evaluation metric to plot with the training loss.
-      is_gain: whether higher values are better.
+      is_gain: whether higher values of the figure are better.
       unit: unit of the figure and of the loss.
       writes_text: whether the model can generate samples.
       next_command: suggested command for the trained model; ``{out_dir}`` is the directory of the
@@ -177,7 +178,8 @@ def make_task(
 def language_model(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
-    """Trains on `objective`, or the objectives of the config, and evaluates the bound.
+    """The task that trains on `objective`, or on the objectives of the config, and evaluates the
+    likelihood bound.
 
     A causal model predicts the next token, and has an exact likelihood instead of a bound.
     """
@@ -196,7 +198,10 @@ def language_model(
 def sequence_scorer(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
-    """Trains on `objective`, or the loss of the scorer head. The model generates no text."""
+    """The task that trains on `objective`, or on the loss of the scorer head.
+
+    The model generates no text.
+    """
     if network.scorer is None:
         raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
     corruption = setup.config.objective
@@ -227,11 +232,11 @@ def policy(
     heads: tuple[Head, ...],
     report: Callable[[str], None],
 ) -> Task:
-    """Trains on the model's own samples with `objective`, or the loss of ``[rl]``, and evaluates
-    the reward.
+    """The task that trains on the model's own samples with `objective`, or with the loss of
+    ``[rl]``, and evaluates the reward.
 
     Raises:
-      ValueError: there are heads, or a setting is incompatible.
+      ValueError: the run has heads, or a setting is incompatible.
     """
     if heads:
         raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
@@ -293,7 +298,7 @@ def make_mixture(setup: Setup) -> Mixture:
     """The mixture of objectives of the config, or next-token prediction for a causal model.
 
     Raises:
-      ValueError: an objective gets 0 rows per batch after rounding.
+      ValueError: the rows per batch of an objective are rounded to 0.
     """
     config = setup.config
     if config.model.attention_type == "causal":
@@ -329,7 +334,7 @@ def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
 def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:
     mean, error = ratio_and_error(nats_N.astype(np.float64), free_N)
     windows = int((free_N > 0).sum())
-    # A single window has no error estimate, and JSON cannot represent NaN.
+    # The error cannot be estimated from a single window, and JSON cannot represent NaN.
     return (
         {"bound": mean} | ({"standard_error": error} if windows > 1 else {}) | {"windows": windows}
     )

@@ -44,7 +44,7 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Maximum number of steps in flight: enough to keep the device busy, few enough to stop quickly.
+# Maximum number of steps in flight. Two steps keep the device busy and let a run stop quickly.
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
@@ -161,7 +161,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     for section, values in configs.differing(run.config).items():
-        # Values determined by the tokenizer have been reported above.
+        # The values that the tokenizer determines have been reported above.
         told = configs.keys(Trait.FOUND)
         shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
         if shown:
@@ -218,7 +218,7 @@ def run_loop(
             while loop.step < num_steps:
                 loop.take_step()
                 loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
-                # Save last, so that a resumed run does not miss the periodic actions of this step.
+                # Save after the periodic actions of this step, so that a resumed run misses none.
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
@@ -296,7 +296,7 @@ class _Loop:
             compiler_options=run.config.mesh.compiler_options,
         )  # fmt: skip
         start = time.perf_counter()
-        # Compiled ahead of time, so that the rate and the remaining time exclude compilation.
+        # The step is compiled ahead of time, so that the training rate excludes compilation.
         self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
@@ -406,8 +406,8 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far. If it is, saves the model."""
-        # One save at a time, because processes synchronise within a save.
+        """Whether this evaluation is the best so far. If so, the model is saved."""
+        # Only one save runs at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
         figure = -figure if self._run.task.is_gain else figure
@@ -531,7 +531,7 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
     seen: set[int] = set()
 
     def request(number: int, _: Any) -> None:
-        # Uses only `os.write`, because the signal may have interrupted a print.
+        # The handler uses only `os.write`, because the signal may have interrupted a print.
         if number not in seen:
             seen.add(number)
             stop._note(number)
@@ -641,8 +641,8 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time spent in the context as time waiting for ``input`` (once per step) or for
-        the ``device``.
+        """Counts the time spent in the context as time waiting for `what`: ``input`` (once per
+        step) or ``device``.
         """
         self._steps += what == "input"
         start = time.perf_counter()
@@ -650,7 +650,7 @@ class Meter:
         self._spent[what] += time.perf_counter() - start
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """Metrics of the steps since the last call, which took `seconds`. Times are per step.
+        """Metrics of the steps since the last call, which took `seconds`, with times per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
         (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).

@@ -90,9 +90,9 @@ Metrics = dict[str, jax.Array]
 ``loss`` is the minimised loss in nats per token (or per row for a sequence scorer).
 `StageLoss.metrics` adds the parts of the loss. ``grad_norm`` is the Euclidean norm of the gradient
 before clipping, and ``grad_norm_NAME`` is the norm of the gradient of the parameters under a
-top-level name, such as ``blocks``. ``param_norm`` is the norm of the updated parameters. It detects
-parameters that are not finite after the update, which the loss, computed before the update, does
-not detect.
+top-level name, such as ``blocks``. ``param_norm`` is the norm of the updated parameters, and
+detects parameters that are not finite after the update. The loss, which is computed before the
+update, does not detect these parameters.
 """
 
 
@@ -123,7 +123,7 @@ def init_state(
     has_ema: bool,
     key: jax.Array,
 ) -> TrainState:
-    """A fresh training state, created as shards, so that no device ever holds the whole state."""
+    """A fresh training state, created in shards, so that no device contains the whole state."""
     abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
@@ -147,7 +147,7 @@ def make_train_step(
 
     Parameters that do not train have a gradient of zero, and `optimizer` must leave them unchanged.
 
-    The noise of a step is drawn with ``fold_in(key, state.step)``. It depends only on the key and
+    The noise of a step is drawn with ``fold_in(key, state.step)`` and depends only on the key and
     the step, so a resumed run draws the same noise as an uninterrupted run. The noise is drawn for
     the whole batch before the batch is split, so accumulation gives the gradient of the whole
     batch.
@@ -307,7 +307,7 @@ def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
         return None
     step = state.step.astype(jnp.float32)
     now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    # Computed from the difference, so that the average of a constant parameter stays constant.
+    # The average is updated by a difference, so that it stays constant for constant parameters.
     return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
 
 
@@ -319,7 +319,7 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiled `Task.measure`. Per-row results are replicated over devices."""
+    """Compiles `Task.measure`. The results per row are replicated over all devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
