@@ -86,7 +86,8 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # An unreadable line counts too, so that fixing the line does not renumber other rows.
+        # An unreadable line counts as `num_samples` rows, so that fixing it does not renumber other
+        # rows.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 
