@@ -129,9 +129,9 @@ class Network:
       sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each
         vector, as a neighbour, to the sampler head's first layer.
       sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
-        the summed contributions of the neighbours. These two functions save most of the computation
-        if few distinct tokens are neighbours of many positions. If None, only `sampler_readout` is
-        used.
+        the summed contributions of the neighbours. `sampler_sides` and `sampler_from_sides` save
+        most of the computation if few distinct tokens are neighbours of many positions. If None,
+        only `sampler_readout` is used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
         wrong, from hidden vectors of the filled canvas. None without a critic head.
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: some columns of `readout`,
@@ -190,7 +190,7 @@ class Network:
 
 
 class Canvas(NamedTuple):
-    """The arrays being denoised.
+    """The arrays of the rows that are denoised.
 
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.

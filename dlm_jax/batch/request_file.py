@@ -33,8 +33,8 @@ class Line:
     """One line of a file of requests: its settings, or the reason why it cannot run.
 
     `settings` has every key except the id and ``n``, or is empty if there is an error. A line with
-    an error counts as one sample. It keeps its id, unless the id is invalid or the line cannot be
-    read.
+    an error counts as one sample. Such a line keeps its id, unless the id is invalid or the line
+    cannot be read.
 
     Attributes:
       number: line number, from 1; blank lines are counted.

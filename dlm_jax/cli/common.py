@@ -317,9 +317,9 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 SEED = whole(0, 2**32 - 1)
-"""Parses a seed."""
+"""Parses a seed below 2**32."""
 COUNT = whole(1, 2**20)
-"""Parses a count."""
+"""Parses a count of at least 1."""
 INDEX = whole(0, 2**20)
 """Parses an index, from 0."""
 

@@ -1,10 +1,10 @@
 """Prints the likelihood of texts: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
 
 Without texts, the program scores the held-out text of the model's corpus, and separately the EOS
-tokens that fill rows after documents. It prints one line per source: nats per token and bits per
-character, each with its interval over windows or texts. A diffusion model gives bounds. A causal
-model gives exact values, so it can score any text (``--checkpoint runs/judge --text samples.txt
---split``).
+tokens that fill rows after documents. The program prints one line per source: nats per token and
+bits per character, each with its interval over windows or texts. A diffusion model gives bounds. A
+causal model gives exact values, so it can score any text
+(``--checkpoint runs/judge --text samples.txt --split``).
 
 With --labelled, the program selects one of the labels for each line and prints accuracy, nats per
 line and the expected calibration error. --fit FILE --task NAME fits the temperature and the length

@@ -4,7 +4,8 @@ The server implements the OpenAI protocol (docs/serving.md): /v1/completions, /v
 /v1/responses, /v1/infill, /v1/decide, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
 /version, /metrics, and a page at / that shows a text while it is denoised. The server listens on
 127.0.0.1 unless --host is given. If the environment variable named by --api-key-env is set, clients
-must send its value as the key. Requires the extra ``serve``: ``pip install dlm_jax[serve]``.
+must send its value as the key. The server requires the extra ``serve``:
+``pip install dlm_jax[serve]``.
 
 After SIGTERM or Ctrl-C the server refuses new requests and gives running ones --drain seconds to
 finish. Standard output contains one line, the address; logs go to standard error, one JSON object

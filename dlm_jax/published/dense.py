@@ -237,7 +237,7 @@ FAST_DLLM = Family(
     sources=qwen_sources,
     mask_id=151665,
     presets=family.FAST_DLLM,
-    idle=("conplemenrary_mask",),  # used in training; sic
+    idle=("conplemenrary_mask",),  # used only in training; misspelt there
 )
 QWEN2 = Family(
     name="qwen2",

@@ -294,7 +294,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A turn. An assistant turn may have calls instead of text; a tool turn has a call's result."""
+    """A chat turn. Assistant turns may have calls instead of text; tool turns have call results."""
 
     role: str
     content: str | list[Part] | None = None

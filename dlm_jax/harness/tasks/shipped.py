@@ -23,6 +23,6 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def _split(name: str) -> dict[str, Any]:
-    # Installed with lm-evaluation-harness.
+    # The package `datasets` is installed with lm-evaluation-harness.
     datasets = importlib.import_module("datasets")
     return {"test": datasets.Dataset.from_list(rows(name))}
