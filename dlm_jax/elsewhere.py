@@ -38,7 +38,7 @@ ORDERS: dict[str, Given] = {
     "ddpm_cache": {"order": "ancestral"}, "confidence_based": {"order": "low_confidence"},
     "margin_based": {"order": "margin"}, "entropy_based": {"order": "entropy"},
 }  # fmt: skip
-"""Names for ways of choosing positions."""
+"""Names of commit orders in other projects, and the equivalent settings of this library."""
 _NUMBERED: dict[str, Given] = {
     str(number): ORDERS[name] for number, name in enumerate(
         ("origin", "entropy_based", "margin_based", "random", "confidence_based")
@@ -96,7 +96,7 @@ _RENAMED: dict[tuple[str, ...], str] = {
     ("delete_lambda",): "lam",
     ("dynatemp_range", "temperature"): "temp_ext",
 }
-"""Synonyms in other projects, by the settings that they name."""
+"""Synonyms of settings in other projects, by the names of the settings in this library."""
 
 TABLE: dict[str, Here] = {
     name: Here(ours) for ours, theirs in _RENAMED.items() for name in theirs.split()
@@ -157,13 +157,13 @@ TABLE: dict[str, Here] = {
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
     "use_block_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
 }
-"""Names from other projects. Some are recognised only in certain contexts."""
+"""Names of settings in other projects; some are recognised only in certain contexts."""
 
 VALUES: dict[str, Mapping[str, Given]] = {
     "order": ORDERS, "remask": ORDERS | _REMASKS,
     "cache": {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}},
 }  # fmt: skip
-"""Equivalents of values from other projects, by setting."""
+"""Values of settings in other projects, and their equivalents, by setting of this library."""
 
 
 def named_here(name: str, known: Iterable[str], value: Any = None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 EVERY = 10.0
-"""Seconds between progress lines without a terminal."""
+"""Seconds between progress lines if the stream is not a terminal."""
 
 
 class Progress:
@@ -79,7 +79,7 @@ class Progress:
         Args:
           pieces: number of pieces.
           work: total work of these pieces; by default 1 per piece.
-          note: text to show from now on.
+          note: new text after the remaining time; None keeps the previous text.
         """
         self._done += pieces
         self._worked += pieces if work is None else work

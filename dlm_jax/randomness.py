@@ -1,4 +1,4 @@
-"""Keys that are independent of JAX settings, and the JAX settings that affect results."""
+"""Random keys that are independent of JAX settings, and the JAX settings that affect results."""
 
 from __future__ import annotations
 

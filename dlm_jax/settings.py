@@ -73,7 +73,7 @@ class Setting:
 
     Attributes:
       name: key in requests and, with dashes, the flag.
-      default: default value; all values have the same type.
+      default: default value; its type is the type of all values.
       help: one line that describes its effect and range.
       low: smallest value; `ABOVE_ZERO` for any positive value.
       high: largest value; `BELOW_ONE` for any value below 1.
@@ -149,11 +149,11 @@ class Setting:
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
-        """The meaning of a choice; other values are returned unchanged."""
+        """The value that a choice stands for; other values are returned unchanged."""
         return self.choices.get(value, value) if self.choices is not None else value
 
     def named(self, value: Any) -> Any:
-        """The choice with the meaning `value`, or `value` itself if there is none."""
+        """The choice that stands for `value`, or `value` itself if there is none."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
@@ -258,7 +258,7 @@ class Rule:
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The rule with the rows' settings in host arrays.
+        """An instance of the rule with the rows' settings in host arrays.
 
         Static settings are taken from the first row.
         """
@@ -313,10 +313,10 @@ class Trait(enum.Flag):
 
     ``FREE``: a resumed run may change the setting. ``ONCE_SAVED``: the setting may change after the
     first checkpoint. ``LOCAL``: the setting may differ between the processes of a run. ``OWN``:
-    published models do not define the setting. ``TURNED``: causal models that become diffusion
-    models do not define the setting either. ``UNSEEN``: the parameters depend on the setting, but
-    not their shapes. ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``: no parameter
-    of a published model depends on the setting.
+    published models do not define the setting. ``TURNED``: neither published models nor causal
+    models that become diffusion models define the setting. ``UNSEEN``: the parameters depend on the
+    setting, but not their shapes. ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``:
+    no parameter of a published model depends on the setting.
     """
 
     NONE = 0
@@ -331,7 +331,7 @@ class Trait(enum.Flag):
 
 
 def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) -> Any:
-    """A field of a section; `limits` are additional attributes of its `Setting`."""
+    """A field of a config section; `limits` are additional attributes of its `Setting`."""
     choices = limits.pop("choices", None)
     if choices is not None:
         limits["choices"] = {name: name for name in choices}
@@ -391,7 +391,7 @@ def require(
 def names_of(
     key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
 ) -> Callable[[Any], tuple[str, ...]]:
-    """A parser for tuples of known names, with a minimum length and optionally no duplicates."""
+    """A parser for tuples of known names, with a minimum length and, by default, no duplicates."""
 
     def parse(given: Any) -> tuple[str, ...]:
         for name in given:

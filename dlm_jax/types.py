@@ -52,7 +52,7 @@ class CachedTrunk:
 
     Attributes:
       block_length: number of positions per block, counted from the start of the row; a position
-          attends to its own block and all earlier blocks. A value of 1 means a causal model. With
+          attends to its own block and all earlier blocks. A value of 1 means a causal model; with
           0, every position attends to all others.
       init: ``(params, num_rows, num_positions) -> kept``, an empty cache.
       whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk on whole rows.
@@ -70,8 +70,9 @@ class CachedTrunk:
         for training and likelihood. An argument ``block_length=n`` selects another block length.
         None if ``block_length`` is below 2.
       canvas: ``(params, kept, tokens_BL, length_B, window, signal_BWD, size=W) -> hidden_BWD``: the
-        canvases that begin at ``window.begin_N`` after cached texts, as `Network.behind`. With it,
-        `whole` and `window` compute texts, and canvases are not cached. None without canvases.
+          trunk at canvases that begin at ``window.begin_N``, after cached texts, as in
+          `Network.behind`. In a model with canvases, `whole` and `window` compute texts, and
+          canvases are not cached. None for other models.
       ready: ``(params) -> params`` in the layout that the other functions read, called once before
         the steps of the loop; idempotent. None means no conversion.
     """
@@ -124,13 +125,13 @@ class Network:
         sampler head. ``left`` and ``right`` are the embeddings of the ``C`` nearest positions on
         each side, nearest first, with zero vectors for missing neighbours. None without a sampler
         head.
-      sampler_context: ``C``; 0 without a sampler head.
+      sampler_context: the number ``C`` of neighbours on each side; 0 without a sampler head.
       sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each
         vector, as a neighbour, to the sampler head's first layer.
       sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
-        the summed contributions of the neighbours. These two functions save most of the computation
-        if few distinct tokens are neighbours of many positions. If None, only `sampler_readout` is
-        used.
+        the summed contributions of the neighbours. `sampler_sides` and `sampler_from_sides` save
+        most of the computation if few distinct tokens are neighbours of many positions. If None,
+        only `sampler_readout` is used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
         wrong, from hidden vectors of the filled canvas. None without a critic head.
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: some columns of `readout`,
@@ -189,7 +190,7 @@ class Network:
 
 
 class Canvas(NamedTuple):
-    """The arrays being denoised.
+    """The arrays of the rows that are denoised.
 
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.

@@ -2,8 +2,8 @@
 # # A pod on paper
 #
 # `train.py --dry-run` compiles a training step for a slice of TPUs without the hardware and prints
-# the memory, work and communication of a chip. It needs the TPU compiler (`dlm_jax[tpu]`) but no
-# TPU.
+# the memory, work and communication per chip. The command needs the TPU compiler (`dlm_jax[tpu]`)
+# but no TPU.
 
 # %%
 import importlib.util

@@ -1,8 +1,7 @@
 # %% [markdown]
 # # Quickstart
 #
-# Load the shipped model, sample from it, watch a text while it is denoised, and fill
-# a gap.
+# Load the shipped model, sample from it, and watch a text while it is denoised.
 
 # %%
 import dlm_jax

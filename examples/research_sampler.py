@@ -31,7 +31,7 @@ result = jax.jit(sample, compiler_options=sampler.compiler_options)(model.params
 print([model.tokenizer.decode(row) for row in np.asarray(result.tokens)])
 
 # %% [markdown]
-# `vmap` over seeds, and over parameters: here two scales of the embedding.
+# `vmap` maps over seeds or over parameters; here, the parameters have two scales of the embedding.
 
 # %%
 one = jax.jit(jax.vmap(lambda seed: sample(model.params, seed[None]).tokens[0]))
@@ -44,7 +44,7 @@ several = jax.jit(jax.vmap(lambda params: sample(params, seeds).tokens, in_axes=
 print("vmap over parameters:", several.shape)
 
 # %% [markdown]
-# `shard_map` over the available devices, each with its own rows.
+# `shard_map` splits the rows over the available devices.
 
 # %%
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -60,8 +60,8 @@ many = jnp.arange(2 * jax.device_count(), dtype=jnp.uint32)
 print("shard_map:", jax.jit(split)(model.params, many).shape)
 
 # %% [markdown]
-# A gradient through a `scan` of fixed steps: log-probabilities of the draws are differentiable.
-# The reward counts commas.
+# The gradient of a policy, through a `scan` over the steps: log-probabilities of the draws are
+# differentiable. The reward is the number of commas.
 
 # %%
 letter = model.tokenizer.encode(",")[0]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Train your own network
 #
-# A network is a record of pure functions over a dict of parameters. This one has no attention:
-# each position reads the sum of a window around it.
+# A network is a record of pure functions over a dict of parameters. The network below has no
+# attention: each position reads the sum of a window around it.
 
 # %%
 import tempfile

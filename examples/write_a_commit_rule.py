@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Write a commit rule
 #
-# A commit rule selects the candidates that a step writes. It is one class: its settings are fields,
-# and `select` returns the positions. The settings become keywords, request keys and flags.
+# A commit rule selects the candidates that a step writes. A rule is one class: its settings are
+# fields, and `select` returns the positions. The settings become keywords, request keys and flags.
 
 # %%
 import jax

@@ -33,8 +33,8 @@ class Line:
     """One line of a file of requests: its settings, or the reason why it cannot run.
 
     `settings` has every key except the id and ``n``, or is empty if there is an error. A line with
-    an error counts as one sample. It keeps its id, unless the id is invalid or the line cannot be
-    read.
+    an error counts as one sample. Such a line keeps its id, unless the id is invalid or the line
+    cannot be read.
 
     Attributes:
       number: line number, from 1; blank lines are counted.
@@ -86,7 +86,8 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # An unreadable line counts too, so that fixing the line does not renumber other rows.
+        # An unreadable line counts as `num_samples` rows, so that fixing it does not renumber other
+        # rows.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 

@@ -2,7 +2,8 @@
 
 A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run
 and a flag that is set once the results of all processes have been merged. A file with lines but no
-companion is foreign; an empty file belongs to no run. Lines and record have checksums.
+companion is treated as another program's file; an empty file belongs to no run. Lines and record
+have checksums.
 
 Results are appended, so that they survive interruption, and are sorted by request at the end.
 
@@ -232,7 +233,7 @@ class Results:
         """Merges the parts into `path` in the given order; returns False while results are missing.
 
         Call this method when this process has written all its results. The last process merges the
-        parts. Complete results are closed.
+        parts. If the results are complete, this method closes them.
 
         Args:
           order: keys of the results of all processes.
@@ -282,7 +283,7 @@ class Results:
         return self.path.with_name(name)
 
     def _parts(self) -> dict[Path, int]:
-        """The count of each part, including parts of other runs and parts with only a ``.run``."""
+        """The process count of each part, including parts of other runs or with only a ``.run``."""
         pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
         names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
         found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))

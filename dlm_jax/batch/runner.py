@@ -99,7 +99,7 @@ def own_source(code: Any) -> str:
 
 
 NO_SOURCE = "without source"
-"""Replaces the digest for code without a file; changes to such code are not detected."""
+"""Replaces the digest for code without a source file; changes to such code are not detected."""
 
 
 def run_requests(
@@ -132,7 +132,7 @@ def run_requests(
       results: the store to which results are written.
       seed: seed of the first row. Sample i of a line without a seed has the seed ``seed +
         line.first + i``; sample i of a line with a seed has the line's seed plus i.
-      settings: default settings for all lines, in the same form as a line's.
+      settings: default settings for all lines, in the form of a line's settings.
       batch_size: maximum number of slots per program.
       host_samplers: maps a line's ``host_sampler`` to a function; raises ValueError for names that
         are not allowed. If None, host samplers are refused.

@@ -1,4 +1,4 @@
-"""Parts that the programs share: flags, devices, the user's modules, and chats."""
+"""Code that the programs share: flags, devices, the user's modules, and chats."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
-    """The mesh that the flags describe; None for the first device only."""
+    """The mesh that the flags describe; None means the first device only."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
@@ -233,7 +233,7 @@ def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> N
 
 
 def check_page(name: str) -> None:
-    """Raises ValueError if the page could not be written after sampling."""
+    """Raises ValueError if a page cannot be written to the path `name`."""
     path = Path(name)
     if not path.parent.is_dir():
         raise ValueError(f"--trace {name}: the directory does not exist; create it first")
@@ -275,13 +275,13 @@ CHECKPOINT = (
 )
 
 QUANTIZE = (
-    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (with inputs); default: "
-    f"unchanged"
+    f"store the matrices of the blocks in 8 bits: {', '.join(KINDS)} (also rounds inputs); "
+    f"default: no quantisation"
 )
 
 PRESET = (
     f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one of a "
-    f"published model with the order that its project uses (docs/published.md)"
+    f"published model, which sets the order that its project uses (docs/published.md)"
 )
 
 
@@ -317,9 +317,9 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 SEED = whole(0, 2**32 - 1)
-"""Parses a seed."""
+"""Parses a seed below 2**32."""
 COUNT = whole(1, 2**20)
-"""Parses a count."""
+"""Parses a count of at least 1."""
 INDEX = whole(0, 2**20)
 """Parses an index, from 0."""
 
@@ -333,8 +333,8 @@ def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
     )
     group.add_argument("--distributed", action="store_true", help="join the other processes")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num-processes", type=COUNT, metavar="N", help="processes in all")
-    group.add_argument("--process-id", type=INDEX, metavar="I", help="this process, from 0")
+    group.add_argument("--num-processes", type=COUNT, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=INDEX, metavar="I", help="process index, from 0")
 
 
 def _show_warning(

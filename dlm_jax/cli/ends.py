@@ -33,7 +33,7 @@ from typing import TextIO
 from dlm_jax.store.files import is_full
 
 Main = Callable[..., int]
-"""A program: maps arguments (None means the process's own) to an exit code."""
+"""A program: maps arguments (None means those of the process) to an exit code."""
 
 
 class End(enum.IntEnum):

@@ -1,13 +1,14 @@
 """Prints the likelihood of texts: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
 
-Without texts it scores the held-out text of the model's corpus, and separately the EOS tokens that
-fill rows after documents. It prints one line per source: nats per token and bits per character,
-each with its interval over windows or texts. A diffusion model gives bounds. A causal model gives
-exact values, so it can score any text (``--checkpoint runs/judge --text samples.txt --split``).
+Without texts, the program scores the held-out text of the model's corpus, and separately the EOS
+tokens that fill rows after documents. The program prints one line per source: nats per token and
+bits per character, each with its interval over windows or texts. A diffusion model gives bounds. A
+causal model gives exact values, so it can score any text
+(``--checkpoint runs/judge --text samples.txt --split``).
 
-With --labelled it selects one of the labels for each line and prints accuracy, nats per line and
-the expected calibration error. --fit FILE --task NAME fits the temperature and the length penalty
-of a task to the lines, for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
+With --labelled, the program selects one of the labels for each line and prints accuracy, nats per
+line and the expected calibration error. --fit FILE --task NAME fits the temperature and the length
+penalty of a task to the lines, for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
 
 A sequence scorer estimates the share of corrupted tokens; without texts, its error on corrupted
 held-out text is printed.
@@ -66,27 +67,27 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
     add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
-    split_help = "files hold several texts, separated by this line (---, as in sample.py)"
+    split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
     pairs_help = 'JSONL of {"prompt": ..., "response": ...}: responses given their prompts'
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
     add("--continuation", metavar="TEXT", help="a text to score")
     add("--prompt", metavar="TEXT", help="text before --continuation")
     labelled_help = (
-        'JSONL of {"prompt": ..., "choices": [...], "label": ...}: decisions between labels; the '
-        "slot follows the prompt"
+        'JSONL of {"prompt": ..., "choices": [...], "label": ...}: the model selects '
+        "the label to put after each prompt"
     )
     add("--labelled", metavar="FILE", help=labelled_help)
     add("--order", default=ORDERS[0], metavar="ORDER",
         help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
     add("--task", metavar="NAME", help="name of the task of --labelled")
-    fit_help = "file to which the fitted scale of --task is written; its other tasks are kept"
+    fit_help = "file to which the fitted scale of --task is written; other tasks in it are kept"
     add("--fit", metavar="FILE", help=fit_help)
     add("--calibration", metavar="FILE", help="file with the scale of --task to use")
     add(
         "--held-out",
         metavar="SOURCE",
-        help="a corpus whose held-out part is scored; default: that of the model",
+        help="a corpus whose held-out part is scored; default: the model's own corpus",
     )
     add(
         "--num-draws",
@@ -96,10 +97,10 @@ def make_parser() -> Parser:
         help="masks per window (1)",
     )
     add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
-        help="windows that run at once (16)")  # fmt: skip
+        help="windows per batch (16)")  # fmt: skip
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
     add("--quantize", metavar="KIND", help=QUANTIZE)
-    add("--json", action="store_true", help="print one JSON object per line instead of a sentence")
+    add("--json", action="store_true", help="print JSON, one object per line")
     return parser
 
 
@@ -294,7 +295,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
 
 
 def _is_placed(source: str) -> bool:
-    """Whether a source does not depend on the working directory."""
+    """Whether the meaning of a source is independent of the working directory."""
     return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
 
 

@@ -22,8 +22,8 @@ from dlm_jax.store import load_params, save_weights
 def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.export", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a run")
-    add("--out", required=True, metavar="FILE", help="ends in .safetensors")
+    add("--checkpoint", required=True, metavar="DIR", help="directory of the run")
+    add("--out", required=True, metavar="FILE", help="file to write, ending in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
     config_help = "config whose [sample], data.source and train.out_dir replace those of the run"
     add("--config", metavar="FILE", help=config_help)

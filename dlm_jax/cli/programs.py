@@ -1,4 +1,4 @@
-"""Entry points of the programs, before heavy imports, so that Ctrl-C leaves no traceback.
+"""Entry points of the programs, set up before heavy imports, so that Ctrl-C leaves no traceback.
 
 Python can raise KeyboardInterrupt anywhere. During a compilation, the exception leaves XLA objects
 alive that crash the interpreter at exit. A program with nothing to save is therefore terminated by
@@ -26,7 +26,8 @@ def _run(name: str) -> int:
     if is_heard and os.getpid() != 1 and handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = importlib.import_module(f"dlm_jax.cli.{name}").main
-    # The training loop handles signals itself; before it starts, Ctrl-C ends the program at once.
+    # The training loop handles signals itself; before the loop starts, Ctrl-C ends the program
+    # immediately.
     if handler is not None and name != "train":
         signal.signal(signal.SIGINT, handler)
     code = main()

@@ -157,7 +157,7 @@ def time_line(
     found = [(steps(), one()) for _ in range(1 + _ROUNDS)][1:]
     step, alone = (statistics.median(times) for times in zip(*found, strict=True))
     times = statistics.median(forwards)
-    # Noise can make this slightly negative.
+    # Noise can make the difference slightly negative.
     sampling = 1 - alone * times / step
     return (
         f"a step of {size} rows of {bucket.canvas} takes {1e3 * step:.2f} ms, the trunk "
@@ -179,17 +179,17 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--chat", action="store_true", help="--prompt is a user turn: print the model's answer")
     add("--preset", metavar="NAME", help=PRESET)
     add("--num-samples", type=COUNT, default=1, metavar="N",
-        help="number of texts (1); with --prompts: for requests without n")  # fmt: skip
+        help="number of texts (1); with --prompts, samples of a request without n")  # fmt: skip
     add(
         "--max-length",
         type=COUNT,
         metavar="L",
-        help="canvas length of a row; default: as in training",
+        help="canvas length of a row; default: the length in training",
     )
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
-    add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
+    add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     add("--host-sampler", metavar="MODULE:FUNCTION",
-        help="function that selects tokens; default for requests that name no other")  # fmt: skip
+        help="function that selects tokens; a request's own host_sampler overrides it")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
         help="module with functions that requests of --prompts may use; repeatable")  # fmt: skip
     add("--rules", metavar="MODULE", help="module with custom rules; their settings become flags")
@@ -206,13 +206,13 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add(
         "--report-json",
         metavar="FILE",
-        help="append the same figures to this file, one JSON object per line",
+        help="append the figures of the progress lines to this file, one JSON object per line",
     )
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--time-steps", action="store_true",
-        help="afterwards measure the fraction of a step spent in the trunk")  # fmt: skip
+        help="after sampling, measure the fraction of a step spent in the trunk")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_host_flags(

@@ -1,10 +1,11 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
-It implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
+The server implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
 /v1/responses, /v1/infill, /v1/decide, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
-/version, /metrics, and a page at / that shows a text while it is denoised. It listens on 127.0.0.1
-unless --host is given. If the environment variable named by --api-key-env is set, clients must send
-its value as the key. Requires the extra ``serve``: ``pip install dlm_jax[serve]``.
+/version, /metrics, and a page at / that shows a text while it is denoised. The server listens on
+127.0.0.1 unless --host is given. If the environment variable named by --api-key-env is set, clients
+must send its value as the key. The server requires the extra ``serve``:
+``pip install dlm_jax[serve]``.
 
 After SIGTERM or Ctrl-C the server refuses new requests and gives running ones --drain seconds to
 finish. Standard output contains one line, the address; logs go to standard error, one JSON object
@@ -78,10 +79,10 @@ def make_parser() -> Parser:
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
         help="environment variable that holds the key (DLM_JAX_API_KEY)")  # fmt: skip
-    add("--slots", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
+    add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     add("--one-size", action="store_true",
-        help="run all rows in one program with this many slots: texts are bit-identical under any "
-        "load, and a lone request takes longer")  # fmt: skip
+        help="run all rows in one program with --slots slots: texts are bit-identical under any "
+        "load, but a lone request takes longer")  # fmt: skip
     add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB",
         help="device memory for keys and values of prompts, which requests with cache=exact reuse "
         "(0: none)")  # fmt: skip
@@ -92,7 +93,7 @@ def make_parser() -> Parser:
         help="default value of a request setting; repeatable")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--calibration", metavar="FILE",
-        help="scales of decisions, from python -m dlm_jax.evaluate --fit")  # fmt: skip
+        help="file with scales of decisions, written by dlm_jax.evaluate --fit")  # fmt: skip
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")

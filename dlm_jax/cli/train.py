@@ -2,8 +2,8 @@
 
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
-The same command, or ``--resume runs/quickstart`` alone, resumes it. Samples are printed on standard
-output, everything else on standard error.
+The same command, or ``--resume runs/quickstart`` alone, resumes the run. Samples are printed on
+standard output, everything else on standard error.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--config", metavar="FILE", help=config_help)
     add("--resume", metavar="RUN", help="resume the run in this directory")
     add("--print-config", action="store_true", help="print the config as TOML and exit")
-    add("--profile", metavar="FIRST:LAST", help="write a trace of these steps, such as 10:13")
+    add("--profile", metavar="FIRST:LAST", help="write a profile of these steps, such as 10:13")
     add("--version", action="version", version=f"dlm_jax {__version__}")
-    dry_help = "compile the step and print its cost; nothing is run or written"
+    dry_help = "compile the training step and print its cost; nothing is run or written"
     add("--dry-run", action="store_true", help=dry_help)
     place_help = "with --dry-run: TPU topology to compile for, such as v5e:4x4 or v5p:8x8x8"
     add("--topology", metavar="NAME", default="", help=place_help)

@@ -91,7 +91,7 @@ def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
 
 
 def windows_of(model: Model, text: str) -> list[Pair]:
-    """Windows of a text that score each token once; the last window has the most context."""
+    """Windows that together score each token of a text once; the last has the most context."""
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
@@ -262,7 +262,8 @@ def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np
     rng = np.random.Generator(np.random.Philox(key=pair.seed(seed).view("<u8")))
     masks = np.zeros((num_draws, n), bool)
     for block in blocks:
-        # The antithetic pairs have evenly spaced levels.
+        # A level is about the fraction of tokens that the first mask of a pair hides; levels are
+        # evenly spaced.
         pairs = -(-num_draws // 2)
         levels = (rng.random() + np.arange(pairs) / pairs) % 1.0
         for number, level in enumerate(levels):
@@ -433,7 +434,7 @@ class Evaluated:
       draws: number of masks per likelihood.
       likelihood: how continuations are scored: ``bound``, or ``chain``, the exact probability of
           decoding the tokens from left to right (as in `dlm_jax.decide`), which needs no masks.
-      batch_size: number of rows that run at once, up to 32; "auto" is 32. Does not affect results.
+      batch_size: number of rows per call, up to 32; "auto" means 32. Results do not depend on it.
       seed: seed of the masks and texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
@@ -485,7 +486,7 @@ class Evaluated:
         return found
 
     def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Negative log-probability of each continuation, decoded from left to right."""
+        """Negative log-probability of each continuation when decoded from left to right."""
         rows = [decisions.Row(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
         return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 

@@ -1,8 +1,8 @@
 """Chat templates, which convert a conversation to the text format a model was trained on.
 
-Templates are Jinja programs in a model's directory. They run in Jinja's immutable sandbox, without
-access to Python attributes, files or modules, and in a separate process (`sandbox`) with limits on
-time, memory and output.
+Templates are Jinja programs in a model's directory. Templates run in Jinja's immutable sandbox,
+without access to Python attributes, files or modules, and in a separate process (`sandbox`) with
+limits on time, memory and output.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.published import family
 from dlm_jax.published.family import Family, Fields, Source, in_blocks, qwen_sources
 
-# Used if config.json has no value.
+# The default RoPE base, for a config.json without one.
 _ROPE_THETA = 10000.0
 
 
@@ -73,7 +73,7 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
 
 
 def rope_theta(fields: Fields) -> float:
-    """The base of the rotary frequencies, from whichever field has it; refuses scaling."""
+    """The base of the rotary frequencies, from either of its fields; refuses RoPE scaling."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
@@ -109,7 +109,7 @@ def read_qwen(
 
 
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
-    """The settings that all families except LLaDA store alike; the inverse of `write_shape`.
+    """The settings that all families except LLaDA store in the same fields; inverts `write_shape`.
 
     `epsilon` is the default epsilon of the norms.
     """
@@ -237,7 +237,7 @@ FAST_DLLM = Family(
     sources=qwen_sources,
     mask_id=151665,
     presets=family.FAST_DLLM,
-    idle=("conplemenrary_mask",),  # used in training; sic
+    idle=("conplemenrary_mask",),  # used only in training; misspelt there
 )
 QWEN2 = Family(
     name="qwen2",

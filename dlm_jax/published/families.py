@@ -1,4 +1,4 @@
-"""The known families, and the choice of a family for a config.json or a model."""
+"""The known families, and functions that select one for a config.json or a model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
         try:
             said = family.read(Fields(family.write(model), "config"))
-        except ValueError:  # the family has no such models
+        except ValueError:  # the family does not support the model
             continue
         if comparable(said) == comparable(model):
             return family

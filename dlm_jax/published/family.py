@@ -199,7 +199,8 @@ class Family:
       sources: maps a `ModelConfig` to the tensor of every parameter, by the parameter's path.
       max_length: name of the field with the maximum row length.
       mask_id: id of MASK if the model's files do not name it; None if there is no such id.
-      trained_length: length of the training rows if shorter than in config.json; otherwise 0.
+      trained_length: length of the training rows if it is below the maximum length in config.json;
+          otherwise 0.
       presets: settings of the family's decoding loops, by name; the first is the default.
       idle: fields of config.json that have no effect.
       within: the field of config.json that contains the language model's fields; '' if config.json
@@ -284,7 +285,7 @@ def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -
 def in_blocks(
     blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
 ) -> dict[str, Source]:
-    """Sources of the blocks, and of the dense first blocks."""
+    """Sources of the parameters in the blocks, and in the dense first blocks."""
     found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
     return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
 
@@ -296,7 +297,7 @@ LLADA: dict[str, dict[str, Any]] = {
         "order": "low_confidence", "schedule": "linear", "confidence": "sampled",
         "ties": "lower",
     },
-    # generate.py of Fast-dLLM (Wu et al. 2025): all holes at or above the threshold.
+    # generate.py of Fast-dLLM (Wu et al. 2025), which commits all holes at or above the threshold.
     "fast": {
         "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
         "order": "threshold", "threshold": 0.9, "confidence": "sampled", "ties": "lower",
@@ -332,13 +333,13 @@ SDAR: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 LLADA2: dict[str, dict[str, Any]] = {
-    # generate of LLaDA2.0: 32 steps per block of 32.
+    # generate of LLaDA2.0, with 32 steps per block of 32 tokens.
     "llada2": {
         "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
         "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
         "cache": "exact", "ties": "lower",
     },
-    # generate of LLaDA2.1, which rewrites tokens: 32 steps per block, and up to 16 for rewriting.
+    # generate of LLaDA2.1: 32 steps per block, and up to 16 further steps that rewrite tokens.
     "llada2.1": {
         "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
         "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,
@@ -359,8 +360,8 @@ FAST_DLLM: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 DIFFUSION_GEMMA: dict[str, dict[str, Any]] = {
-    # generate of DiffusionGemma in transformers: 48 steps for a canvas of 256, and temperatures
-    # from 0.8 to 0.4, of which the last step is one step short.
+    # generate of DiffusionGemma in transformers: 48 steps for a canvas of 256, and a temperature
+    # that falls from 0.8 towards 0.4, which it would reach one step after the last.
     "diffusion_gemma": {
         "gen_length": 256, "steps": 48, "temperature": 0.8, "temperature_end": 0.408333333,
         "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,

@@ -1,4 +1,4 @@
-"""DiffusionGemma: a text, then a canvas of uniform noise; sliding and full layers; experts."""
+"""The DiffusionGemma family, whose models denoise canvases of random tokens after a causal text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _read(fields: Fields) -> ModelConfig:
 
 
 def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
-    """(head size, number of key/value heads) of the full layers, from either form of the file."""
+    """(head size, number of key/value heads) of the full layers, in either form of config.json."""
     size = fields.take("global_head_dim", int, 512)
     found = {
         "head_dim": size,
@@ -180,19 +180,20 @@ def _sources(model: ModelConfig) -> dict[str, Source]:
     return found
 
 
-# Fields of generation_config.json that are settings, and the names of these.
+# Fields of generation_config.json, and the settings of this library that they become.
 _OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
-# Their types and least values.
+# Further fields of generation_config.json, with their types and smallest values.
 _NUMBERS: tuple[tuple[str, Any, float], ...] = (
     ("max_denoising_steps", int, 1), ("max_new_tokens", int, 1),
     ("t_min", int | float, 0), ("t_max", int | float, 0),
 )  # fmt: skip
-# Decimals of temperatures, so that reading what is written gives the same numbers.
+# Number of decimals to which temperatures are rounded, so that exported values are read back
+# exactly.
 _DECIMALS = 9
 
 
 def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The settings of the loop, as DiffusionGemmaGenerationConfig has them."""
+    """The settings for the fields of a DiffusionGemmaGenerationConfig."""
     inner = said.get("sampler_config") or {}
     if not isinstance(inner, Mapping):
         raise ValueError(f"sampler_config={inner!r} is not an object")
@@ -222,7 +223,7 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _spoken(sample: SampleConfig, model: ModelConfig) -> dict[str, Any]:
-    """The fields that `_recommended` converts back; empty if it has none for these settings."""
+    """The fields that `_recommended` converts back; empty if no fields express the settings."""
     num_canvases = max(-(-sample.gen_length // model.block_length), 1)
     steps, rest = divmod(sample.steps, num_canvases)
     first, last = sample.temperature, sample.temperature_end
@@ -256,7 +257,7 @@ DIFFUSION_GEMMA = Family(
     spoken=_spoken,
     outside=("canvas_length", "tie_word_embeddings"),
     other_names=(
-        # The image tower.
+        # The image tower is omitted.
         (r"model\.encoder\.(vision_tower|embed_vision)\.", ""),
         # Text and canvas use the same parameters, except for the layer scales.
         (r"(model\.encoder\.language_model\.layers\.\d+\.layer_scalar)$", r"\1"),

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 24
 _MEMORY = 1 << 30
-_SECONDS = 120  # for when the parent process is gone
+_SECONDS = 120  # limit per request if the parent process is gone
 
 
 def main() -> None:

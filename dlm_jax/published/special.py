@@ -17,7 +17,7 @@ from dlm_jax.settings import nearest
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 OWN = "dlm_jax"
-"""The field of `GENERATION` with the settings that other programs do not have."""
+"""The field of `GENERATION` with the settings that only this library has."""
 
 _SHARED = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -35,10 +35,10 @@ _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<m
 def read_tokenizer(
     directory: Path, family: Family, config: Mapping[str, Any], *, vocab_size: int
 ) -> tuple[HubTokenizer, tuple[int, ...]]:
-    """The tokenizer, and additional ids that end a generation.
+    """A directory's tokenizer, and the ids besides EOS that end a generation.
 
     Special tokens are read from generation_config.json, config.json or tokenizer_config.json, in
-    this order of precedence, or else come from the family.
+    this order of precedence, or else from the family's defaults.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")

@@ -3,7 +3,7 @@
 Files are mapped into memory and read one tensor at a time; nothing is unpickled.
 
 A stacked parameter is allocated on its devices and filled layer by layer in place, so that host
-memory has at most one additional tensor, and mapped pages, which are released.
+memory contains at most one tensor besides mapped pages, which are released.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Shards:
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
-    """The files, and the names of the tensors that each must contain; an empty list accepts all."""
+    """The weights files, with the tensors that each must contain; an empty list accepts all."""
     if not (directory / INDEX).exists():
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
@@ -172,7 +172,7 @@ Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
 Finish = Callable[[str, Any], Any]
-"""``(path, parameter) -> parameter`` in its final form; also maps shapes to shapes."""
+"""``(path, parameter) -> parameter``: the final form of a parameter, or of an abstract shape."""
 
 
 def check_tensors(
@@ -278,8 +278,8 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
     if not is_transposed:
         np.copyto(target, stored)
         return
-    # NumPy transposes squares that fit in the cache 1.5 times as fast as the backend does during a
-    # transfer. Transposing some rows at a time requires no new memory.
+    # The backend transposes during a transfer 1.5 times as fast as NumPy transposes squares that
+    # fit in the cache. Transposing some rows at a time requires no new memory.
     (device,) = jax.local_devices(backend="cpu")[:1]
     for row in range(0, stored.shape[0], _ROWS):
         turned = jax.device_put(stored[row : row + _ROWS].T, device)

@@ -1,4 +1,4 @@
-"""The application: routes, the rows that routes run, and Prometheus metrics."""
+"""The HTTP application: routes, the rows that routes run, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Service:
             self.num_rows -= count
 
     async def whole(self, answer: Answer) -> list[Done]:
-        """All choices of an answer, once complete."""
+        """All choices of an answer, after the last one has ended."""
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
@@ -218,7 +218,7 @@ class Service:
     async def _growing(
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
-        """Yields a growing row, its reader, its new text, and its choice once ended."""
+        """Yields a growing row, its reader, its new text, and at the end the choice."""
         reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
@@ -339,7 +339,7 @@ def make_app(
       model: the engine's model.
       engine: the engine; only the application may step it.
       options: options of the server.
-      slots: number of rows that the engine runs at once.
+      slots: number of rows that the engine runs in parallel.
       steps_per_call: as in `AsyncEngine`.
     """
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)

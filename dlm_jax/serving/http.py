@@ -1,4 +1,4 @@
-"""HTTP: request bodies, errors, event streams, logs as JSON lines, and the server's socket."""
+"""HTTP of the server: request bodies, errors, event streams, logs as JSON lines, and the socket."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def check_key(request: Request, key: str | None) -> None:
 
 
 def _depth(body: bytes) -> int:
-    """Nesting depth of lists and objects outside strings."""
+    """The nesting depth of lists and objects in a JSON text."""
     depth = deepest = 0
     for found in _BRACKETS.finditer(body):
         depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
@@ -191,11 +191,11 @@ class Events(Response):
     The ``type`` of an event, if present, becomes the event's name, as in ``/v1/responses``.
 
     Args:
-      run: sends the events through the function that it is given.
-      ended: called at the end with the status: 200, 499 for a disconnected client, or that of an
-        error.
+      run: called with a function; sends the events by calling that function.
+      ended: called at the end with the status: 200, 499 for a disconnected client, or the status of
+          an error.
       seconds: time limit.
-      ends_with_done: whether ``[DONE]`` is sent.
+      ends_with_done: whether ``[DONE]`` is sent at the end.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ _LAST_WORDS = 5.0
 class Server(uvicorn.Server):
     """A server on a socket. When stopped, it refuses new requests and finishes running requests.
 
-    A signal or ``should_exit`` stops the server; a second signal ends it at once.
+    A signal or ``should_exit`` stops the server; a second signal ends it immediately.
 
     Args:
       app: the ASGI application.

@@ -57,7 +57,7 @@ def _unread(of: str, does: str) -> Peer:
 
 
 def _neutral(of: str, ours: str, value: Any, remedy: str) -> Peer:
-    """A name with one neutral value; all other values are refused."""
+    """A field with one neutral value; requests with any other value are refused."""
 
     def read(given: Any) -> Fields:
         if type(given) is not type(value) or given != value:
@@ -123,7 +123,7 @@ PEERS: Mapping[str, Peer] = {
     "grammar": _refused("l", _SHAPED, _NO_GRAMMAR),
     "guided_grammar": _refused("v", _SHAPED, _NO_GRAMMAR),
     "ebnf": _refused("s", _SHAPED, _NO_GRAMMAR),
-    # Lengths and ends.
+    # Lengths and stop conditions.
     "n_predict": _same("l", "max_tokens"),
     "no_stop_trim": _same("s", "include_stop_str_in_output"),
     "min_tokens": _neutral("vs", "ignore_eos", 0, "use ignore_eos=true"),
@@ -161,7 +161,7 @@ PEERS: Mapping[str, Peer] = {
     # Conversations.
     "chat_template": _refused("v", "--chat-template", "it is a flag of the server"),
     "documents": _refused("v", "chat_template_kwargs", "use chat_template_kwargs"),
-    # Execution, without effect on results.
+    # Execution of requests; these fields do not affect results.
     "cache_prompt": _unread("l", "texts do not depend on it; see `cache`"),
     "cache_salt": _unread("v", "prompts are not shared between requests"),
     "id_slot": _unread("l", "the scheduler assigns slots"),
@@ -173,7 +173,7 @@ PEERS: Mapping[str, Peer] = {
     "lora": _neutral("l", "--checkpoint", [], "a server has one model; export a merged model"),
     "session_params": _refused("s", "messages", "pass all turns in messages"),
 }  # fmt: skip
-"""Peers by name. A field of the endpoint with the same name takes precedence."""
+"""Fields of other servers by name. A field of the endpoint with the same name takes precedence."""
 
 
 def table() -> list[str]:
@@ -187,7 +187,7 @@ def table() -> list[str]:
 
 
 def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Fields, Fields]:
-    """(the request with this server's names, the client's names by ours).
+    """(the request in this server's names, a mapping from these names to the client's names).
 
     Args:
       given: the request.

@@ -76,7 +76,7 @@ def stopping() -> ApiError:
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
-    """The ApiError for pydantic's first error; `names` maps our names to the client's."""
+    """The ApiError for pydantic's first error; `names` maps this server's names to the client's."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
     name = names.get(str(name), name)
@@ -94,7 +94,7 @@ def of_value(
     Args:
       error: an error about a setting or about `other`.
       other: the field to report if the error does not name a setting.
-      named: the client's field names, by ours.
+      named: the client's field names, by this server's names.
       names: the protocol's names for settings other than ``gen_length``.
     """
     if not isinstance(error, SettingError):
@@ -132,7 +132,7 @@ class StreamOptions(Fields):
 
 
 class JsonSchema(Fields):
-    """A schema, which is always strict. The protocol's other fields are ignored."""
+    """A JSON schema, which is always enforced. The protocol's other fields are ignored."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -141,7 +141,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The format of the answer; a regular expression must match the whole answer."""
+    """The format of the answer; the regular expression of ``regex`` matches the whole answer."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -294,7 +294,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A turn. An assistant turn may have calls instead of text; a tool turn has a call's result."""
+    """A chat turn. Assistant turns may have calls instead of text; tool turns have call results."""
 
     role: str
     content: str | list[Part] | None = None
@@ -496,7 +496,7 @@ class Responses(Sampled, Conversation):
 
     @property
     def turns(self) -> list[Message]:
-        """The conversation, as in `Chat`."""
+        """The turns of the conversation, in the form of `Chat.messages`."""
         given = [Turn(role="user", content=self.input)] if isinstance(self.input, str) else []
         given = given or [turn for turn in self.input if isinstance(turn, Turn)]
         turns = [] if self.instructions is None else [("system", self.instructions)]
@@ -733,7 +733,7 @@ class Planner:
         }
 
     def usual(self) -> Iterator[Request]:
-        """Default requests for each canvas length, with and without a response format."""
+        """Requests with defaults for each canvas length, with and without a response format."""
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
         for length in sorted(lengths | {longest}):
@@ -875,7 +875,7 @@ class Planner:
         return self._defaults | given
 
     def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Default settings for a request with a structure."""
+        """Settings by which a request with a structure can run, unless it sets others."""
         model, size = self.model, asked.max_tokens or self._room(asked)
         fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
         if fill is not None and fill.holds_structure:
@@ -935,7 +935,7 @@ class Planner:
         return asked.max_length or self.model.max_length
 
     def _gap(self, ids: Sequence[int], suffix: str, length: int, name: str) -> dict[str, Any]:
-        """A canvas with one gap."""
+        """The tokens of a canvas with one gap of `length` tokens between `ids` and `suffix`."""
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
@@ -983,7 +983,7 @@ _MOST_TOLD = 128
 
 
 def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
-    """The object of a decision: each slot, and the likeliest combinations if there are several."""
+    """The object of a decision: its slots and, if there are several, the likeliest combinations."""
     slots = {}
     for name, labels in made.choices.items():
         slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
@@ -1130,7 +1130,7 @@ class Answer:
         return event
 
     def _ids(self, row: Row, places: range) -> dict[str, Any]:
-        """The ids of these tokens, if requested."""
+        """The ids of the tokens at `places`, if requested."""
         if not self.asked.return_token_ids:
             return {}
         return {"token_ids": row.tokens[places.start : places.stop].tolist()}
@@ -1166,7 +1166,7 @@ class Answer:
         return [told] if self.asked.has_usage else []
 
     def usage(self, done: Sequence[Done]) -> dict[str, Any]:
-        """Usage of an answer; forward passes and the first seed are extensions."""
+        """Usage of an answer; forward passes and the first seed extend OpenAI's protocol."""
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
         written = sum(len(one.places) for one in done)
         return {
@@ -1222,7 +1222,7 @@ class Answer:
         return choice | {"text": echo + done.text}
 
     def _read_back(self, row: Row, places: range) -> dict[str, Any]:
-        """Candidates of these tokens, in commit order, if requested."""
+        """Candidates of the tokens at `places`, in commit order, if requested."""
         if not self.asked.read_back:
             return {}
         return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}

@@ -97,7 +97,7 @@ class Calls:
             part["function"]["arguments"] += taken
 
     def _arguments(self) -> tuple[str, bool]:
-        """The arguments in the remaining text, and whether they are complete."""
+        """The arguments of a call in the remaining text, and whether they are complete."""
         for place, c in enumerate(self._rest):
             if self._in_string:
                 ends = c == '"' and not self._is_escaped

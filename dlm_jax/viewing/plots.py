@@ -1,4 +1,4 @@
-"""Plots of a trace: when tokens were written, and the model's confidence. Needs matplotlib."""
+"""Plots of a trace: when tokens were written, and the model's confidence (with matplotlib)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def plot_trace(trace: Trace, row: int = 0) -> Figure:
     """Plots when each token of a row was written, coloured by log-probability under the policy.
 
-    A position that is rewritten after remasking has several marks. Requires the extra ``plots``.
+    A position that is rewritten after remasking has several marks. The function requires the extra
+    ``plots``.
 
     Args:
       trace: from ``generate(..., trace=True)``.
@@ -41,7 +42,8 @@ def plot_confidence(trace: Trace, row: int = 0) -> Figure:
     """Plots entropy and confidence at the positions of a row that each step drew.
 
     The upper plot shows the entropy by position and step, and is empty where no token was drawn.
-    The lower plot shows the mean entropy and confidence per step. Requires the extra ``plots``.
+    The lower plot shows the mean entropy and confidence per step. The function requires the extra
+    ``plots``.
 
     Args:
       trace: from ``generate(..., trace=True)``.

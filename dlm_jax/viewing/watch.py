@@ -133,10 +133,10 @@ _STYLES = {
     Kind.INSERTED: "1;4;32",
 }
 _MIN_WIDTH = 16
-# Seconds per step, slow enough to follow, and the total above which steps are shown faster.
+# Seconds per step, slow enough to follow, and total seconds above which steps are shown faster.
 _PACE = 0.15
 _LONGEST = 12.0
-# The minimum shown for a row: a header and three lines of text.
+# The minimum number of lines shown for a row: a header and three lines of text.
 _MIN_LINES = 4
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 
 def shakespeare_cloze(**metadata: object) -> dict[str, Any]:
-    """Lines of Shakespeare, each with four continuations."""
+    """The data of ``shakespeare_cloze``: lines of Shakespeare, each with four continuations."""
     return _split("shakespeare_cloze")
 
 
 def arithmetic_words(**metadata: object) -> dict[str, Any]:
-    """Sums written in words."""
+    """The data of ``arithmetic_words``: sums written in words."""
     return _split("arithmetic_words")
 
 
@@ -23,6 +23,6 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def _split(name: str) -> dict[str, Any]:
-    # Installed with lm-evaluation-harness.
+    # The package `datasets` is installed with lm-evaluation-harness.
     datasets = importlib.import_module("datasets")
     return {"test": datasets.Dataset.from_list(rows(name))}
