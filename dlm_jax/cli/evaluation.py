@@ -146,7 +146,7 @@ def _check_labelled(args: Namespace) -> None:
     if args.text or args.pairs or args.continuation is not None or args.held_out is not None:
         raise ValueError("--labelled excludes other sources; remove them")
     if args.fit is not None and args.calibration is not None:
-        raise ValueError("--fit and --calibration exclude each other; remove one of them")
+        raise ValueError("--fit and --calibration cannot be combined; remove one of them")
     if (args.task is None) != (args.fit is None and args.calibration is None):
         raise ValueError("--task requires --fit or --calibration, and vice versa")
 

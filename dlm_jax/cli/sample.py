@@ -276,7 +276,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
     if hosted and (args.watch or args.trace):
         raise ValueError(
-            f"--{hosted[0].replace('_', '-')} and --watch or --trace exclude each other; remove one"
+            f"--{hosted[0].replace('_', '-')} and --watch or --trace cannot be combined; remove one"
         )
 
 

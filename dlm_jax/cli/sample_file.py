@@ -148,7 +148,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         ]}  # fmt: skip
         for name in (*described.get("rules", ()), *described["modules"]):
             if name.endswith(NO_SOURCE):
-                print(f"{name}: changes of its source are not detected", file=sys.stderr)
+                print(f"{name}: changes to its source code are not detected", file=sys.stderr)
         mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
         index, count, tells = _share(model, args)
         results = None

@@ -120,7 +120,7 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     if args.resume is None:
         return configs.load(args.config, overrides)
     if args.config is not None:
-        raise ValueError("--resume and --config exclude each other; a run has its own config")
+        raise ValueError("--resume and --config cannot be combined; a run has its own config")
     if "train.out_dir" in overrides:
         raise ValueError("--train.out_dir has no effect with --resume, which sets it; remove it")
     return configs.override(config_of_run(Path(args.resume)), overrides)

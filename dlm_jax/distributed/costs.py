@@ -241,7 +241,7 @@ def products(module: Module, name: str, known: dict[str, float]) -> float:
 
 
 def product(operation: Operation, types: Types) -> float:
-    """FLOP of one ``dot`` or ``convolution``, with two FLOP per multiplication."""
+    """FLOPs of one ``dot`` or ``convolution``, counting each multiply-add as two."""
     outputs = math.prod(operation.shapes[0].dims)
     left, right = (_dims(types[name]) for name in operation.operands[:2])
     if operation.kind == "dot":

@@ -435,7 +435,7 @@ class Evaluated:
       likelihood: how continuations are scored: ``bound``, or ``chain``, the exact probability of
           decoding the tokens from left to right (as in `dlm_jax.decide`), which needs no masks.
       batch_size: number of rows per call, up to 32; "auto" means 32. Results do not depend on it.
-      seed: seed of the masks and texts.
+      seed: seed for the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
       preset: name of one of the model's presets.

@@ -235,7 +235,7 @@ class _Schema:
                 where, f"format {form!r} is not supported; use one of {sorted(_FORMATS)}"
             )
         if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
-            raise _refused(where, "pattern, format and lengths exclude each other; keep one")
+            raise _refused(where, "pattern, format and lengths cannot be combined; keep one")
         if form is not None:
             return f'"{_FORMATS[form]}"'
         if pattern is not None:

@@ -65,7 +65,7 @@ def make_canvas(
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
     if len(kinds) > 1:
-        raise ValueError(f"{' and '.join(kinds)} exclude each other; pass only one of them")
+        raise ValueError(f"{' and '.join(kinds)} cannot be combined; pass only one of them")
     infill = asked.get("infill", False)
     if not isinstance(infill, bool):
         raise SettingError("infill", infill, "is not a bool", "use True or False")

@@ -139,7 +139,7 @@ class Queue:
         self.evicted.add(entry.slot)
 
     def admit(self) -> dict[int, Entry | None]:
-        """The slots that change, with their next requests. None only clears a slot."""
+        """The slots that change, with their next requests; None where a slot becomes free."""
         free = [slot for slot in range(self.num_own) if slot not in self.running]
         new = dict(zip([] if self.is_draining else free, self._pop(), strict=False))
         for slot, entry in new.items():

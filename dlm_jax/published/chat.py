@@ -105,7 +105,9 @@ def _upto(written: str, content: str) -> str:
     core = content.strip()
     place = written.rfind(core) if core else -1
     if place < 0:
-        raise ValueError("the last of messages has no content that the template writes; remove it")
+        raise ValueError(
+            "the chat template omits the content of the last of messages; remove that message"
+        )
     begun = content.lstrip()
     kept = begun if written.startswith(begun, place) else core
     return written[: place + len(kept)]

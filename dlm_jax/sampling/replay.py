@@ -45,7 +45,7 @@ class Trace:
         and where no token was drawn.
       choice_logprobs: float32 ``[B, S]`` log-probability in nats of choosing the positions that
         were written and remasked: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules
-        that select by the tokens only.
+        whose selection depends only on the tokens.
       entropy: float32 ``[B, S, L]``, entropy in nats of the head's logits before the chain, at
         drawn tokens.
       confidence: float32 ``[B, S, L]``, the commit rule's confidence, at drawn tokens.

@@ -637,7 +637,7 @@ class Planner:
     def _completion(self, asked: Completion) -> Answer:
         prompts = _prompts(asked.prompt)
         if asked.suffix is not None and asked.draft is not None:
-            raise refused("suffix and draft exclude each other; pass only one of them", "suffix")
+            raise refused("suffix and draft cannot be combined; pass only one of them", "suffix")
         if asked.echo and asked.suffix is not None:
             raise refused("echo has no effect with a suffix; remove one", "echo")
         length = asked.max_tokens
@@ -752,7 +752,7 @@ class Planner:
         continues = bool(asked.continue_final_message)
         if continues and asked.add_generation_prompt:
             raise refused(
-                "continue_final_message and add_generation_prompt exclude each other; "
+                "continue_final_message and add_generation_prompt cannot be combined; "
                 "pass only one of them", "continue_final_message",
             )  # fmt: skip
         begins = not continues and asked.add_generation_prompt is not False
@@ -796,7 +796,7 @@ class Planner:
             if getattr(asked, name) and not asked.stream:
                 raise refused(f"{name} has no effect without stream=true", name)
         if asked.read_back and asked.diffusing:
-            raise refused("read_back and diffusing exclude each other; remove one", "read_back")
+            raise refused("read_back and diffusing cannot be combined; remove one", "read_back")
         settings = self._own_settings(asked, length)
         reads = bool(asked.rivals or asked.read_back)
         if reads and "fill" not in settings:
@@ -804,7 +804,7 @@ class Planner:
         structure = self._structure(asked)
         shape = "tools" if isinstance(asked, Chat) and asked.functions else "response_format"
         if shape == "tools" and asked.diffusing:
-            raise refused("tools and diffusing exclude each other; remove one", "diffusing")
+            raise refused("tools and diffusing cannot be combined; remove one", "diffusing")
         if structure:
             settings = self._holding(asked, settings) | settings | structure
         count = asked.n or 1
@@ -916,7 +916,7 @@ class Planner:
         shaped = form is not None and form.type != "text"
         if shaped or "structure" in (asked.model_extra or {}):
             name = "response_format" if shaped else "structure"
-            raise refused(f"{name} and tools exclude each other; use tool_choice=none", name)
+            raise refused(f"{name} and tools cannot be combined; use tool_choice=none", name)
         try:
             pattern = tools.pattern_of(
                 functions, is_parallel=bool(asked.parallel_tool_calls),

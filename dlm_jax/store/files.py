@@ -51,7 +51,7 @@ AnyPath = Path | epath.Path
 def located(location: str | os.PathLike[str]) -> epath.Path:
     """The path of a location, which is an absolute path or the URL of a bucket.
 
-    The driver of the bucket must be installed.
+    For a URL, the fsspec driver for its scheme must be installed.
     """
     text = os.fspath(location)
     if not is_remote(text):

@@ -189,7 +189,7 @@ def _share(leaf: Any) -> int:
 
 
 def torus_of(mesh: Mesh) -> Torus:
-    """The torus of the devices in `mesh`, with their coordinates. For unknown devices, only FLOP
+    """The torus of the devices in `mesh`, with their coordinates. For unknown devices, only FLOPs
     and bytes are counted.
     """
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)

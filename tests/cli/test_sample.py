@@ -423,7 +423,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
         (["--trace", "nowhere/page.html"], "the directory does not exist"),
         (["--stop-at-eos", "--ignore-eos"], "stop_at_eos has no effect with ignore_eos"),
-        (["--watch", "--read-back", "2"], "exclude each other"),
+        (["--watch", "--read-back", "2"], "cannot be combined"),
         (
             ["--prompts", "i", "--output", "o", "--order", "randon"],
             "--order='randon' is not one of",

@@ -136,7 +136,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--train.accumulate", "3"], "does not divide train.batch_size=8; use a divisor"),
         (["--model.attention_type", "causal"], "use left_to_right"),
         (["--resume", "nowhere"], "--train.out_dir has no effect with --resume"),
-        (["--resume", "r", "--config", "c"], "--resume and --config exclude each other"),
+        (["--resume", "r", "--config", "c"], "--resume and --config cannot be combined"),
         (["--data.tokenizer", "init"], "data.tokenizer='init' requires train.init_from, which"),
     ],
 )

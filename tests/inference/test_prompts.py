@@ -59,8 +59,8 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"prompt": "a", "tokens": [1]}, "prompt and tokens exclude each other; pass only one"),
-        ({"prompt": "a", "template": "a"}, "prompt and template exclude each other"),
+        ({"prompt": "a", "tokens": [1]}, "prompt and tokens cannot be combined; pass only one"),
+        ({"prompt": "a", "template": "a"}, "prompt and template cannot be combined"),
         ({"template": "a cat"}, "template has no <hole>; write <hole:8>"),
         ({"template": "a<hole:0>"}, "<hole:0> is a gap of 0 tokens; write <hole:8>"),
         ({"template": "a<hole:-3>"}, "<hole:-3> is a gap of -3 tokens"),

@@ -22,12 +22,12 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 INDUCED_THRESHOLD = Setting(
     "induced_threshold", 0.7,
-    "order=dawn: confidence that commits a hole that depends on an anchor, in [0, 1]",
+    "order=dawn: minimum confidence of a committed hole that depends on an anchor, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 APART_THRESHOLD = Setting(
     "apart_threshold", 0.7,
-    "order=dawn: confidence that commits a hole that does not conflict with others, in [0, 1]",
+    "order=dawn: minimum confidence of a committed hole that conflicts with no other, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 DEPENDENCE = Setting(

@@ -162,7 +162,7 @@ EDIT_LEAD_GAIN = Setting(
 )  # fmt: skip
 EDIT_TOKEN_GAIN = Setting(
     "edit_token_gain", 0.0,
-    "likelihood: score bonus in nats per inserted token; it is subtracted per deleted token",
+    "likelihood: score bonus in nats for each inserted token, subtracted for each deleted token",
     low=-1e6, high=1e6,
 )  # fmt: skip
 EDIT_REPLACE_GAIN = Setting(

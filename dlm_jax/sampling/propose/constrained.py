@@ -78,7 +78,7 @@ class Constrained(FillRule):
       next_BDS: int32, target of each arc that leaves a state, see `Arcs`; padded with the dead
         state.
       label_BDS: int32, label of each arc; padded in the same way.
-      is_member_BCK: bool, classes of each label.
+      is_member_BCK: bool, True where class c belongs to label k.
       ids_BJM: int32, blocks of ids; all ids in a block are of the same class.
       class_BM: int32, the class of each block.
       is_final_BS: bool, True where a text may end.
@@ -565,8 +565,8 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
     """Logarithms of exponential arrival times.
 
     If the times are divided by weights ``w``, entry i comes first with probability ``w_i /
-    sum(w)``. Each time uses 64 random bits, because an entry with a small weight comes first only
-    if its time is very small.
+    sum(w)``. Each arrival time uses 64 random bits, because an entry with a small weight comes
+    first only if its time is very small.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
