@@ -241,7 +241,7 @@ class Engine:
             if not self.has_room:
                 raise EngineFullError(
                     f"max_waiting={self._max_waiting} requests are waiting; retry when some have "
-                    f"started"
+                    "started"
                 )
             number = self._next_number if number is None else number
             if number < self._next_number:
@@ -266,7 +266,7 @@ class Engine:
                 is_known = 0 <= ticket.number < self._next_number
                 raise ValueError(
                     f"request {ticket.number} has ended; only waiting or running requests can be "
-                    f"cancelled"
+                    "cancelled"
                     if is_known
                     else f"{ticket} is not a ticket of this engine"
                 )
@@ -534,7 +534,7 @@ def _first(candidates: Candidates) -> int:
 
 def _prefixes(model: Model, mib: int, *, is_split: bool) -> Prefixes | None:
     if isinstance(mib, bool) or not isinstance(mib, int) or mib < 0:
-        raise SettingError("prefix_mib", mib, "must be at least 0, a whole number")
+        raise SettingError("prefix_mib", mib, "must be an integer of at least 0")
     if mib == 0:
         return None
     cached = model.network.cached

@@ -49,7 +49,8 @@ def _same_bits(row, other):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without(kind):
     model, settings = _model(kind)
-    prompts = [SYSTEM + "A rat", SYSTEM + "The cat ", SYSTEM[:70]]
+    # The last prompt shares a chunk with the first, but not what precedes it.
+    prompts = [SYSTEM + "A rat", SYSTEM + "The cat ", SYSTEM[:70], "T" * 64 + SYSTEM[64:]]
     sizes = {"sizes": (2,), "canvases": (256,)}
     with Engine(model, prefix_mib=64, **sizes) as engine:
         first = _rows(engine, model, prompts, settings)
@@ -58,10 +59,10 @@ def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without
         report = engine.report()
     ends = sum((len(prompt) // 4 if kind != "causal" else len(prompt)) for prompt in prompts)
     total = ends * (4 if kind != "causal" else 1)
-    # Two of the three whole chunks of 64 are those of the first prompt.
+    # The whole chunks of 64 of the second and third prompt are those of the first one.
     assert computed == total - 128 - 64
     # The rest of a prompt is no whole chunk, and is computed again.
-    assert report.prefix_computed - computed == total - 2 * 128 - 64
+    assert report.prefix_computed - computed == total - 3 * 128 - 64
     for row, other in zip(first, again, strict=True):
         _same_bits(row, other)
     with Engine(model, prefix_mib=64, **sizes) as engine:

@@ -140,8 +140,8 @@ class CommitRule(Rule):
         """Raises if the rule reads attention maps and the network returns none."""
         if cls.map_blocks and not facts.shows_maps:
             raise SettingError(
-                "order", cls.name, "reads attention maps, which this network does not show",
-                "give dlm_jax.Network an `inside`, or use order='threshold'",
+                "order", cls.name, "reads attention maps, which this network does not return",
+                "set Network.inside, or use order='threshold'",
             )  # fmt: skip
 
     def patience(self) -> jax.Array:
