@@ -113,7 +113,7 @@ class Constrained(FillRule):
         if row.table.commit[row.order].rewrites:
             raise SettingError("order", row.order, why, "use order='threshold', say")
         if row.table.commit[row.order].remembers_ids:
-            why = f"remembers candidates, which fill={cls.name!r} draws again"
+            why = f"stores candidates, but fill={cls.name!r} redraws them"
             raise SettingError("order", row.order, why, "use order='threshold', say")
         if row.ignore_eos:
             raise SettingError(

@@ -57,7 +57,7 @@ class ConstrainedWaves(Constrained):
             raise SettingError(
                 "order",
                 row.order,
-                f"remembers the LM head, but fill={cls.name!r} draws from the sampler head",
+                f"stores values of the LM head, but fill={cls.name!r} draws from the sampler head",
                 "use order='threshold', say",
             )
 

@@ -254,9 +254,9 @@ def test_a_row_is_the_same_whatever_patterns_run_beside_it():
           "chain": ("bias",)}, "structure requires"),
         ({"structure": "a+", "read_back": True}, "draws tokens together"),
         ({"structure": "a+", "fill": "constrained_waves"}, "requires a sampler head"),
-        ({"structure": "a+", "order": "dawn"}, "order='dawn' remembers candidates"),
+        ({"structure": "a+", "order": "dawn"}, "order='dawn' stores candidates"),
         ({"structure": "a+", "order": "klass", "fill": "constrained_waves"},
-         "order='klass' remembers the LM head"),
+         "order='klass' stores values of the LM head"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused(settings, told):
