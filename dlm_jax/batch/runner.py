@@ -77,7 +77,9 @@ def describe_model(model: Model) -> dict[str, Any]:
     tokenizer = model.tokenizer.to_json()
     network: Any = ""
     if model.config is None:
-        parts = vars(model.network).values()
+        heads = model.network.heads.values()
+        parts = [*vars(model.network).values(), *heads]
+        parts += [part for head in heads if not callable(head) for part in vars(head).values()]
         network = sorted({own_source(part) for part in parts if callable(part)})
     return {
         "network": network,

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Tokenizer
+from dlm_jax.data import Setup, Tokenizer
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
-from dlm_jax.heads.head import Setup
 from dlm_jax.randomness import key_of
 from dlm_jax.training.tasks import make_task
 from dlm_jax.training.train_step import TrainState, make_train_step

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
@@ -24,7 +25,7 @@ from dlm_jax.diffusion.objectives import (
     Objective,
     next_token,
 )
-from dlm_jax.heads import HEADS, MAIN, Head, Setup, scorer, with_own_parameters
+from dlm_jax.heads import HEADS, MAIN, Head, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
@@ -202,7 +203,7 @@ def sequence_scorer(
 
     The model generates no text.
     """
-    if network.scorer is None:
+    if "scorer" not in network.heads:
         raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
     corruption = setup.config.objective
     mixture = Mixture(random_length_share=corruption.random_length_share)
@@ -288,8 +289,8 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
             )
     if not setup.config.heads.train_main and all(head.joins_main for head in heads):
         raise ValueError(
-            "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "
-            "model.add_critic_head"
+            "heads.train_main=False leaves nothing to train; set "
+            + " or ".join(f"model.{head.switch}" for head in HEADS if head.switch)
         )
     return heads
 
