@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -99,21 +100,6 @@ class Plan:
         return self.flops / (self.chip.flops * found.seconds)
 
 
-@dataclass(frozen=True)
-class _Ids:
-    """Placeholder for a tokenizer with a known vocabulary size."""
-
-    vocab_size: int
-
-    @property
-    def mask_id(self) -> int:
-        return self.vocab_size - 1
-
-    pad_id = property(lambda self: self.vocab_size - 2)
-    eos_id = property(lambda self: self.vocab_size - 3)
-    banned_ids = property(lambda self: (self.vocab_size - 1,))
-
-
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
     """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
@@ -125,8 +111,13 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     Raises:
       ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
     """
-    ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
-    setup = Setup(config, ids, mesh)
+    if tokenizer is None:
+        mask_id = config.model.vocab_size - 1
+        tokenizer = cast(Tokenizer, SimpleNamespace(
+            vocab_size=config.model.vocab_size, mask_id=mask_id, pad_id=mask_id - 1,
+            eos_id=mask_id - 2, banned_ids=(mask_id,),
+        ))  # fmt: skip
+    setup = Setup(config, tokenizer, mesh)
     task, train = make_task(setup), config.train
     stage, state = task.stage(train.steps), task.abstract_state()
     step = make_train_step(
