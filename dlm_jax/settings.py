@@ -315,8 +315,8 @@ class Trait(enum.Flag):
     first checkpoint. ``LOCAL``: the setting may differ between the processes of a run. ``OWN``:
     published models do not define the setting. ``TURNED``: neither published models nor causal
     models converted to diffusion models define the setting. ``UNSEEN``: the parameters, but not
-    their shapes, depend on the setting. ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``:
-    no parameter of a published model depends on the setting.
+    their shapes, depend on the setting. ``FOUND``: the corpus's tokenizer replaces the default.
+    ``IDLE``: no parameter of a published model depends on the setting.
     """
 
     NONE = 0
