@@ -1,12 +1,12 @@
-"""Compares generation with a plain PyTorch version of LLaDA's loop, on CPU in float32.
+"""Compares generation with a plain PyTorch version of LLaDA's loop, on a CPU in float32.
 
     python -m benchmarks.generation --check     token for token: are both texts equal?
     python -m benchmarks.generation --speed     seconds of both, at equal forwards
     python -m benchmarks.generation --overhead  share of a step outside trunk and readout
 
-Both frameworks get the same random weights, prompts and two threads. Each runs in its own process;
-the parent alternates between them and takes medians of calls from prompts to tokens, after
-one call that compiles and warms up.
+Both frameworks get the same random weights, prompts and two threads. Each framework runs in a
+separate process; the parent alternates between them and takes medians of calls from prompts to
+tokens, after one call that compiles and warms up.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from benchmarks.generation_pair import KINDS, SIZES, THREADS, Pair, cases, promp
 
 
 def check(sizes: list[str], batches: int) -> bool:
-    """Whether both give the same tokens; prints how many were compared.
+    """Whether both programs give the same tokens; prints the number of compared tokens.
 
-    The logits of one forward come first: they must agree to 1e-4.
+    First, the logits of one forward must agree to 1e-4.
     """
     print("| size | case | forwards a row | new tokens compared | equal |\n| - | - | - | - | - |")
     all_equal = True
@@ -47,7 +47,7 @@ def check(sizes: list[str], batches: int) -> bool:
 
 
 def speed(sizes: list[str], rounds: int) -> None:
-    """Prints seconds of both from prompts to tokens, medians of `rounds` calls, and the ratio."""
+    """Prints the median seconds of both programs over `rounds` calls, and the ratio."""
     print("| size | case | rows x positions | forwards a row | torch s | ours s | torch / ours |")
     print("| - | - | - | - | - | - | - |")
     for size in sizes:
@@ -69,7 +69,7 @@ def speed(sizes: list[str], rounds: int) -> None:
 
 
 def main() -> None:
-    """Prints the tables asked for; all if none is."""
+    """Prints the selected tables, or all tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
