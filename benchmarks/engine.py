@@ -5,13 +5,14 @@
 The four parts can be run individually with ``--only``:
 
 - occupancy: requests of three kinds that differ in their static settings, with lengths that vary
-tenfold, arrive as a Poisson process at full load (the requested steps equal the capacity of the
-slots). The clock counts the steps of the slots. Occupancy is the share of the slot steps that had a
-row while other rows of the kind waited; the tail begins with the last arrival. The last column is
-the share of all slot steps before the tail. - idle: a single request to an otherwise idle engine,
-compared with `generate`. - host: time of an engine outside the compiled loop, per step of the
-shipped model in all slots. - memory: the memory of the process over a large number of requests to a
-tiny model; some requests are cancelled.
+  tenfold, arrive as a Poisson process at full load (the requested steps equal the capacity of the
+  slots). The clock counts the steps of the slots. Occupancy is the share of the slot steps that had
+  a row while other rows of the kind waited; the tail begins with the last arrival. The last column
+  is the share of all slot steps before the tail.
+- idle: a single request to an otherwise idle engine, compared with `generate`.
+- host: time of an engine outside the compiled loop, per step of the shipped model in all slots.
+- memory: the memory of the process over a large number of requests to a tiny model; some requests
+  are cancelled.
 """
 
 from __future__ import annotations

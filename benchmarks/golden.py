@@ -1,13 +1,14 @@
-"""Prints a hash of what the library does for each of many settings: a guard for changes of form.
+"""Prints a hash of the library's results for many settings, to check that refactoring changes
+nothing.
 
     python benchmarks/golden.py > after.txt && diff before.txt after.txt
 
-A line is the hash of a case's texts and its name; ``--texts`` adds the texts themselves. Cases:
-every order, fill, remask rule, edit rule, cache and published loop with the models that ship, with
-prompts (``given``) and without (``empty``); the programs ``sample.py`` and ``evaluate``; and two
-tiny training runs, of which parameters and messages are hashed. Only public names and programs are
-used. ``--only WORD`` runs the cases whose name holds the word. Hashes hold for one machine: what
-the compiler makes of float32 differs between processors.
+A line is the hash of a case's texts and its name; ``--texts`` adds the texts themselves. The cases
+are every order, fill, remask rule, edit rule, cache and published loop with the shipped models,
+with prompts (``given``) and without (``empty``); the programs ``sample.py`` and ``evaluate``; and
+tiny training runs, whose parameters and messages are hashed. Only public names and programs are
+used. ``--only WORD`` runs the cases whose names contain the word. Hashes are valid for one machine,
+because compiled float32 code differs between processors.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ SHAKESPEARE: dict[str, Settings] = {
     "published dream": family.DREAM["dream"] | {"fill": "parallel"} | _SHORT,
     "published dream greedy": family.DREAM["greedy"] | {"fill": "parallel"} | _SHORT,
 }  # fmt: skip
-"""Settings of the small Shakespeare, by the name of the case."""
+"""Settings for the small Shakespeare model, by name of the case."""
 
 PROOFREADER: dict[str, Settings] = {
     "repair": {},
@@ -140,7 +141,7 @@ def main() -> int:
 
 
 def _cases(folder: Path, only: str) -> Iterator[tuple[str, list[str]]]:
-    """Names of the cases, each with what is hashed."""
+    """Names of the cases, with the values to hash."""
     model = dlm_jax.load("shakespeare")
     for name, settings in SHAKESPEARE.items():
         if only in name:
@@ -171,14 +172,14 @@ def _cases(folder: Path, only: str) -> Iterator[tuple[str, list[str]]]:
 def _texts(
     model: dlm_jax.Model, name: str, settings: Settings, prompt: str = "ROMEO:\nI am "
 ) -> Iterator[tuple[str, list[str]]]:
-    """Texts without a prompt and with one, three each, of one call."""
+    """Three texts without a prompt and three with a prompt, from one call."""
     found = _rows(dlm_jax.generate(model, ["", prompt], num_samples=3, seed=5, **settings))
     yield f"{name}, empty", found[:3]
     yield f"{name}, given", found[3:]
 
 
 def _rows(result: dlm_jax.Texts) -> list[str]:
-    """What is hashed of each row."""
+    """The values to hash of each row."""
     return [
         json.dumps([text, int(status), int(steps), int(forwards)])
         for text, status, steps, forwards in zip(
@@ -188,7 +189,7 @@ def _rows(result: dlm_jax.Texts) -> list[str]:
 
 
 def _file(folder: Path) -> list[str]:
-    """The results of a file of requests, without the speed."""
+    """The results of a request file, without the times."""
     requests, results = folder / "in.jsonl", folder / "out.jsonl"
     lines = [
         {"prompt": "ROMEO:\n", "gen_length": 16, "seed": 1},
@@ -239,7 +240,7 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
 
 
 def _finish(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; RuntimeError if that is not exit code 0."""
+    """Runs a program to its end; raises RuntimeError if the exit code is not 0."""
     given = os.environ | {
         "DLM_JAX_CACHE": str(folder / "tokens"),
         "XDG_CACHE_HOME": str(folder / "cache"),

@@ -1,10 +1,10 @@
-"""What loading a model onto a mesh takes: the peak memory of the process, and each device's part.
+"""Measures loading onto a mesh: the peak memory of the process, and the part of each device.
 
     python benchmarks/loading.py
 
-A checkpoint and a weights file of a model of random parameters are loaded in processes of their
-own, onto one device and onto eight simulated ones (whose memory is the process's too). Peaks are
-above what the process held before, as multiples of the parameters' bytes.
+Separate processes load a checkpoint and a weights file of a model with random parameters, onto one
+device and onto eight simulated devices, which share the memory of the process. Peaks exclude the
+memory before loading and are multiples of the parameters' bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _save(directory: Path, args: argparse.Namespace) -> int:
-    """Bytes of the parameters of the model that is then in the directory, twice."""
+    """Saves a model to the directory in both formats; returns the bytes of its parameters."""
     tokenizer = CharacterTokenizer.of("The cat sat. A rat ran.")
     model = ModelConfig(
         depth=args.depth, width=args.width, heads=8, vocab_size=tokenizer.vocab_size
@@ -109,7 +109,7 @@ def _load(path: str, mesh: dict[str, Any] | None, dtype: str) -> None:
 
 
 def _status(name: str) -> int:
-    """Bytes of the process that Linux names so."""
+    """A memory figure of the process in bytes, by its name in Linux."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
     return int(line.split()[1]) * 1024
 

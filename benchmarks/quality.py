@@ -1,4 +1,4 @@
-"""Figures of a text's quality, and n-gram samplers to compare with."""
+"""Quality measures of texts, and n-gram samplers for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlm_jax.inference.scoring import Score, score
 
 
 def judged(judge: Model, texts: list[str]) -> Score:
-    """What each text costs under the judge.
+    """The scores of the texts under the judge.
 
     Characters that the judge does not know are left out of the texts: a model of bytes may write
     one in ten thousand that its corpus lacks.
