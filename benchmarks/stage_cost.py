@@ -1,9 +1,9 @@
-"""What a training step costs in each stage, beside a model without heads.
+"""Cost of a training step in each stage, compared with a model without heads.
 
     python benchmarks/stage_cost.py
 
-Steps of all stages take turns; medians in milliseconds, and what XLA counts as floating-point
-operations of the compiled step. What does not train yet must cost nothing.
+Steps of all stages alternate. The table has medians in milliseconds, and XLA's count of
+floating-point operations of the compiled step. A part that does not train yet must have no cost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STAGES = {
 
 
 def make_step(name: str) -> tuple[Any, Any, float]:
-    """(compiled step, its state, its floating-point operations)."""
+    """Returns (compiled step, its state, its floating-point operations)."""
     has_heads = name != "no heads"
     model = ModelConfig(
         depth=4, width=128, heads=4, vocab_size=VOCAB_SIZE, activation="gelu",

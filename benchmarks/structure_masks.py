@@ -1,10 +1,10 @@
-"""Measures what holding rows to a structure adds to a step, in vocabularies of two sizes.
+"""Measures the time that a structure adds to a step, for two vocabulary sizes.
 
 ``python benchmarks/structure_masks.py``
 
-Rows of 64 slots on a canvas of 128, from left to right, all with the automaton of a JSON schema or
-none has one; the network has random parameters and the shape of the shipped model but for its
-vocabulary. Both take turns.
+The rows of 64 slots on a canvas of 128 are sampled from left to right, all with the automaton of a
+JSON schema or all without. The network has random parameters and the shape of the shipped model,
+except for the vocabulary. Both take turns.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
 
 
 def _engine(model: Model, held: str, slots: int, fills: int) -> Engine:
-    """An engine whose slots are full and whose program is compiled."""
+    """An engine with full slots and a compiled program."""
     engine = Engine(model, sizes=(slots,), canvases=(128,), max_waiting=None)
     asked: dict[str, Any] = {"gen_length": 120, "steps": 120, "temperature": 1.0}
     asked |= {"structure": held} if held else {}

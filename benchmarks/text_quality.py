@@ -1,13 +1,13 @@
-"""Quality of a model's unprompted texts beside held-out text and n-gram samplers.
+"""Quality of a model's unprompted texts, compared with held-out text and n-gram samplers.
 
     python benchmarks/text_quality.py --judge runs/shakespeare_judge [--checkpoint PATH]
         [--set temperature=0.7,temperature_end=-1 order=left_to_right ...]
 
-All rows hold the same number of texts, cut to the same number of characters. Known words are words
-of the training text. Copied is the share of runs of four words that stand in the training text. The
-judge is an autoregressive model trained on the same text from another seed: its exact bits per
-character of each text, with the standard error over texts. Low is not good by itself: repeating
-oneself and copying are cheap too, so read it beside the other columns.
+All rows have the same number of texts, truncated to the same number of characters. Known words are
+words of the training text. Copied is the share of runs of four words that occur in the training
+text. The judge is an autoregressive model trained on the same text with another seed; the table has
+its exact bits per character of each text, with the standard error over texts. Low bits alone are
+not good, because repeated and copied text also has low bits; compare the other columns.
 """
 
 from __future__ import annotations
