@@ -40,9 +40,11 @@ def main() -> int:
     """Exit code: 1 if any attack was undetected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("attacks", nargs="+", choices=ATTACKS)
-    parser.add_argument("--count", type=int, help="flips of a file, inputs, kills, or calls")
+    parser.add_argument(
+        "--count", type=int, help="number of flips per file, inputs, kills or calls"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where to work, instead of a temporary folder")
+    parser.add_argument("--folder", type=Path, help="working folder, instead of a temporary one")
     args = parser.parse_args()
     bad = 0
     print("| attack | tried | found or harmless | let through | seconds |")

@@ -218,8 +218,8 @@ def main() -> None:
     import jax
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1, help="rows that run at once")
-    parser.add_argument("--new", type=int, default=NEW, help="tokens to write")
+    parser.add_argument("--rows", type=int, default=1, help="rows per batch")
+    parser.add_argument("--new", type=int, default=NEW, help="new tokens")
     parser.add_argument("--only", choices=list(RUNS), nargs="+", help="some of the caches")
     parser.add_argument("--reuse", type=int, metavar="ROUNDS", help="time the reuse of prefixes")
     asked = parser.parse_args()

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--csv", type=Path, default=Path("benchmarks/results/causal_to_diffusion.csv")
     )
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a CSV alone")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only print the table of a CSV")
     args = parser.parse_args()
     if args.show is None:
         start_jax()

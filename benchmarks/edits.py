@@ -261,15 +261,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["tune", "run", "table", "lengths", "quality", "picture"])
     parser.add_argument("--checkpoint", default="runs/shakespeare_proofreader")
-    parser.add_argument("--judge", help="of quality: an autoregressive model")
+    parser.add_argument("--judge", help="quality: an autoregressive model")
     parser.add_argument("--csv", default="benchmarks/results/edits.csv")
     parser.add_argument("--tuned", default="benchmarks/results/edits_tuned.csv")
     parser.add_argument("--arms", nargs="*", default=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--num-rows", type=int, default=128, help="of each seed (128)")
-    parser.add_argument("--more", action="store_true", help="also the less common kinds of damage")
-    parser.add_argument("--near", action="store_true", help="tune: no further than untouched first")
-    parser.add_argument("--settings", default="{}", help="of lengths, quality, picture: JSON")
+    parser.add_argument("--num-rows", type=int, default=128, help="rows per seed (128)")
+    parser.add_argument("--more", action="store_true", help="include less common kinds of damage")
+    parser.add_argument(
+        "--near", action="store_true", help="tune: prefer distances below untouched"
+    )
+    parser.add_argument("--settings", default="{}", help="lengths, quality, picture: JSON")
     parser.add_argument("--out", default="benchmarks/results/edits.png")
     args = parser.parse_args()
     if args.part == "table":

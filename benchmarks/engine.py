@@ -52,8 +52,8 @@ def main() -> None:
     """Prints the selected tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=list(_PARTS), action="append")
-    parser.add_argument("--requests", type=int, default=600, help="of occupancy")
-    parser.add_argument("--slots", type=int, default=64, help="of host")
+    parser.add_argument("--requests", type=int, default=600, help="requests of occupancy")
+    parser.add_argument("--slots", type=int, default=64, help="slots of host")
     parser.add_argument("--many", type=int, default=100_000, help="requests of memory")
     args = parser.parse_args()
     start_jax()

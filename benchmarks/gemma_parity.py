@@ -229,7 +229,7 @@ def spread(reference: Any, seed: int, *, sharpness: float = 2.5, conditioning: f
 def main() -> None:
     """Prints one row per model and loop."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--canvases", type=int, default=3, help="canvases of a row")
+    parser.add_argument("--canvases", type=int, default=3, help="canvases per row")
     args = parser.parse_args()
     print("| diffusion_gemma: config | tokens | differ at 1 | 8 |\n" + "| --- " * 4 + "|")
     total = [0, 0, 0]

@@ -77,9 +77,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--vocab-sizes", type=int, nargs="+", choices=(128, 50257),
-                        default=[128, 50257], help="of the overhead")  # fmt: skip
-    parser.add_argument("--batches", type=int, default=2, help="prompt batches that are compared")
-    parser.add_argument("--rounds", type=int, default=5, help="calls of which the median is taken")
+                        default=[128, 50257], help="vocabularies of the overhead")  # fmt: skip
+    parser.add_argument("--batches", type=int, default=2, help="compared batches of prompts")
+    parser.add_argument("--rounds", type=int, default=5, help="calls per median")
     args = parser.parse_args()
     # XLA starts a thread for each core that it may use; the processes inherit the choice.
     if hasattr(os, "sched_setaffinity"):

@@ -129,8 +129,8 @@ RUNS: dict[str, Settings] = {
 def main() -> int:
     """Prints the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--texts", action="store_true", help="print what is hashed, too")
+    parser.add_argument("--only", default="", help="only cases whose names contain this")
+    parser.add_argument("--texts", action="store_true", help="also print the hashed values")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name, parts in _cases(Path(folder), args.only):

@@ -230,8 +230,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["run", "table", "cost"])
     parser.add_argument("--csv", default="benchmarks/results/joint.csv")
-    parser.add_argument("--texts", type=int, default=200_000, help="of each line (200000)")
-    parser.add_argument("--repeats", type=int, default=5, help="of cost (5)")
+    parser.add_argument("--texts", type=int, default=200_000, help="texts per line (200000)")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of cost (5)")
     args = parser.parse_args()
     if args.texts < 2 * ROWS or args.texts % (2 * ROWS):
         parser.error(f"--texts={args.texts} is not a multiple of {2 * ROWS}; use 200000")

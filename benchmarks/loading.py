@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--one", help="(loads one, in a process of its own)")
+    parser.add_argument("--one", help="(internal: loads one model)")
     args = parser.parse_args()
     if args.one is not None:
         _load(**json.loads(args.one))

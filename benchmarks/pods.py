@@ -329,12 +329,12 @@ def table(results: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measures the missing rows, one process after the other, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where the figures are kept")
-    parser.add_argument("--only", nargs="*", help="measure rows whose name holds one of these")
+    parser.add_argument("--json", type=Path, help="file of the figures")
+    parser.add_argument("--only", nargs="*", help="only rows whose names contain one of these")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
-        help="as mesh.compiler_options; none: without the defaults of the chips")  # fmt: skip
-    parser.add_argument("--row", help="measure this row alone, here, and print it as JSON")
+        help="like mesh.compiler_options; none: no default options")  # fmt: skip
+    parser.add_argument("--row", help="measure this row in this process and print JSON")
     args = parser.parse_args()
     if args.row:
         row = next(row for row in ROWS if row.name == args.row)

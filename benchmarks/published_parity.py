@@ -614,7 +614,7 @@ def main() -> None:
     parser.add_argument("--code", required=True, type=Path, metavar="DIR")
     parser.add_argument("--loop", type=Path, metavar="FILE")
     parser.add_argument("--random", type=int, default=0, metavar="N",
-                        help="compare states and exports alone, of N random configs")  # fmt: skip
+                        help="compare only states and exports of N random configs")  # fmt: skip
     args = parser.parse_args()
     package(args.code, "reference_code")
     if args.family == "sdar_moe":

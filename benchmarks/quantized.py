@@ -112,7 +112,7 @@ def print_steps(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", help="default: the shipped model")
-    parser.add_argument("--source", help="the corpus, if it is elsewhere than the config says")
+    parser.add_argument("--source", help="path of the corpus, if it differs from the config")
     parser.add_argument("--judge", help="a run of configs/shakespeare_judge.toml")
     parser.add_argument("--topology", help="such as v5e:4x4")
     parser.add_argument("--model", default="1.3B", help="150M, 1.3B or 8B")

@@ -331,7 +331,7 @@ UNCHECKED = {
 def main() -> int:
     """Prints one line per check. Exit code: 1 if a figure is outside its interval, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="files of the docs whose name holds this")
+    parser.add_argument("--only", default="", help="only pages whose names contain this")
     args = parser.parse_args()
     start_jax()
     outside = 0

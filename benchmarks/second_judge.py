@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--scorer", default="runs/shakespeare_scorer")
     parser.add_argument("--settings", type=Path, default=Path("benchmarks/results/refined.csv"))
     parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/second_judge.csv"))
-    parser.add_argument("--number", type=int, default=3, help="texts that show prints of each")
+    parser.add_argument("--number", type=int, default=3, help="texts per kind for show")
     args = parser.parse_args()
     start_jax()
     if args.what != "table":

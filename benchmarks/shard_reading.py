@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=1e6, help="tokens a second of each host")
+    parser.add_argument("--rate", type=float, default=1e6, help="tokens per second of each host")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder, "small"), Path(folder, "large")

@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         description="The size of the package and what a change touches."
     )
     parser.add_argument("revisions", nargs="*", metavar="REVISION")
-    parser.add_argument("--names", action="store_true", help="list what is counted")
+    parser.add_argument("--names", action="store_true", help="list the counted names")
     parser.add_argument("--trips", action="store_true", help="follow a request and a config")
     args = parser.parse_args(argv)
     columns = {}

@@ -51,12 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", help="default: the shipped model")
     parser.add_argument("--judge", required=True)
-    parser.add_argument("--source", help="the corpus, if it is elsewhere than the config says")
+    parser.add_argument("--source", help="path of the corpus, if it differs from the config")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1000)
-    parser.add_argument("--characters", type=int, default=256, help="of each text (256)")
+    parser.add_argument("--characters", type=int, default=256, help="characters per text (256)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE,...",
-        help="further settings of the model, one row of the table each")  # fmt: skip
+        help="additional settings, one row of the table each")  # fmt: skip
     args = parser.parse_args()
     start_jax()
     model, judge = dlm_jax.load(args.checkpoint), dlm_jax.load(args.judge)
