@@ -189,7 +189,7 @@ def network() -> Network:
         weight_BS = MISS * misses_BS + params["log_share"][None]
         weight_BS = jnp.exp(weight_BS - jnp.max(weight_BS, axis=1, keepdims=True))
         log_BLV = jnp.log((weight_BS @ params["is_token"]).reshape(told_BLV.shape))
-        # A token is no evidence about its own place.
+        # A token is not evidence for its own position.
         return log_BLV - MISS * (is_told_BL1 & (told_BLV == 0)), None
 
     def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:

@@ -180,7 +180,7 @@ def torch_loop(params: Any, rows: int, new: int) -> Timed:
     def generate() -> Any:
         shape = (rows, HEADS, GIVEN + new, size)
         keys, values = ([torch.zeros(shape) for _ in range(DEPTH)] for _ in "kv")
-        # What the model reads is one place to the right, behind MASK.
+        # The model's input is shifted right by one position, after MASK.
         begin = torch.full((rows, 1), VOCAB - 4)
         token = forward(torch.cat([begin, torch.from_numpy(prompts_of(rows))], 1)[:, : GIVEN + 1],
                         0, keys, values)  # fmt: skip

@@ -50,7 +50,7 @@ def main() -> int:
         return 0
     expected, without = start(None)
     with tempfile.TemporaryDirectory() as cache:
-        # Some begin together on the empty cache, so that they write it at the same time.
+        # Several starts begin with the empty cache, so that they write it concurrently.
         with ThreadPoolExecutor(args.at_once) as pool:
             together = list(pool.map(start, [cache] * args.starts))
         _, second = start(cache)

@@ -423,7 +423,7 @@ def time_answers(rounds: int) -> None:
             began = time.perf_counter()
             made = dlm_jax.generate(model, ["JSON: "], **common | settings, seed=seed + 1)
             if seed < 0:
-                continue  # compiles
+                continue  # compiles only
             seconds[name].append(time.perf_counter() - began)
             forwards[name].append(float(made.forwards[0]))
             answer = _parsed(made.texts[0].removeprefix("JSON: "))
@@ -503,7 +503,7 @@ def time_http(rounds: int, requests: int) -> None:
                     answer = _parsed(told.json()["choices"][0]["text"])
                     is_whole = isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
                     valid[name] += is_whole and number >= 0
-                if number >= 0:  # the first compiles
+                if number >= 0:  # the first round compiles
                     seconds[name].append((time.perf_counter() - began) / requests)
     print("| answer over HTTP | ms | times faster | valid |")
     print("| --- " * 4 + "|")

@@ -78,7 +78,7 @@ def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
             for run in (decide, likelihood):
                 began = time.perf_counter()
                 run(len(lines) if number else args.batch_size)
-                if number:  # the first compiles
+                if number:  # the first round compiles
                     took[run.__name__].append(time.perf_counter() - began)
         ours, theirs = (statistics.median(seconds) for seconds in took.values())
         tokens = np.mean([model.tokenizer.encode(label).size for label in flat])

@@ -73,7 +73,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
         after, position_map = edited(program, params, state, seen)
-        # The input of the next step; the trunk's result is not copied into it.
+        # The input of the next step, without a copy of the trunk's result.
         after = after.canvas, after.edits, after.block, after.logprob_BL, after.committed_BL
         return after, position_map
 

@@ -36,7 +36,7 @@ FORWARDS = 9
 COMMON: dict[str, Any] = {
     "temperature": 0.0, "temperature_end": -1, "order": "threshold", "fill": "parallel",
     "max_length": 192, "batch_size": 64, "ignore_eos": True,
-    # Whatever the model recommends.
+    # Override the model's recommendations.
     "edit": False, "edit_scoring": "uncertainty", "edit_hidden": 0,
 }  # fmt: skip
 DOCUMENT = {"edit": True, "resample": True, "order": "random", "schedule": "all"}
@@ -59,7 +59,7 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
     what, token, scoring = arm.split("-")
     base = {"edit": True, "edit_schedule": "linear"}
     base |= {"edit_token": token, "edit_scoring": scoring}
-    rates = (0.018,) if scoring == "lead" else (0.018, 0.036)  # of 64 tokens, one or two a step
+    rates = (0.018,) if scoring == "lead" else (0.018, 0.036)  # one or two of 64 tokens per step
     insert_margins = (0.1, 0.3, 0.5) if scoring == "lead" else (0.0, 0.9)
     deletes = [(0.1, 0.0), (0.3, 0.0), (0.5, 0.0)]
     if scoring != "lead":
@@ -96,7 +96,7 @@ def _tried(trials: int, hidden: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-CAREFUL = "likelihood-careful"  # tuned for the least distance, not for the most exact rows
+CAREFUL = "likelihood-careful"  # tuned for the smallest distance, not for exact rows
 TRIED = {"likelihood": (6, 0), CAREFUL: (6, 0), "spans": (6, 3)}
 """Arms with trials: number of candidates, and hidden tokens on each side; 9 forwards if none are
 hidden."""
@@ -131,7 +131,7 @@ class Task:
 
     def run(self, repairs: list[Repair], settings: dict[str, Any]) -> dict[str, Any]:
         """Scores and counts of the rows with these settings."""
-        # A draft that is edited is looked at once before its first step.
+        # An edited draft has one forward before its first step.
         steps = FORWARDS - bool(settings.get("edit"))
         prompts = [{"prompt": repair.prompt, "draft": repair.damaged} for repair in repairs]
         given: dict[str, Any] = COMMON | {"steps": steps} | settings

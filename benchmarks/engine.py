@@ -77,7 +77,7 @@ def _at_load(model: Model, count: int, slots: int, load: float) -> tuple[float, 
     """Occupancy while other rows of the kind wait, and over all steps before the last arrival."""
     rng = np.random.default_rng(0)
     steps = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), count)).astype(int)
-    # At load 1 as many steps are asked for as the slots that have their turn can take.
+    # At load 1, the requested steps equal the capacity of the slots of the current turn.
     arrivals = np.cumsum(rng.exponential(steps.mean() / slots / load, count))
     requests = [_request(model, int(n), i, KINDS[i % len(KINDS)]) for i, n in enumerate(steps)]
     idle = submitted = 0
@@ -151,7 +151,7 @@ def host(args: argparse.Namespace) -> None:
     print("| --- | --- | --- | --- |")
     for num_steps in (8, 1):
         with Engine(model, sizes=(args.slots,), max_waiting=None) as engine, _Timed() as timed:
-            # Everything is compiled, and the slots are full, before the clock starts.
+            # Before the clock starts, everything is compiled and the slots are full.
             for request in requests[: 2 * args.slots]:
                 engine.submit(request)
             while engine.num_waiting:

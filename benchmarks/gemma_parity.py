@@ -141,7 +141,7 @@ def reference_ids(
     first, last = settings["temperature"], settings["temperature_end"]
     t_min, t_max = (last * steps - first) / (steps - 1), first
     if is_greedy := first == 0:
-        t_min, t_max = 1 - 1e-9, 1.0  # the likeliest token is that of the plain logits
+        t_min, t_max = 1 - 1e-9, 1.0  # the likeliest token of the unscaled logits
     noise = Noise(seed, allowed, positions)
     with _with_noise(reference, noise, len(prompt), is_greedy=is_greedy):
         found = reference.generate(

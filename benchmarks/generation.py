@@ -58,7 +58,7 @@ def speed(sizes: list[str], rounds: int) -> None:
                 for name, (_, taken) in pair.generate(case, turn).items():
                     seconds[name] += [taken] if turn else []
             ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "torch"))
-            # The ratio within a round hardly feels what else the machine does.
+            # The ratio within a round depends little on the load of the machine.
             ratio = statistics.median(np.divide(seconds["torch"], seconds["ours"]).tolist())
             print(
                 f"| {size} | {case.name} | {case.rows} x {case.length} | {case.forwards} "
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=2, help="compared batches of prompts")
     parser.add_argument("--rounds", type=int, default=5, help="calls per median")
     args = parser.parse_args()
-    # XLA starts a thread for each core that it may use; the processes inherit the choice.
+    # XLA starts a thread for each allowed core; the processes inherit the affinity.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     runs_all = not (args.check or args.speed or args.overhead)

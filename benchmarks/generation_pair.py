@@ -230,7 +230,7 @@ class Pair:
         results = {}
         for name in self._workers:
             results[name] = self.ask(name, "generate", case, seed)
-            # The threads of the one spin for a while before they leave the cores to the other.
+            # The threads of one framework spin for a while before they release the cores.
             time.sleep(PAUSE_SECONDS)
         return results
 

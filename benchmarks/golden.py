@@ -32,7 +32,7 @@ _QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
-# Before JAX is imported, and for the programs that are started.
+# Set before JAX is imported, and inherited by the started programs.
 os.environ["XLA_FLAGS"] = _QUICK
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -219,7 +219,7 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
     yield (
         f"{name} run: messages",
         [
-            # Progress is told by the clock.
+            # Progress lines depend on the clock.
             re.sub(r"[\d.,]+ s\b", "N s", line)
             for line in lines
             if " steps, " not in line

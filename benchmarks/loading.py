@@ -95,8 +95,8 @@ def _in_a_process(asked: dict[str, Any]) -> dict[str, int]:
 
 def _load(path: str, mesh: dict[str, Any] | None, dtype: str) -> None:
     """Loads a model and prints its largest part on a device and the peak of the process."""
-    jax.block_until_ready(jnp.ones(8) + np.float32(1))  # the backend counts as held before
-    # The peak from here on; what a process was started with counts in `getrusage`.
+    jax.block_until_ready(jnp.ones(8) + np.float32(1))  # initialises the backend before measuring
+    # Resets the peak, because `getrusage` includes the memory of the parent process.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     model = dlm_jax.load(path, mesh=None if mesh is None else MeshConfig(**mesh), dtype=dtype)

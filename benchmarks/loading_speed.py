@@ -93,7 +93,7 @@ def main() -> None:
             jax.block_until_ready(model.params)
             own = time.perf_counter() - began
             del model
-            if turn:  # the first one also warms up
+            if turn:  # the first turn warms up
                 seconds["safetensors"].append(plain)
                 seconds["dlm_jax"].append(own)
     print(f"| {size / 1e6:.0f} MB bfloat16 | best s | median s | GB/s |")

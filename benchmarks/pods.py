@@ -81,27 +81,27 @@ class Sampled:
 
 
 ROWS: list[Row | Sampled] = [
-    # One model and optimiser after the other on the cube of 64 chips.
+    # Models and optimisers on a cube of 64 chips.
     Row("1.3B", "v5p:4x4x4", 256),
     Row("1.3B", "v5p:4x4x4", 256, optimizer="muon"),
     Row("8B", "v5p:4x4x4", 128),
-    # What rematerialisation costs.
+    # Cost of rematerialisation.
     Row("1.3B", "v5p:4x4x4", 64, remat="none"),
     Row("1.3B", "v5p:4x4x4", 256, remat="block"),
     Row("1.3B", "v5p:4x4x4", 256, remat="dots"),
     Row("1.3B", "v5p:4x4x4", 256, remat="offload"),
-    # Strong scaling: the same rows on more chips; weak scaling: the same rows a chip.
+    # Strong scaling: the same rows on more chips; weak scaling: the same rows per chip.
     Row("1.3B", "v5p:2x4x4", 256),
     Row("1.3B", "v5p:4x4x8", 256),
     Row("1.3B", "v5p:4x4x8", 512),
     Row("1.3B", "v5p:4x4x4*2", 256),
     Row("1.3B", "v5e:16x16", 512),
     Row("8B", "v5e:16x16", 256, fsdp=256),
-    # The small model on the small board, with every mesh.
+    # The small model on the small board, with all meshes.
     Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=1),
     Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=16),
     Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=4, tensor=2),
-    # Matrices split too, and long rows.
+    # Split matrices, and long rows.
     Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
     Row("1.3B", "v5p:4x4x4", 64, 32768),
     # Sampling with a cache.
@@ -290,7 +290,7 @@ def sampled_table(results: list[dict[str, Any]]) -> list[str]:
             lines.append(what + "does not fit | | | | |")
             continue
         memory, moved = one["memory_gib"], one["moved_gib"]
-        # A kernel is also gathered part by part, in turns with the products that read it.
+        # A kernel is also gathered in parts, alternating with the products that read it.
         gathered = moved.get("all-gather", 0) + moved.get("collective-permute", 0)
         lines.append(
             what + " | ".join(f"{size:.1f}" for size in memory.values())

@@ -197,7 +197,7 @@ def main() -> None:
         case = CASES[args.model]
         for config in MESHES[topology]:
             if config.tensor > 1 and not case.splits_heads:
-                continue  # two key/value heads of a full layer
+                continue  # a full layer has two key/value heads
             print(measure(case, topology, config, args.cache), flush=True)
 
 

@@ -603,7 +603,7 @@ def varied(fields: dict[str, Any], seed: int) -> dict[str, Any]:
         "d_model": heads * size,
     }  # fmt: skip
     if "dense_intermediate_size" in fields:
-        changes["norm_topk_prob"] = False  # LLaDA-MoE's code forces it
+        changes["norm_topk_prob"] = False  # required by LLaDA-MoE's code
     return fields | {name: value for name, value in changes.items() if name in fields}
 
 
@@ -622,7 +622,7 @@ def main() -> None:
             "transformers.models.qwen3_moe"
         )
     if args.family == "fast_dllm":
-        # What it imports and does not use outside training.
+        # Imported by the reference but used only in training.
         sys.modules["einops"] = types.ModuleType("einops")
         vars(sys.modules["einops"]).update(rearrange=None, repeat=None)
     if args.family == "sdar":

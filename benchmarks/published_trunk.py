@@ -84,7 +84,7 @@ def main() -> None:
         for name, (_, params) in networks.items():
             began = time.perf_counter()
             jax.block_until_ready(forward[name](params, tokens, lengths))
-            if turn:  # the first one compiles
+            if turn:  # the first turn compiles
                 taken[name].append(time.perf_counter() - began)
     print(
         f"| trunk, {args.rows} rows of {args.positions} | parameters | ms | of the loaded one's |"

@@ -51,7 +51,7 @@ TEMPERATURES = ((1.0, 0.3), (1.0, 0.1), (0.8, 0.3), (0.7, 0.1))
 RATIOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 BASE: dict[str, Any] = {
     "order": "random", "min_p": 0.002, "ignore_eos": True,
-    # A model may recommend waves.
+    # Models can recommend waves.
     "fill": "parallel",
 }  # fmt: skip
 REFINED: dict[str, Any] = {
@@ -186,7 +186,7 @@ def tune(study: Study, kinds: list[str]) -> dict[tuple[str, int], dict[str, Any]
                 for line in lines
                 if float(line["entropy"]) >= floor[0] and float(line["distinct"]) >= floor[1]
             ]
-            # With too few forwards nothing may be diverse enough in one way or the other.
+            # With too few forwards, no settings may be diverse enough.
             best = min(diverse or lines, key=lambda line: float(line["bits"]))
             chosen[kind, steps] = json.loads(best["settings"])
     return chosen
@@ -271,7 +271,7 @@ def _remasking(study: Study, path: str, seeds: list[int], steps: int, fill: str)
     study.measure("remasking", f"chance, {fill}", [path], seeds, chance)
     for mix in (0.0, 0.5):
         critic = base | {
-            # The critic reads the text once between two steps: half of the steps, rounded up.
+            # The critic has one forward between two steps: half of the steps, rounded up.
             "steps": steps // 2 + 1, "remask_by": "critic", "remask_randomness": mix,
         }  # fmt: skip
         name = "critic" if mix == 0 else "critic and chance"

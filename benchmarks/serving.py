@@ -32,7 +32,7 @@ from dlm_jax.serving.app import Options, make_app
 from dlm_jax.serving.http import Server, listening
 from dlm_jax.serving.protocol import Limits
 
-# New tokens of a request, on a canvas of 128, and on canvases of 64 and of 128.
+# New tokens per request, on a canvas of 128, and on canvases of 64 and 128.
 LENGTHS = {"one canvas": (72, 96, 112), "two canvases": (24, 48, 96)}
 
 
@@ -149,7 +149,7 @@ def _by_file(model: Model, asked: list[dict[str, object]], slots: int) -> float:
 def first(url: str) -> None:
     """Prints the number of steps before the first event of a stream in a free slot."""
     found = []
-    # Every step writes one token, which is a block of its own.
+    # Every step writes one token, which is a separate block.
     body = {"prompt": "ROMEO:\n", "max_tokens": 64, "steps": 64, "block_length": 1,
             "order": "left_to_right", "stream": True, "logprobs": 0}  # fmt: skip
     for seed in range(6):

@@ -49,7 +49,7 @@ def make_step(name: str) -> tuple[Any, Any, float]:
     settings, optim = HeadsConfig(sampler_reveal=0.7, warmup_steps=0), OptimConfig(warmup_steps=1)
     network, mesh = build(model), make_mesh(MeshConfig(), jax.devices()[:1])
     stage = Stage(STAGES[name])
-    # The tokenizer is asked for its special ids alone.
+    # Only the special ids of the tokenizer are used.
     ids = SimpleNamespace(
         mask_id=MASK, pad_id=MASK, eos_id=MASK, banned_ids=(), vocab_size=VOCAB_SIZE
     )

@@ -82,7 +82,7 @@ def bare_loop(model: Model, chunk: int) -> Callable[..., Any]:
                 return network.readout(params, jnp.take(hidden_ND, places, axis=0, mode="clip"))
 
             logits_NV = jax.lax.fori_loop(0, chunks_S[index], read, logits_NV)
-            # Never true; it makes every step wait for the one before, as committed tokens do.
+            # Never true; makes each step depend on the previous step, like committed tokens.
             tokens_BL = jnp.where(logits_NV[0, 0] > 1e30, 0, tokens_BL)
             return tokens_BL, logits_NV
 
@@ -117,7 +117,7 @@ def report(vocab_sizes: Sequence[int], rounds: int) -> None:
             settings = settings | {"block_length": window.block_length}
             ms_R2 = measure(model, bare, window, settings, rounds)
             step, alone = np.median(ms_R2, axis=0)
-            # The ratio within a round hardly feels what else the machine does.
+            # The ratio within a round depends little on the load of the machine.
             share = 1 - np.median(ms_R2[:, 1] / ms_R2[:, 0])
             print(
                 f"| {window.vocab_size} | {window.block_length or 'whole'} | {name} "
@@ -136,7 +136,7 @@ def measure(
     advance = Advance(program, compiler_options=options)
     holes_S = ROWS * ((window.block_length or POSITIONS) - np.arange(window.num_steps))
     chunks_S = jnp.asarray(-(-holes_S // advance.program.chunk), jnp.int32)
-    # The state is donated, and these outlive it.
+    # The state is donated; these copies remain valid.
     tokens_BL, length_B = jnp.copy(state.canvas.tokens_BL), jnp.copy(state.canvas.length_B)
 
     def prepare() -> Callable[[], Any]:

@@ -154,13 +154,13 @@ def measure(size: dict[str, int], activation: str, rounds: int) -> dict[str, dic
         return pipes[name].recv()
 
     results: dict[str, dict[str, float]] = {name: {} for name in pipes}
-    # Memory comes after training steps only, before the forward program exists.
+    # Memory is measured after training steps, before the forward program exists.
     for request in ("step", "memory", "forward"):
         times = {name: [] for name in pipes}
         for _ in range(1 if request == "memory" else rounds):
             for name in pipes:
                 times[name].append(ask(name, request))
-                # The threads of the one spin for a while before they leave the cores to the other.
+                # The threads of one framework spin for a while before they release the cores.
                 time.sleep(PAUSE_SECONDS)
         for name, values in times.items():
             results[name][request] = statistics.median(values)

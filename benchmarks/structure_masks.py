@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _row(size: int, order: str, args: argparse.Namespace) -> None:
-    # Characters beyond ASCII stand for the tokens that a schema has no use for.
+    # Characters beyond ASCII replace the tokens that the schema does not use.
     letters = [chr(code) for code in range(32, 127)]
     letters += [chr(0x4E00 + place) for place in range(size - len(letters) - 4)]
     tokenizer = CharacterTokenizer.of("".join(letters))
@@ -64,7 +64,7 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
     pattern = regex_of_schema(SCHEMA)
     automaton = model.structures.automaton(pattern)
     times: dict[str, list[float]] = {"": [], pattern: []}
-    # Slots are filled again as often as the rounds take.
+    # Slots are refilled as often as the rounds require.
     fills = 1 + (args.rounds + 1) * STEPS // 120
     engines = {held: _engine(model, held, args.slots, fills) for held in times}
     for _ in range(args.rounds):

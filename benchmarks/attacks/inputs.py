@@ -70,7 +70,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
             for name, some in cases.items()
         }
     before = _tree(folder)
-    # Reading the model takes most of the time; what is attacked is all before and after that.
+    # Cache the model, because loading takes most of the time and is not attacked.
     loading, common.load_model = common.load_model, functools.cache(common.load_model)
     sample.load_model = evaluation.load_model = server.load_model = common.load_model
     try:
@@ -89,7 +89,7 @@ def _attack(name: str, cases: list[Case]) -> Tally:
     for main, arguments in cases:
         code, out, err = _ended(main, arguments)
         codes[code] += 1
-        # What takes ten seconds to be known begins with how far it is.
+        # A program that runs for ten seconds first prints its progress.
         told = [line for line in err.split("\n")[:-1] if not line.startswith("sample: 0 tokens")]
         is_refused = (
             code in (End.REFUSED, End.NO_MEMORY)

@@ -101,7 +101,7 @@ def held() -> dict[str, float]:
     Free memory is first returned to the system.
     """
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # which glibc alone has
+    with contextlib.suppress(AttributeError, OSError):  # exists only in glibc
         ctypes.CDLL(None).malloc_trim(0)
     told = Path("/proc/self/status").read_text()
     rss, threads = (int(re.findall(rf"^{name}:\s+(\d+)", told, re.M)[0])
@@ -171,7 +171,7 @@ _TEXT = "The cat sat. A rat ran. "
 
 def _case(rng: random.Random, kinds: int = 48) -> Case:
     """Settings of one of `kinds` compiled variants, with random per-row settings."""
-    kind = rng.randrange(rng.choice((kinds // 4, kinds)))  # some come more often than others
+    kind = rng.randrange(rng.choice((kinds // 4, kinds)))  # some kinds are more frequent
     case: Case = {
         "order": ("low_confidence", "random", "left_to_right", "entropy")[kind % 4],
         "gen_length": (8, 70)[kind // 4 % 2], "max_length": (32, 128)[kind // 4 % 2],

@@ -56,7 +56,7 @@ def environment(folder: Path, compiler: str = _QUICK) -> dict[str, str]:
     return os.environ | {
         "XLA_FLAGS": compiler,
         "JAX_PLATFORMS": "cpu",
-        # XLA logs pages about every program that it reads, and nobody may empty the pipe.
+        # XLA logs pages about every loaded program, which could fill an unread pipe.
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "DLM_JAX_CACHE": str(folder / "tokens"),
         "XDG_CACHE_HOME": str(folder / "cache"),

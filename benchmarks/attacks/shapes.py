@@ -75,7 +75,7 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
         return tallies
     with _server(folder) as url:
         while first < count:
-            # One kind after the other: there are more programs than are kept.
+            # The kinds run one after the other, because not all programs stay loaded.
             kind = first * len(KINDS) // count
             last = -(-(kind + 1) * count // len(KINDS))
             asked = [request(seed, n, KINDS[kind]) for n in range(first, last)]
