@@ -336,7 +336,7 @@ class Written(NamedTuple):
 
 
 def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written:
-    """Writes `number` texts with each of the settings, in one batch."""
+    """Writes `number` texts with each of the settings."""
     samples = [SampleConfig(chain=("temperature",), **settings) for settings in grid]
     kinds: dict[Any, list[int]] = {}
     for index, sample in enumerate(samples):
