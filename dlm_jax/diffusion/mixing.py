@@ -29,7 +29,7 @@ def mixture_of(
     noise_ids: tuple[int, ...] = (),
     block_length: int = 0,
 ) -> Mixture:
-    """The mixture of a config. Objectives whose share is 0 are omitted.
+    """Returns the mixture of objectives of a config. Objectives whose share is 0 are omitted.
 
     Args:
       config: objective section of the config.
