@@ -225,7 +225,7 @@ def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monk
     other = {"draws": [1, 2, 0.5], "version of jax": "9.9.9"}
     monkeypatch.setattr("dlm_jax.training.run.fingerprint", lambda: other)
     with pytest.raises(
-        ValueError, match=f"jax {jax.__version__} draws different random numbers than jax 9.9.9"
+        ValueError, match=f"jax {jax.__version__} draws different random numbers from jax 9.9.9"
     ):
         tiny_run.run(whole[0])
 
