@@ -6,10 +6,10 @@ final tokens in one step, with low entropy where its prediction is correct::
 
     loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),
 
-where y are the teacher's tokens and H is the entropy of the student in nats at a temperature T.
-Chen et al. use w = 2, T = 0.5 and a greedy teacher, hide whole blocks after the current block, and
-divide the entropy by the number of correct tokens. This implementation divides both terms by the
-number of hidden tokens.
+where y denotes the teacher's tokens, and H is the entropy of the student in nats at a temperature
+T. Chen et al. use w = 2, T = 0.5 and a greedy teacher, hide whole blocks after the current block,
+and divide the entropy by the number of correct tokens. This implementation divides both terms by
+the number of hidden tokens.
 """
 
 from __future__ import annotations

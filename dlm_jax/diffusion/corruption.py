@@ -1,8 +1,8 @@
 """Corruption of texts: noise schedules, selection of positions, and shown tokens.
 
 A denoising pattern selects some of the free positions in each row. A selected position shows MASK,
-a random token or its own token. Random and unchanged tokens train the model on visible tokens too,
-whereas MASK alone trains it only on holes.
+a random token or its own token. Unlike MASK, random and unchanged tokens also train predictions at
+visible positions.
 """
 
 from __future__ import annotations

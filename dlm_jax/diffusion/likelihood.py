@@ -1,7 +1,7 @@
 """The negative log-likelihood of a text under the model, or an upper bound on it.
 
-If some tokens are given, this is the conditional likelihood of the other tokens. Given tokens are
-always visible and never counted.
+With given tokens, the likelihood of the other tokens is conditional on the given tokens. Given
+tokens are always visible and never counted.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def costs(
     all noise levels. In a block-causal model this applies to blocks instead of rows.
 
     The bound of a row is the weighted sum of the cross-entropy over its hidden positions. The cost
-    of the text is the part of that sum at text positions. The EOS after the text is hidden as often
-    as the text positions.
+    of the text is the same sum over text positions only. The EOS after the text is hidden with the
+    same probability as text positions.
 
     Args:
       network: the model.
@@ -221,7 +221,7 @@ def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, fl
     """The mean cost in nats per token over all rows, and its standard error. Rows are treated as
     independent.
 
-    `tokens_N` may count characters or other units instead. Rows without tokens are ignored. The
+    `tokens_N` can count characters or other units instead. Rows without tokens are ignored. The
     error is NaN for a single row.
     """
     total, num_rows = float(tokens_N.sum()), int((tokens_N > 0).sum())
@@ -233,10 +233,10 @@ def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, fl
 
 
 def half_width(error: float, count: int) -> float:
-    """Half-width of the 95% confidence interval (Student's t) of a mean of `count` values with this
-    standard error.
+    """The half-width of the 95% confidence interval (Student's t) of a mean of `count` values with
+    the standard error `error`.
 
-    The result is NaN for fewer than two values.
+    The half-width is NaN for fewer than two values.
     """
     return error * float(stdtrit(count - 1, 0.975)) if count > 1 else math.nan
 

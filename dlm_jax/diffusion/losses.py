@@ -58,7 +58,7 @@ def cross_entropy(
 
     MASK is never predicted, because its logit is set to -inf. Each device applies the head to its
     own positions, and the parameters of the head are gathered once. If there are more than 2^24
-    logits per device (2^26 on accelerators), they are computed in slices of positions and
+    logits per device (2^26 on accelerators), the logits are computed in slices of positions and
     recomputed in the backward pass.
 
     Args:

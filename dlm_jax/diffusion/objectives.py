@@ -168,7 +168,7 @@ class ObjectiveConfig(Section):
     )
     teacher: str = setting(
         "",
-        "sdtt and certainty: run, weights file or shipped model that is the frozen teacher; "
+        "sdtt and certainty: frozen teacher (run, weights file or shipped model); "
         "empty: the initial parameters of the run",
     )
     random_length_share: float = setting(
@@ -223,7 +223,7 @@ _MASKED_ALONE = {
     "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
     "time_weight": True, "normaliser": "tokens",
 }  # fmt: skip
-"""Settings of losses that read holes, with the values that processes with other noise require."""
+"""Settings that require the masked process, with their only values for other processes."""
 
 
 class Batch(NamedTuple):
@@ -286,7 +286,7 @@ def elbo(
     11), or per block in a block-causal model. The bound of a block-causal model is the sum over its
     blocks, each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion,
     equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The
-    last two arguments select other losses.
+    arguments `over` and `is_weighted` select other losses.
 
     Args:
       batch: rows with free tokens to hide.
@@ -298,8 +298,8 @@ def elbo(
         (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``: the number of such tokens
         in each row, followed by the mean over rows (instruction tuning of LLaDA, algorithm 2);
         ``masked``: the number of hidden tokens (Dream).
-      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2
-        weight them equally.
+      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2 use
+        equal weights.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
@@ -442,9 +442,9 @@ def misprint(
       key: key for all draws.
       tokens_BL: int32, clean rows.
       length_B: int32, number of live tokens in each row.
-      is_free_BL: True at live tokens that may be misprinted.
+      is_free_BL: True at live tokens that can be misprinted.
       ratio_B: float32 probability for each row, in [0, 1].
-      kinds: names from `MISPRINTS`, equally likely. A name that occurs twice is twice as likely.
+      kinds: names from `MISPRINTS`, drawn uniformly. A name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
@@ -614,8 +614,8 @@ class NetworkObjective:
       draw: ``(batch, key) -> noise``, a pytree of all random values, drawn for the whole batch
         before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
         divisor of a loss. Rows of other objectives have length 0.
-      loss: ``(network, params, noise) -> Loss``, differentiated with respect to all parameters that
-        train. If the objective needs a teacher, the teacher's parameters are a fourth argument.
+      loss: ``(network, params, noise) -> Loss``, differentiated with respect to all trained
+        parameters. If `needs_teacher` is True, the parameters of the teacher are a fourth argument.
       anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. The function
         adds values that are computed once per step from the reference and from the parameters
         before the updates of the step. None leaves the noise unchanged.

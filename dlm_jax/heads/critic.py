@@ -29,7 +29,7 @@ RECOMMENDED = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
 
 
 def critic_head(setup: Setup) -> Head | None:
-    """The record of the critic head, or None for a model without a critic.
+    """The record of the critic head, or None for a model without this head.
 
     The critic reads the shown canvas after the model has filled the supervised holes. The fill uses
     the settings in ``[sample]``. The fill is parallel until training of the sampler head starts.
@@ -81,7 +81,7 @@ class CriticTargets(NamedTuple):
 
     Attributes:
       filled_BL: int32 canvas with filled holes.
-      is_wrong_BL: True where the filled token is not the true one.
+      is_wrong_BL: True where the filled token differs from the true token.
       is_judged_BL: True at positions in the loss.
     """
 

@@ -145,7 +145,7 @@ class Head:
 
     def __post_init__(self) -> None:
         if not self.name.endswith("_head") or "/" in self.name:
-            raise ValueError(f"a head is named {self.name!r}; end its name in '_head'")
+            raise ValueError(f"the name of head {self.name!r} does not end in '_head'; rename it")
         if not self.metric:
             object.__setattr__(self, "metric", self.name.removesuffix("_head"))
         if self.stream < 0:

@@ -16,7 +16,7 @@ SAMPLER = "sampler_head"
 
 
 def sampler_head(setup: Setup) -> Head | None:
-    """The record of the sampler head, or None for a model without one.
+    """The record of the sampler head, or None for a model without this head.
 
     The loss is ``(1 - s)`` times the mean cross-entropy over all supervised positions plus ``s``
     times the divergence from the trunk (`trunk_loss`), where ``s`` is

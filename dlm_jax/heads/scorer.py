@@ -1,4 +1,4 @@
-"""The scorer head, which predicts what fraction of a text is corrupted.
+"""The scorer head, which predicts the corrupted fraction of a text.
 
 Scored texts have no holes, so corrupted tokens are wrong tokens, never MASK. The fraction is called
 the share.
@@ -24,7 +24,7 @@ SCORER = "scorer_head"
 
 
 def scorer_head(setup: Setup) -> Head | None:
-    """The record of the scorer head, or None for a model without it.
+    """The record of the scorer head, or None for a model without this head.
 
     The scorer head is trained together with the trunk from the first step.
     """
@@ -72,7 +72,7 @@ def corrupt(
     to ``max_ratio``. In half of the rows, the new tokens are drawn uniformly from `random_ids`. In
     the other half, they are copied from random positions in other rows. Copied tokens have the
     token frequencies of real text and can be detected only from context. A copied token that is not
-    in `random_ids` (such as EOS) is replaced by a random id. A new token that equals the true one
+    in `random_ids` (such as EOS) is replaced by a random id. A new token that equals the true token
     does not count as wrong.
     """
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
@@ -154,7 +154,7 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens may be copied from other rows, so the whole batch uses the same random key, which
+    Wrong tokens can be copied from other rows, so the whole batch uses the same random key, which
     is derived from `key` and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
