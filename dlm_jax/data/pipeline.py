@@ -53,7 +53,7 @@ def train_dataset(
 
     Args:
       source: `Corpus.train_rows`, or a token file to cut into windows.
-      seq_len: tokens of a row, >= 1.
+      seq_len: number of tokens per row, at least 1.
       batch_size: number of rows in the global batch.
       seed: seed of the row order, in [0, 2**32).
       process_index: index of this process, in [0, process_count).
@@ -139,7 +139,7 @@ def validation_windows(
 
     Args:
       source: `Corpus.val_rows`, or a token file to cut into windows.
-      seq_len: tokens of a row, >= 1.
+      seq_len: number of tokens per row, at least 1.
       pad_id: the id that fills a row beyond its length.
       max_windows: maximum number of rows, spread evenly over the file; None means all.
       multiple_of: divisor of N. Rows of length 0 are appended until N is a multiple of
@@ -260,7 +260,7 @@ class _ReadBatch:
         return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
 
     def _place(self, part: int, row: int) -> Place:
-        """The place of row number `row` of the endless stream of a part."""
+        """The `Place` of row `row` in the endless stream of a part."""
         size = len(self.parts[part])
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)

@@ -97,7 +97,7 @@ class Index:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash of the `to_json` of a tokenizer, which identifies the tokenizer."""
+    """A hash of a tokenizer's `to_json` that identifies the tokenizer."""
     text = json.dumps(tokenizer.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

@@ -66,7 +66,7 @@ class SubwordTokenizer:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"the tokenizer.json is broken ({reason}); "
-                "use one written by the `tokenizers` library"
+                "use a file written by the `tokenizers` library"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:

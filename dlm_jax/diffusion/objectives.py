@@ -196,7 +196,7 @@ class ObjectiveConfig(Section):
             )  # fmt: skip
         require(
             not self.teacher or bool(self.distilled), "objective.teacher", self.teacher,
-            "teaches nothing", "set objective.sdtt_share or objective.certainty_share",
+            "is not used", "set objective.sdtt_share or objective.certainty_share",
         )  # fmt: skip
         name = self.process
         if self.noise_process.is_masked:

@@ -144,7 +144,10 @@ class Rollouts:
     ):
         if jax.process_count() > 1:
             raise SettingError(
-                "rl.reward", setup.config.rl.reward, "requires a single-process run", "start one"
+                "rl.reward",
+                setup.config.rl.reward,
+                "requires a single-process run",
+                "start one process",
             )
         self._setup, self._network, self._needs_trace = setup, network, needs_trace
         self._report = report

@@ -184,7 +184,7 @@ arithmetic = TextTask(
     "arithmetic", "sums of two two-digit numbers:  47+85=132", _sum_of_two, _is_sum
 )
 brackets = TextTask(
-    "brackets", "brackets, and the missing closing brackets:  ([{}=])", _opened, _is_balanced
+    "brackets", "brackets, and the missing closing brackets: ([{}=])", _opened, _is_balanced
 )
 sudoku = TextTask(
     "sudoku",

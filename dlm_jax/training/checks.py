@@ -116,16 +116,14 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
-    """The first difference, as a description of the other run and a remedy; None without
-    differences.
-    """
+    """The first difference, as a description of the other run and a remedy; None if equal."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
         text = f"that was trained on a different text from {meta['corpus']['name']}"
         return text, "set data.source to the text of the other run"
     drawn, draws = saved["randomness"], meta["randomness"]
     if drawn["draws"] != draws["draws"]:
         there, here = (found["version of jax"] for found in (drawn, draws))
-        what = f"whose jax {there} draws different random numbers from jax {here} here"
+        what = f"that used jax {there}, which draws different random numbers from jax {here}"
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}

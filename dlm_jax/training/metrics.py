@@ -220,7 +220,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers in a record without step and time, with names ``KIND/NAME``."""
+    """The numbers in a record, except step and time, by name ``KIND/NAME``."""
     return {
         f"{record['kind']}/{name}": float(value)
         for name, value in record.items()

@@ -313,7 +313,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
     model.
 
     Args:
-      config: with ``model.vocab_size`` set.
+      config: config with ``model.vocab_size`` set.
       devices: devices of all processes.
     """
     mesh = config.mesh
@@ -332,7 +332,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
 
 
 def state_bytes(config: Config) -> float:
-    """Bytes of the parameters and the optimiser state of the model in the config."""
+    """The size in bytes of the parameters and the optimiser state of the model in the config."""
     shapes = jax.eval_shape(build(config.model).init, key_of(0))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     copies = 3 + (config.optim.ema_decay > 0)
@@ -340,7 +340,7 @@ def state_bytes(config: Config) -> float:
 
 
 def device_bytes(device: Any) -> float:
-    """Memory of an accelerator in bytes; 0 for a CPU or if unknown."""
+    """The memory of an accelerator in bytes; 0 for a CPU and if unknown."""
     if device.platform == "cpu":
         return 0.0
     if device.device_kind in CHIPS:

@@ -241,7 +241,7 @@ def policy(
       ValueError: the run has heads, or a setting is incompatible.
     """
     if heads:
-        raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
+        raise ValueError(f"rl.reward does not train heads; remove {heads[0].name}")
     made = objective_of(setup) if objective is None else objective(setup)
     if not isinstance(made, NetworkObjective):
         raise ValueError("a custom objective of rl.reward must be a NetworkObjective of rollouts")
@@ -323,8 +323,8 @@ def make_mixture(setup: Setup) -> Mixture:
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """The mixture of a custom objective. A `Mixture` is unchanged. With a single objective, rows
-    are cut to random lengths as in the config.
+    """The mixture of a custom objective. A custom `Mixture` is returned unchanged. With a single
+    objective, rows are cut to random lengths as in the config.
     """
     made = make(setup)
     if isinstance(made, Mixture):

@@ -102,7 +102,7 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` up to the last step. A further call resumes the run.
+    """Trains the model of `config` up to the last step. Another call resumes the run.
 
     The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. Custom
     networks, objectives, heads, optimizers and schedules must be passed again to resume;
@@ -381,8 +381,8 @@ class _Loop:
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
                 figures = ", ".join(f"{name} {metrics[name]}" for name in names)
                 say(
-                    f"step {step} is not finite: {figures}; stopped, the last checkpoint before "
-                    f"it is kept; lower the learning rate or optim.clip"
+                    f"step {step} is not finite: {figures}; training stopped, and the last "
+                    f"checkpoint before it is kept; lower the learning rate or optim.clip"
                 )
                 raise _NonFiniteError
             self._unlogged.append({name: float(x) for name, x in metrics.items()})

@@ -101,7 +101,7 @@ update, does not detect these parameters.
 def abstract_state(
     network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the training state, without allocating it."""
+    """The shapes, dtypes and shardings of the training state, computed without allocating it."""
     shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

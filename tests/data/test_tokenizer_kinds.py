@@ -48,7 +48,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_logits_is_refused():
         (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json does not exist; pass the path"),
         (lambda: from_json({"type": "bytes"}), "did you mean 'byte'"),
         (lambda: from_json(["byte"]), "tokenizer type=None is unknown; use one of byte, char"),
-        (lambda: from_json({"type": "byte", "size": 3}), r"no fields, found \['size'\]"),
+        (lambda: from_json({"type": "byte", "size": 3}), r"no fields, but the file has \['size'\]"),
         (lambda: from_json({"type": "character"}), "stored as .* has the fields"),
         (lambda: from_json({"type": "subword", "tokenizer_json": {}}), "stored as .* the fields"),
         (lambda: from_json({"type": "subword", "tokenizer_json": "{"}), "tokenizer.json is broken"),

@@ -50,7 +50,7 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
         except ValueError as error:
             if isinstance(error, SettingError):
                 raise
-            raise SettingError(key, text, "is not a number", "use 0.1, say") from None
+            raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
     chosen = {key: setting.resolved(values.get(key, setting.default))
               for key, setting in declared.items()}  # fmt: skip
     return cls(**_by_field(cls, chosen))
