@@ -200,7 +200,7 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
         "train.trackers=wandb requires wandb, which is not installed; pip install 'dlm_jax[wandb]'"
         in refused("wandb")
     )
-    assert "needs tensorboardX, which is not installed; pip install 'dlm_jax[tensorboard]'" in (
+    assert "requires tensorboardX, which is not installed; pip install 'dlm_jax[tensorboard]'" in (
         refused("tensorboard")
     )
 
