@@ -1,4 +1,4 @@
-"""Ancestral steps of a frozen teacher."""
+"""Ancestral sampling from a frozen teacher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Walk(NamedTuple):
     Attributes:
       tokens_BL: int32 canvas.
       hidden_BLD: the output of the trunk at the step that filled each hole, or at the last step for
-        holes that are left; 0 at positions that were never holes.
+        unfilled holes; 0 at positions that were not holes.
     """
 
     tokens_BL: jax.Array
@@ -42,7 +42,7 @@ def walk(
     banned_ids: tuple[int, ...],
     temperature: float = 1.0,
 ) -> Walk:
-    """K ancestral steps of a teacher, with one forward pass each and without gradients.
+    """Takes K ancestral steps of a teacher, with one forward pass per step and no gradients.
 
     Step k fills each hole with probability ``chance_BK[:, k]``. The tokens of a step are drawn
     independently.
@@ -50,7 +50,7 @@ def walk(
     Args:
       network: the model.
       params: parameters of the teacher.
-      shown_BL: int32 canvas; MASK at its holes.
+      shown_BL: int32 canvas with MASK at its holes.
       length_B: int32, number of live tokens in each row.
       chance_BK: float32 probabilities in [0, 1].
       draws_BKL2: result of `draws`.

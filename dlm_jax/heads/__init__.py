@@ -1,4 +1,4 @@
-"""Heads of a model, one file each."""
+"""The heads of a model, with one file per head."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dlm_jax.heads.sampler import SAMPLER, sampler_head
 from dlm_jax.heads.scorer import SCORER, scorer_head
 
 HEADS: tuple[Callable[[Setup], Head | None], ...] = (sampler_head, critic_head, scorer_head)
-"""Functions that create the record of each head, or return None if the model lacks the head.
+"""Functions that create the record of each head, or return None if the model does not have the
+head.
 
-A stage sums the heads' losses in this order.
+A stage adds the losses of its heads in this order.
 """
 
 __all__ = [

@@ -26,6 +26,6 @@ ESTIMATORS = {
 
 
 def objective_of(setup: Setup) -> NetworkObjective:
-    """The objective of ``[rl]``."""
+    """The objective that ``[rl]`` configures."""
     settings = setup.config.rl
     return policy_objective(ESTIMATORS[settings.loss](setup), settings)

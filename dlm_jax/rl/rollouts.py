@@ -1,4 +1,4 @@
-"""Samples and their rewards for a step of policy optimisation."""
+"""Sampling and scoring for the steps of policy optimisation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 class RewardError(ValueError):
-    """Raised for an invalid sample or reward, which ends the run."""
+    """An error that ends a run with an invalid sample or reward."""
 
 
 def reward_function(name: str) -> Reward:
-    """The function that ``rl.reward`` names as ``module:function``.
+    """Returns the reward function that ``rl.reward`` names (``module:function``).
 
     Raises:
       SettingError: the function does not exist.
@@ -55,7 +55,7 @@ class Judge:
       name: name of the function, ``module:function``.
       leaves_out: whether samples without a valid reward are excluded. If False, the first such
         sample ends the run.
-      report: called with one line about the samples that a call excludes.
+      report: called with one line about excluded samples.
     """
 
     def __init__(self, name: str, *, leaves_out: bool, report: Callable[[str], None]):
@@ -144,7 +144,10 @@ class Rollouts:
     ):
         if jax.process_count() > 1:
             raise SettingError(
-                "rl.reward", setup.config.rl.reward, "requires a single-process run", "start one"
+                "rl.reward",
+                setup.config.rl.reward,
+                "requires a single-process run",
+                "start one process",
             )
         self._setup, self._network, self._needs_trace = setup, network, needs_trace
         self._report = report
@@ -154,18 +157,18 @@ class Rollouts:
         )
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for settings that do not allow sampling."""
+        """Raises ValueError if the settings do not allow sampling."""
         model = self._model(params)
         all_requests(model, [""], 1, {"trace": self._needs_trace, "steps": model.sample.steps})
 
     def make(
         self, params: Params, step: int, rows: Mapping[str, np.ndarray]
     ) -> tuple[Rollout, dict[str, float]]:
-        """The samples of a step (counted from 0) as host arrays, and values for the metrics.
+        """Returns the samples of a step as host arrays, and the values of metrics.
 
         Args:
           params: parameters of the policy.
-          step: step of the run.
+          step: step of the run, counted from 0.
           rows: P rows of the corpus. The given tokens of each row are its prompt.
         """
         settings = self._setup.config.rl
@@ -284,9 +287,9 @@ class Rollouts:
         return Rollout(*columns)
 
     def _fixed(self, trace: Trace) -> Trace:
-        """The trace, padded to the maximum numbers of steps and positions of the run.
+        """Pads a trace to the maximum numbers of steps and positions of the run.
 
-        All traces are then replayed by one program, and a resumed run gives the same results.
+        One program then replays all traces, and a resumed run gives the same results.
         """
         config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
         num_positions, num_steps = config.data.seq_len, config.sample.steps
@@ -310,7 +313,7 @@ class Rollouts:
 
 
 def _is_whole(made: Texts) -> np.ndarray:
-    """True ``[B]`` at rows without holes."""
+    """True at rows without holes, ``[B]``."""
     return np.array([status in (Status.DONE, Status.CANVAS_FULL) for status in made.status])
 
 

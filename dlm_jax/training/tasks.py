@@ -46,7 +46,7 @@ class Task:
       setup: inputs of the task.
       network: the model. Its `init` creates the parameters of all heads.
       mixture: objectives of the model itself.
-      heads: heads, in the order in which their losses are summed.
+      heads: heads, in the order in which their losses are added.
       measure: ``(params, batch, number_B, key)`` -> values for the held-out rows with indices
         ``number_B``, a pytree of ``[B]`` arrays. With `rollouts`, neither `measure` nor `summarize`
         is called.
@@ -57,8 +57,8 @@ class Task:
       is_gain: whether higher values of the figure are better.
       unit: unit of the figure and of the loss.
       writes_text: whether the model can generate samples.
-      next_command: suggested command for the trained model; ``{out_dir}`` is the directory of the
-        run.
+      next_command: suggested command for the trained model, with ``{out_dir}`` for the directory of
+        the run.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
       schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
         updates of a custom optimiser. None uses the warm-up and cosine, or a factor of 1 for a
@@ -126,14 +126,16 @@ class Task:
         )  # fmt: skip
 
     def _taught(self, params: Params) -> Params:
-        """The parameters in the main group, which are those of the model that may train."""
+        """The parameters in the main group, which are the trainable parameters of the model."""
         adapts = self.setup.config.model.lora_rank > 0
         groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
         return {name: params[name] for name in params if groups[name] == MAIN}
 
     @property
     def _by_update(self) -> tuple[Config, optax.Schedule | None]:
-        """Config and schedule of the optimiser, as functions of updates instead of steps."""
+        """The config and the schedule of the optimiser, as functions of updates instead of
+        steps.
+        """
         config, schedule, updates = self.setup.config, self.schedule, self.updates
         if updates == 1:
             return config, schedule
@@ -200,7 +202,7 @@ def sequence_scorer(
 ) -> Task:
     """The task that trains on `objective`, or on the loss of the scorer head.
 
-    The model generates no text.
+    The model does not generate text.
     """
     if network.scorer is None:
         raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
@@ -239,7 +241,7 @@ def policy(
       ValueError: the run has heads, or a setting is incompatible.
     """
     if heads:
-        raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
+        raise ValueError(f"rl.reward does not train heads; remove {heads[0].name}")
     made = objective_of(setup) if objective is None else objective(setup)
     if not isinstance(made, NetworkObjective):
         raise ValueError("a custom objective of rl.reward must be a NetworkObjective of rollouts")
@@ -321,8 +323,8 @@ def make_mixture(setup: Setup) -> Mixture:
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """Returns a `Mixture` unchanged. For a single objective, rows are cut to random lengths as in
-    the config.
+    """The mixture of a custom objective. A custom `Mixture` is returned unchanged. With a single
+    objective, rows are cut to random lengths as in the config.
     """
     made = make(setup)
     if isinstance(made, Mixture):

@@ -60,7 +60,7 @@ taken. The next step overwrites the arrays of the state, so copy the arrays that
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
     ``run`` is the run, and ``params`` are its trained parameters. To sample from the trained model,
     use ``dlm_jax.Model(run.network, params, run.corpus.tokenizer,
@@ -102,11 +102,11 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` up to the last step. A second call resumes the run.
+    """Trains the model of `config` up to the last step. Another call resumes the run.
 
-    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
-    checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
-    passed again to resume.
+    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. Custom
+    networks, objectives, heads, optimizers and schedules must be passed again to resume;
+    checkpoints store only their names.
 
     Args:
       config: a `Config`, or the path of a TOML file.
@@ -118,11 +118,11 @@ def train(
         `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
       heads: custom heads in addition to those of the config: `Head` records, or functions of the
         `Setup` that create them.
-      optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
-        schedule: any optax transformation, or a function of the `Setup` that creates one. Heads
-        with an optimiser group keep their own optimiser, and the custom optimizer receives
-        `optax.MaskedNode` for the parameters of these heads. The labels of `optax.partition` should
-        be a function of the parameters.
+      optimizer: optax transformation that replaces the optimizer, the clipping and the schedule of
+        ``[optim]``, or a function of the `Setup` that creates one. Heads with an optimiser group
+        keep their own optimiser, and the custom optimizer receives `optax.MaskedNode` for the
+        parameters of these heads. The labels of `optax.partition` should be a function of the
+        parameters.
       schedule: ``step -> factor``, with steps counted from 0. The factor scales the learning rates
         of ``[optim]`` and replaces the warm-up and cosine. If `optimizer` is given, the factor
         scales the updates of that optimizer.
@@ -168,7 +168,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
             report(f"not default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
-        report(f"{run.out_dir} has already taken all {steps} steps; nothing to train")
+        report(f"{run.out_dir} has already completed all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
 
@@ -222,7 +222,7 @@ def run_loop(
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
-                    say(f"stopping {where} and saving; a second Ctrl-C exits at once")
+                    say(f"stopping {where} and saving; a second Ctrl-C exits immediately")
                     loop.checkpoint()
                     reason = "interrupted"
                     break
@@ -381,14 +381,16 @@ class _Loop:
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
                 figures = ", ".join(f"{name} {metrics[name]}" for name in names)
                 say(
-                    f"step {step} is not finite: {figures}; stopped, the last checkpoint before "
-                    f"it is kept; lower the learning rate or optim.clip"
+                    f"step {step} is not finite: {figures}; training stopped, and the last "
+                    f"checkpoint before it is kept; lower the learning rate or optim.clip"
                 )
                 raise _NonFiniteError
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text. All evaluations use equal windows and noise."""
+        """Records an evaluation on held-out text. All evaluations use the same windows and
+        noise.
+        """
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -406,7 +408,7 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far. If so, the model is saved."""
+        """Saves the model if this evaluation is the best so far, and returns whether it is."""
         # Only one save runs at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
@@ -423,7 +425,7 @@ class _Loop:
             self._run.checkpoints.save(self.step, self.state, meta)
 
     def _place(self, local: np.ndarray) -> jax.Array:
-        """The global array with these rows on this process."""
+        """The global array whose rows on this process are `local`."""
         return jax.make_array_from_process_local_data(self._rows, local)
 
     @contextlib.contextmanager
@@ -471,7 +473,7 @@ def held_out(
       run: run with the held-out text.
       eval_step: compiled `Task.measure`.
       params: parameters to evaluate.
-      part: index of the part of the batch that this process has, and number of parts.
+      part: index of this process's part of the batch, and number of parts.
       place: creates the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
@@ -489,7 +491,7 @@ def held_out(
 
 
 class StopRequest:
-    """A request to stop the run, made by a signal."""
+    """A request by a signal to stop the run."""
 
     def __init__(self) -> None:
         self._signal_number = 0
@@ -555,11 +557,11 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 def _lost(checkpoints: Checkpoints) -> str:
     steps = checkpoints.steps()
     after = f"steps after {steps[-1]} are lost" if steps else "nothing was saved"
-    return f"stopped at once: {after}; the same command resumes from there"
+    return f"stopped immediately: {after}; the same command resumes from there"
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """First and last step of ``FIRST:LAST``, both counted from 1 as in the metrics.
+    """Parses the first and last step in ``FIRST:LAST``, both counted from 1 as in the metrics.
 
     Raises:
       ValueError: invalid span.
@@ -570,7 +572,7 @@ def parse_span(text: str) -> tuple[int, int]:
     span = int(first[:12]), int(last[:12])
     if not 1 <= span[0] <= span[1]:
         raise ValueError(
-            f"--profile {text!r}: steps start at 1, and the last must follow the first"
+            f"--profile {text!r}: steps start at 1, and the last must not precede the first"
         )
     return span
 
@@ -612,7 +614,7 @@ _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 def peak_flops(device: Any) -> float | None:
-    """Peak bfloat16 FLOP/s of a device; None if unknown, for example on a CPU."""
+    """The peak bfloat16 FLOP/s of a device; None if unknown, for example for a CPU."""
     if device.device_kind in CHIPS:
         return CHIPS[device.device_kind].flops
     return next((peak for name, peak in _GPUS.items() if name in device.device_kind), None)

@@ -23,7 +23,7 @@ from dlm_jax.types import Network, Params
 
 
 class TrainState(NamedTuple):
-    """The state of training, and of a checkpoint.
+    """The training state, which checkpoints store.
 
     ``step`` is an int32 scalar: the number of steps taken, which is the index of the next batch.
     ``ema`` is the moving average of the parameters, or None.
@@ -47,8 +47,8 @@ class TrainState(NamedTuple):
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
-        """The initial state with other parameters, which also replace the moving average and the
-        reference.
+        """The initial state with the given parameters, which also replace the moving average and
+        the reference.
         """
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
         opt_state = self.opt_state
@@ -72,7 +72,9 @@ class Kept(NamedTuple):
 def keeping(
     optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
 ) -> optax.GradientTransformation:
-    """`optimizer` with a state that also contains the initial values of selected parameters."""
+    """Returns `optimizer` with a state that also contains the initial values of selected
+    parameters.
+    """
 
     def init(params: Params) -> Kept:
         return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
@@ -99,7 +101,7 @@ update, does not detect these parameters.
 def abstract_state(
     network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the training state, without allocating it."""
+    """The shapes, dtypes and shardings of the training state, computed without allocating it."""
     shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -145,7 +147,7 @@ def make_train_step(
     """The compiled training step of a stage, ``(state, batch, key) -> (state, metrics)``. `state`
     is donated.
 
-    Parameters that do not train have a gradient of zero, and `optimizer` must leave them unchanged.
+    Parameters that are not trained have a gradient of zero, and `optimizer` must not change them.
 
     The noise of a step is drawn with ``fold_in(key, state.step)`` and depends only on the key and
     the step, so a resumed run draws the same noise as an uninterrupted run. The noise is drawn for
@@ -214,7 +216,7 @@ def _several(
     batch: Batch,
     key: jax.Array,
 ) -> tuple[TrainState, Metrics]:
-    """One step of several updates with the same batch. Metrics are means over the updates."""
+    """Takes one step of several updates with the same batch. Metrics are means over the updates."""
 
     def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
         new, metrics = update(now, state.params, batch, jax.random.fold_in(key, number))
@@ -225,7 +227,7 @@ def _several(
 
 
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
-    """``compute(params, part)`` summed over the parts of a batch, one part at a time.
+    """Sums ``compute(params, part)`` over the parts of a batch, one part at a time.
 
     Part p contains the rows p, p + num_parts, ..., so that each part is divided equally among the
     devices. Scalars are totals over the whole batch and are passed to every part.
@@ -256,7 +258,7 @@ def check_adds_up(
 ) -> None:
     """Raises ValueError if a loss differs between a batch and the same batch in two parts.
 
-    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign may cancel, so
+    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign can cancel, so
     the tolerance is relative to the magnitudes of the parts.
 
     Raises:
@@ -319,7 +321,7 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiles `Task.measure`. The results per row are replicated over all devices."""
+    """Compiles `Task.measure`. The per-row results are replicated over all devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
