@@ -280,6 +280,11 @@ class RLConfig(Section):
     prompt_mask: float = setting(
         0.15, "diffu_grpo: probability that a prompt token is hidden", low=0, high=1
     )
+    asynchronous: bool = setting(
+        False,
+        "generate the samples of the next step while the model trains; the samples are one step "
+        "behind, and the state has a second copy of the trained parameters",
+    )
     bad_reward: str = setting(
         "stop",
         "if a reward is not finite or the reward function fails: end the run (stop), or report and "
