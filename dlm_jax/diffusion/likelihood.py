@@ -112,7 +112,7 @@ def costs(
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
         is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
         is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]
-        nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
+        nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
         text_BL = jnp.where(is_text_BL, nll_BL, 0.0)
         return carry, [
             jnp.sum(_weighed(network, batch, is_masked_BL, part_BL), axis=1)
@@ -168,7 +168,7 @@ def bound_at(
     before it, and one call of the trunk covers all blocks. A block without a masked position has a
     cost of 0.
     """
-    nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
+    nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
 
 
@@ -205,7 +205,7 @@ def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
     return padded_BP.reshape(x_BL.shape[0], -1, unit)
 
 
-def _hidden_nll(
+def hidden_nll(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
     """Cross-entropy of masked tokens, in nats ``[B, L]``; 0 elsewhere."""

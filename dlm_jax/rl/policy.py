@@ -113,7 +113,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
 
     def anchor(network: Network, params: Params, reference: Params, noise: Any) -> Any:
         found = {}
-        if settings.updates > 1:
+        if settings.updates > 1 or settings.asynchronous:
             found["old"] = log_probs(network, params, noise)
         if settings.kl > 0:
             found["reference"] = log_probs(network, reference, noise)

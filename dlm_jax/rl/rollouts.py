@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -12,6 +13,8 @@ import jax
 import numpy as np
 
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
+from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.distributed.processes import gathered
 from dlm_jax.heads import Setup
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.generate import Texts, all_requests, texts_of
@@ -142,16 +145,14 @@ class Rollouts:
         needs_trace: bool,
         report: Callable[[str], None],
     ):
-        if jax.process_count() > 1:
+        if setup.config.rl.asynchronous and jax.process_count() > 1:
             raise SettingError(
-                "rl.reward",
-                setup.config.rl.reward,
-                "requires a single-process run",
-                "start one process",
+                "rl.asynchronous", True, "requires a single process", "use false, or one process"
             )
         self._setup, self._network, self._needs_trace = setup, network, needs_trace
-        self._report = report
         settings = setup.config.rl
+        batch_size = setup.config.train.batch_size
+        self._share = share_of_batch(batch_sharding(setup.mesh, batch_size), batch_size)
         self._judge = Judge(
             settings.reward, leaves_out=settings.bad_reward == "leave_out", report=report
         )
@@ -169,37 +170,49 @@ class Rollouts:
         Args:
           params: parameters of the policy.
           step: step of the run, counted from 0.
-          rows: P rows of the corpus. The given tokens of each row are its prompt.
+          rows: the P rows of the corpus that this process provides. The given tokens of each row
+            are its prompt.
         """
         settings = self._setup.config.rl
         made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)
-        prompts, answers = self._texts(made, rows, settings.group)
-        rewards_B, is_left_B = self._judge.rewards(prompts, answers), ~_is_whole(made)
-        if is_left_B.all():
-            raise RewardError("no sample of a step was finished; raise sample.steps")
-        rewards_B[is_left_B] = np.nan
-        if not np.isfinite(rewards_B).any():
-            raise RewardError("no sample of a step has a reward; raise sample.steps")
+        is_whole_B = _is_whole(made)
+        rewards_B = np.where(is_whole_B, self._rewards(made, rows, settings.group), np.nan)
+        is_kept_B = np.isfinite(rewards_B)
         advantage_B = advantages(rewards_B.reshape(-1, settings.group), settings.advantage)
-        rollout = self._rollout(made, rows, advantage_B.reshape(-1), np.isfinite(rewards_B))
+        rollout = self._rollout(made, rows, advantage_B.reshape(-1), is_kept_B)
         is_action_BL = rollout.step_BL >= 0
-        kept = rewards_B[np.isfinite(rewards_B)]
         logprobs_BL = made.logprobs[:, : is_action_BL.shape[1]]
+        logprobs = logprobs_BL[is_action_BL[:, : logprobs_BL.shape[1]]]
+        rewards_N, is_whole_N, logprobs_M = map(
+            np.concatenate, zip(*self._parts((rewards_B, is_whole_B, logprobs)), strict=True)
+        )
+        if not is_whole_N.any():
+            raise RewardError("no sample of a step was finished; raise sample.steps")
+        kept = rewards_N[np.isfinite(rewards_N)]
+        if not kept.size:
+            raise RewardError("no sample of a step has a reward; raise sample.steps")
         figures = {
             "reward": float(kept.mean()),
             "reward_deviation": float(kept.std()),
-            "length": float(is_action_BL.sum() / kept.size),
-            "entropy": -float(logprobs_BL[is_action_BL[:, : logprobs_BL.shape[1]]].mean()),
-            "left_out": float(rewards_B.size - kept.size),
+            "length": logprobs_M.size / kept.size,
+            "entropy": -float(logprobs_M.mean()),
+            "left_out": float(rewards_N.size - kept.size),
         }
         return rollout, figures
 
     def measured(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The mean reward of one sample per prompt, with fixed seeds."""
+        """The mean reward of one sample per prompt, with fixed seeds.
+
+        All processes pass the same rows.
+        """
+        part, parts = self._share
         is_there = np.asarray(rows["length"]) > 0
-        rows = {name: np.asarray(column)[is_there] for name, column in rows.items()}
+        rows = {
+            name: np.array_split(np.asarray(column)[is_there], parts)[part]
+            for name, column in rows.items()
+        }
         made = self._sampled(params, rows, 1, -1, trace=False)
-        rewards = self._judge.rewards(*self._texts(made, rows, 1))
+        rewards = np.concatenate(self._parts(self._rewards(made, rows, 1)))
         found = rewards[np.isfinite(rewards)]
         error = float(found.std(ddof=1) / math.sqrt(found.size)) if found.size > 1 else math.nan
         figures = {"reward": float(found.mean())}
@@ -219,10 +232,15 @@ class Rollouts:
     def _sampled(
         self, params: Params, rows: Mapping[str, np.ndarray], group: int, step: int, *, trace: bool
     ) -> Texts:
-        prompts = [
+        """The samples for these rows, with the seeds that a single process uses."""
+        parts = self._parts([
             {"tokens": tokens[:given]} if given else {"prompt": ""}
             for tokens, given in zip(rows["tokens"], rows["given"], strict=True)
-        ]
+        ])  # fmt: skip
+        part = self._share[0]
+        prompts = list(itertools.chain(*parts))
+        first = group * sum(map(len, parts[:part]))
+        own = range(first, first + group * len(parts[part]))
         train = self._setup.config.train
         number = len(prompts) * group
         drawn = np.random.SeedSequence([train.seed, step + 1]).generate_state(1, np.uint64)[0]
@@ -233,17 +251,28 @@ class Rollouts:
             # The same program runs for all steps, on a canvas as long as a row of the corpus.
             with Engine(
                 model,
+                batch_size=train.batch_size,
                 sizes=[train.batch_size],
                 canvases=[self._setup.config.data.seq_len],
                 max_waiting=None,
             ) as engine:
-                made = dict(engine.results(requests))
+                if jax.process_count() > 1:
+                    engine.reserve(requests)
+                owners = {engine.submit(requests[place]): place for place in own}
+                made = {owners[ticket]: row for ticket, row in engine}
         except ValueError as error:
             raise RewardError(f"samples of step {step + 1} cannot be generated: {error}") from None
         for row in made.values():
             if row.error is not None:
                 raise row.error
         return texts_of(model, made)
+
+    def _parts(self, own: Any) -> list[Any]:
+        """The values of all processes, in the order of their rows in the batch."""
+        return [part for _, part in sorted(dict(gathered((self._share[0], own))).items())]
+
+    def _rewards(self, made: Texts, rows: Mapping[str, np.ndarray], group: int) -> np.ndarray:
+        return self._judge.rewards(*self._texts(made, rows, group))
 
     def _texts(
         self, made: Texts, rows: Mapping[str, np.ndarray], group: int

@@ -29,7 +29,13 @@ from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
-from dlm_jax.training.train_step import TrainState, abstract_state, init_state, keeping
+from dlm_jax.training.train_step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    keeping,
+    trailing,
+)
 from dlm_jax.types import Network, Params
 
 MakeNetwork = Callable[[ModelConfig], Network]
@@ -112,9 +118,15 @@ class Task:
         )  # fmt: skip
         if self.mixture.needs_teacher:
             return keeping(made, self._taught)
-        if self.rollouts is None or not config.rl.kl:
+        if self.rollouts is None:
             return made
-        return keeping(made, lambda params: self.loss(stage).split(params)[0])
+
+        def trained(params: Params) -> Params:
+            return self.loss(stage).split(params)[0]
+
+        if config.rl.kl:
+            made = keeping(made, trained)
+        return trailing(made, trained) if config.rl.asynchronous else made
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -279,11 +281,13 @@ class _Loop:
         self._meter = Meter(run)
         self._profile = Profile(profile, run.out_dir / "profile")
         self._idle = 0.0
+        self._sampler = futures.ThreadPoolExecutor(1) if config.rl.asynchronous else None
+        self._sampling: futures.Future[Any] | None = None
         self._bar = Progress(
             "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
-        self._since = time.perf_counter()
+        self._first, self._since = self.step, time.perf_counter()
 
     def _compile_train_step(self, batch: Any) -> None:
         """Compiles the training step for the stage of the next step and batches of this shape."""
@@ -307,14 +311,14 @@ class _Loop:
         self._bar.close()
         self._profile.stop()
         self._journal.close()
+        if self._sampler is not None:
+            self._sampler.shutdown(cancel_futures=True)
         self._batches.close()
 
     def take_step(self) -> None:
         """Dispatches one step, and waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
-        with self._meter.waiting_for("input"):
-            local = next(self._batches)
-        batch, figures = self._batch_of(local)
+        batch, figures = self._next_batch()
         if self._run.task.stage(self.step) != self._stage:
             with self._off_the_clock():
                 self._compile_train_step(batch)
@@ -327,14 +331,31 @@ class _Loop:
         self._bar.update()
         self._profile.after(self.step, self._settle, say)
 
-    def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    def _next_batch(self) -> tuple[Any, dict[str, Any]]:
         """The batch of the next step (rows of the corpus, or samples) and its metrics."""
         task = self._run.task
         if task.rollouts is None:
+            local = self._next_rows()
             columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
             return Batch(*columns), {}
-        rollout, figures = task.rollouts.make(self.state.params, self.step, local)
+        if self._sampling is None:
+            rollout, figures = task.rollouts.make(
+                self.state.behaviour, self.step, self._next_rows()
+            )
+        else:
+            rollout, figures = self._sampling.result()
+            self._sampling = None
+        if self._sampler is not None and self.step + 1 < self._train.steps:
+            # The training step donates the current parameters.
+            params = jax.tree.map(jnp.copy, self.state.params)
+            self._sampling = self._sampler.submit(
+                task.rollouts.make, params, self.step + 1, self._next_rows()
+            )
         return jax.tree.map(lambda column: self._place(np.asarray(column)), rollout), figures
+
+    def _next_rows(self) -> dict[str, np.ndarray]:
+        with self._meter.waiting_for("input"):
+            return next(self._batches)
 
     def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
 
@@ -355,7 +376,8 @@ class _Loop:
         """Records the mean of the metrics since the last record."""
         self._settle()
         seconds = time.perf_counter() - self._since
-        clock, self._since = self._meter.figures(seconds), time.perf_counter()
+        clock = self._meter.figures(self.step - self._first, seconds)
+        self._first, self._since = self.step, time.perf_counter()
         means = {
             name: float(np.mean([figures[name] for figures in self._unlogged]))
             for name in self._unlogged[0]
@@ -639,19 +661,17 @@ class Meter:
         peak = peak_flops(devices[0])
         self._peak = None if peak is None else peak * len(devices)
         self._spent = {"input": 0.0, "device": 0.0}
-        self._steps = 0
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time spent in the context as time waiting for `what`: ``input`` (once per
-        step) or ``device``.
+        """Counts the time spent in the context as time waiting for `what`: ``input`` or
+        ``device``.
         """
-        self._steps += what == "input"
         start = time.perf_counter()
         yield
         self._spent[what] += time.perf_counter() - start
 
-    def figures(self, seconds: float) -> dict[str, float]:
+    def figures(self, steps: int, seconds: float) -> dict[str, float]:
         """Metrics of the steps since the last call, which took `seconds`, with times per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
@@ -661,7 +681,6 @@ class Meter:
         device of this process, if the backend reports it.
         """
         spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
-        steps, self._steps = self._steps, 0
         found = {
             "tokens_per_second": steps * self._tokens / seconds,
             "step_seconds": seconds / steps,
