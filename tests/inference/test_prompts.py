@@ -81,11 +81,11 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
         ({"tokens": [1, MASK]}, "tokens hold MASK"),
         ({"tokens": [1], "infill": True}, "none of the tokens is MASK"),
         ({"tokens": [1], "infill": 1}, "infill=1 is not a bool"),
-        ({"prompt": "a", "infill": True}, "infill means nothing without tokens"),
+        ({"prompt": "a", "infill": True}, "infill requires tokens"),
         ({"tokens": [MASK] * 33, "infill": True}, "tokens of 33 tokens, including holes, exceeds"),
         ({"draft": ""}, "draft is empty"),
         ({"draft": "a" * 33}, "prompt and draft of 33 tokens"),
-        ({"template": "<hole:1>", "draft": "a"}, "draft stands behind a prompt"),
+        ({"template": "<hole:1>", "draft": "a"}, "draft follows a prompt"),
         ({"prompt": "a" * 32}, "prompt of 32 tokens leaves no space on the canvas of 32"),
     ],
 )
