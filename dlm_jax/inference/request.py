@@ -523,9 +523,7 @@ def make_requests(
     other prompts with the same `model` and `common`.
     """
     if not isinstance(prompt, str | Mapping):
-        raise SettingError(
-            "prompt", prompt, "is neither a string nor a mapping", "put it in quotes"
-        )
+        raise SettingError("prompt", prompt, "is neither a string nor a mapping", "pass a string")
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
@@ -533,9 +531,7 @@ def make_requests(
     room = room_of(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
     if "trace" in own:
-        raise SettingError(
-            "trace", own["trace"], "applies to all rows or none", "pass it to the call"
-        )
+        raise SettingError("trace", own["trace"], "applies to all rows", "pass it to the call")
     trace = asked.get("trace", False)
     layers = [{k: v for k, v in layer.items() if k not in _NOT_RULES} for layer in (common, own)]
     rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
