@@ -264,7 +264,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "that subclass CommitRule, LogitTransform, ...", rules=[Plain],
     )  # fmt: skip
     _refused(
-        "rules is the class Leftmost; pass a list of classes, or a module with classes",
+        "rules is the class Leftmost; pass a list of classes or a module with classes",
         rules=Leftmost,
     )
     _refused("commit is a Temperature, which is not a CommitRule; use order=... for a name",

@@ -94,8 +94,8 @@ def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
 
 
 def windows_of(model: Model, text: str) -> list[Pair]:
-    """Splits a text into windows that together score each token once. The last window has
-    context.
+    """Splits a text into windows that together score each token once. The last window begins with
+    tokens of the previous window as context.
     """
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
@@ -440,8 +440,8 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: number of masks per likelihood.
-      likelihood: score of continuations: ``bound``, or ``chain`` for the exact probability of
-        decoding the tokens from left to right (as in `dlm_jax.decide`), which needs no masks.
+      likelihood: ``bound``, or ``chain`` for the exact probability of decoding a continuation from
+        left to right (as in `dlm_jax.decide`), which needs no masks.
       batch_size: number of rows per call, up to 32; "auto" uses 32. Results do not depend on this
         argument.
       seed: random seed of the masks and the generated texts.

@@ -22,7 +22,7 @@ class Candidates(NamedTuple):
       step: index of the step of this row, starting at 0.
       tokens: int32, live canvas of the row at the start of the step; MASK at holes.
       is_hole: True at the holes of `tokens`.
-      first: position of the first token that was not given.
+      first: position of the first token that is not given.
       ids: int32 ``[n]``, ids of the candidates.
       logits: float32 ``[n]``, after the chain.
       logprobs: float32 ``[n]``, log-probability of each candidate in nats, normalised over all
@@ -75,8 +75,8 @@ class Written(NamedTuple):
       candidates: the candidates at the position.
       token: id of the token that was written.
       probability: probability of the token after the whole chain.
-      place: position of the token in the returned row, which may differ from ``candidates.index``
-        after edits; -1 if the token was deleted.
+      place: position of the token in the returned row, which can differ from ``candidates.index``
+        after edits; -1 for a deleted token.
     """
 
     candidates: Candidates
@@ -160,7 +160,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """Calls the user function `fn` and raises any exception as a ValueError with this cause."""
+    """Calls the user function `fn` and converts its exceptions to ValueErrors."""
     try:
         return fn()
     except (Exception, SystemExit) as error:  # any exception of a user function

@@ -92,7 +92,7 @@ class Decision:
 
     Attributes:
       choices: labels by slot name; ``""`` is the slot after the prompt.
-      combinations: ``C`` combinations of one label per slot: all combinations, or the drawn ones.
+      combinations: the ``C`` enumerated or drawn combinations of one label per slot.
       logprobs: float64 ``[C]``, log-probability of each combination in nats under the decoding
         order. The probabilities can sum to less than 1, because other texts are possible.
       probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
@@ -202,18 +202,18 @@ def decide(
 
     With named slots, a prompt contains ``<slot:NAME>`` once per slot, with any text between and
     after the slots. The tokens of all slots are decoded as one label. Up to 4096 combinations of
-    labels are enumerated. For more combinations, `num_draws` of them are drawn slot by slot from
-    the scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte
-    Carlo theory, methods and examples, 9.2).
+    labels are enumerated. Otherwise, `num_draws` combinations are drawn slot by slot from the
+    scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte Carlo
+    theory, methods and examples, 9.2).
 
-    The result of a prompt does not depend on the other prompts. Results are bitwise equal in
-    programs with the same number of rows, and otherwise equal within floating-point tolerance.
+    The result of a prompt does not depend on the other prompts. Programs with the same number of
+    rows produce bitwise equal results; other programs agree within floating-point tolerance.
 
     Args:
       model: a model from `dlm_jax.load`, or a custom one.
       prompts: one or more texts.
-      choices: at least two labels, or a mapping from slot names to labels, for all prompts or one
-          per prompt. Integers are written as digits.
+      choices: at least two labels, or a mapping from slot names to labels, shared by all prompts or
+        one per prompt. Integers are written as digits.
       order: ``left_to_right``, or ``mean`` for the log of the mean probability over all orders of
         at most 8 tokens.
       temperature: a number above 0; 1 uses the probabilities of the model.
@@ -255,7 +255,7 @@ class Question(NamedTuple):
 
     Attributes:
       choices: labels by slot name, in the order of the prompt.
-      labels: ids of each label, for each slot.
+      labels: ids of the labels of each slot.
       parts: given ids before, between and after the slots.
     """
 
@@ -642,8 +642,8 @@ def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
 def expected_calibration_error(
     probabilities: Sequence[np.ndarray], right: Sequence[int], *, num_bins: int = 15
 ) -> float:
-    """Returns the mean difference between confidence in and accuracy of the most likely label, in
-    [0, 1].
+    """Returns the mean gap between the confidence in the most likely label and its accuracy, in [0,
+    1].
 
     Examples are grouped by confidence into n bins of equal width, ``((b - 1) / n, b / n]``. The
     result is the mean absolute difference over all bins, weighted by their number of examples (Guo
@@ -666,7 +666,7 @@ def write_calibration(
       model: the model to which the scales apply.
       task: name of the task.
       facts: values to write: ``temperature``, ``length_penalty`` (0 if missing), ``order``, and any
-        others, which are never read.
+        others, which `read_calibration` ignores.
     """
     tasks = _calibrated(path, model) if Path(path).exists() else {}
     told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
@@ -811,7 +811,7 @@ def _slots(
     for name in (*names, *choices):
         if names.count(name) != 1 or name not in choices:
             raise SettingError(
-                "choices", UNSET, f"and prompt disagree about the slot {name!r}",
+                "choices", UNSET, f"and prompt do not agree on the slot {name!r}",
                 f"write <slot:{name}> once, and pass its labels",
             )  # fmt: skip
     if not names:

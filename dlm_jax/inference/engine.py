@@ -39,15 +39,15 @@ _QUEUES_PER_PROGRAM = 4
 
 
 class EngineFullError(ValueError):
-    """The queue is full; retry when some requests have started."""
+    """Raised when the queue is full; retry after some requests have started."""
 
 
 class Engine:
     """Accepts requests at any time, runs them in batches, and returns each row when it ends.
 
     The tokens of a row depend only on its request, not on the time of submission, other requests,
-    cancellations or slots. Tokens are bitwise equal in programs of the same size, and otherwise
-    equal within floating-point tolerance. `step` returns every ticket exactly once.
+    cancellations or slots. Programs of the same size produce identical tokens; other programs agree
+    within floating-point tolerance. `step` returns every ticket exactly once.
 
     `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
     of the model belong to several processes, each process has an engine and an equal share of the
@@ -63,13 +63,13 @@ class Engine:
         powers of 8.
       canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
         Default: powers of two from 64.
-      max_waiting: maximum number of waiting requests; None for no limit.
+      max_waiting: maximum number of waiting requests. None sets no limit.
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
         If all programs are busy, one is drained so that requests of another program can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
-        ``cache="exact"`` and the same prefix reuse them. A row is bitwise equal whether or not its
-        prefix was cached. The model must be causal or block-causal and on one device. 0 disables
+        ``cache="exact"`` and the same prefix reuse them. Rows are bitwise identical with and
+        without the cache. The model must be causal or block-causal and on one device. 0 disables
         the cache.
     """
 

@@ -60,9 +60,9 @@ def generate(
 ) -> Texts:
     """Generates `num_samples` continuations of each prompt.
 
-    Sample ``i`` has the seed ``seed + i`` and can be reproduced alone. If the devices of the model
-    belong to several processes, all processes must make the same call, and each process receives
-    all texts.
+    Sample ``i`` uses the seed ``seed + i``, so it can be reproduced separately. If the devices of
+    the model belong to several processes, all processes must make the same call, and each process
+    receives all texts.
 
     Args:
       model: a model from `load`, or a custom one.
@@ -81,19 +81,20 @@ def generate(
         `dlm_jax.inference.candidates.Candidates` after the chain.
       read_back: whether ``Texts.read_back`` contains the probability and candidates of every token.
       trace: whether ``Texts.trace`` contains every draw of every row (`dlm_jax.Trace`). A trace
-        takes 25 bytes per canvas position and step. With traces, all rows must run in one program.
+        takes 25 bytes per canvas position and step. With ``trace=True``, all rows must run in one
+        program.
       max_candidates: maximum number of candidates per position for host samplers and
         read-back.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
-        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields contain
-        one value for all rows or one per row (``commit=Threshold(0.9)``,
+        ``steps=64``, ``order="low_confidence"``, ...), or rule objects, whose fields contain one
+        value for all rows or one per row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
         ``rules=[...]`` registers custom rules and their settings. Settings in a mapping take
         precedence over these settings, which take precedence over the model's recommended settings.
 
     Raises:
-      ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
+      ValueError: a setting is unknown or out of range, or a prompt exceeds the canvas or cannot be
         encoded; with several prompts, the message contains the index of the prompt. Also raised if
         a host sampler does not return a candidate; the message contains the row and position.
     """
@@ -113,7 +114,7 @@ def _made(
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
     """Returns the texts of all requests. Each process generates a share of the texts and receives
-    all.
+    all texts.
     """
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
@@ -249,7 +250,7 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     """Lists the parts of a chain and where each runs (device or host), one line per part.
 
     Args:
-      model: the model, which provides the settings that are not given.
+      model: the model, whose recommended settings are the defaults.
       host_sampler: host sampler of the row, if any.
       **settings: as for `generate`.
     """
@@ -272,7 +273,7 @@ def canvases(
     """Yields rows by request index, before the first step and after every `every` steps.
 
     With ``"block"``, a row is yielded after each finished block. The last value yielded for a row
-    is its final result, truncated after the first EOS. Programs take turns.
+    is its final result, truncated after the first EOS. Programs alternate.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":

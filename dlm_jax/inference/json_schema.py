@@ -427,7 +427,7 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
                     return False
                 made[name] = left
             else:
-                raise _refused(where, f"two of {name!r} for one value are not supported; use one")
+                raise _refused(where, f"several {name!r} for one value are not supported; use one")
     return made
 
 
@@ -630,7 +630,7 @@ def _same_size(low: str, high: str) -> str:
 
 
 def _in_string(pattern: Any, where: str) -> str:
-    """Converts a pattern to one for text inside quotes, where some characters are escaped."""
+    """Converts a pattern to match the JSON-escaped text inside quotes."""
     if not isinstance(pattern, str):
         raise _refused(where, "pattern must be a string")
     parser: Any = importlib.import_module("re._parser")

@@ -59,7 +59,7 @@ class Model:
       more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
       presets: named sets of settings, such as those for the decoding loops in the reference code
         of a published model. `PRESETS` are available for every model.
-      chat: chat template of an instruction-tuned model; None if there is none.
+      chat: chat template of an instruction-tuned model; None for other models.
       family: the family of a published model; empty for other models.
       untrained: heads (``sampler``, ``critic``) that are not trained yet.
       corpus_sha256: checksum of the training text (`dlm_jax.data.Corpus`); empty if unknown.
@@ -99,7 +99,9 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """True if ``fill="auto"`` resolves to ``wavefront``. It requires a trained sampler head."""
+        """True if ``fill="auto"`` resolves to ``wavefront``. This requires a trained sampler
+        head.
+        """
         return "sampler" in self.heads and "sampler" not in self.untrained
 
     @property
@@ -115,7 +117,7 @@ class Model:
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
-        """Ids that the forward process may use as noise."""
+        """Ids that the forward process can use as noise."""
         return noise_ids(self.tokenizer)
 
     @property
@@ -132,7 +134,7 @@ class Model:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """A fingerprint of the tokenizer, as 16 hex digits."""
+        """A fingerprint of the tokenizer with 16 hex digits."""
         told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
         return hashlib.sha256(told).hexdigest()[:16]
 
@@ -206,16 +208,16 @@ def load(
         devices along each axis. Each shard of a parameter is read directly onto its device. None
         uses a single device.
       dtype: dtype of the parameters, one of `DTYPES`. A published model also computes in this
-        dtype. None means float32, or the stored dtype of a published model.
-      quantize: stores the matrices of the blocks in 8 bits for sampling and scoring: ``int8``, or
+        dtype. The default is float32, or the stored dtype for a published model.
+      quantize: 8-bit format of the matrices of the blocks for sampling and scoring: ``int8``, or
         ``int8_dynamic``, which also rounds the inputs of the matrix products. The matrices of a
         published directory are quantised one at a time as they are read.
-      report: called with one line for each damaged checkpoint that is skipped, and with one line
-        that lists the recommended settings of a published directory.
+      report: function that is called with one line for each skipped damaged checkpoint, and with
+        one line that lists the recommended settings of a published directory.
 
     Raises:
       ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is
-        unknown, or a JAX setting changes results. The message names the problem and the remedy.
+        unknown, or a JAX setting changes results. The message states the problem and the remedy.
     """
     check_settings()
     path = path_of_model(path)

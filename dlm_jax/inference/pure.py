@@ -52,7 +52,8 @@ class Sampled(NamedTuple):
       tokens: int32 ``[B, L]``, PAD beyond the length of each row.
       lengths: int32 ``[B]``, number of tokens up to and including the first generated EOS.
       logprobs: float32 ``[B, L]``, log-probabilities in nats under the clean logits.
-      committed: int32 ``[B, L]``, index of the step that wrote each token; -1 if no step did.
+      committed: int32 ``[B, L]``, index of the step that wrote each token; -1 for tokens that no
+        step wrote.
       steps: int32 ``[B]``, number of steps taken.
       status: int32 ``[B]``, value of `dlm_jax.Status`.
       counters: counters of each row, int32 ``[B]`` each.
@@ -79,7 +80,8 @@ class Sampler:
     and through `step`, including in a ``lax.scan``.
 
     Attributes:
-      model: provides the network, tokenizer and recommended settings; its parameters are not used.
+      model: the model, which provides the network, tokenizer and recommended settings. Its
+        parameters are not used.
       program: static part of the compiled functions.
       request: the settings of every row.
     """
@@ -102,8 +104,8 @@ class Sampler:
           tokens: int32 ``[B, L]``, MASK at holes. Values beyond the length of a row are ignored.
           lengths: int32 ``[B]``.
           seeds: uint32 ``[B]``.
-          is_draft: bool ``[B, L]``, True at tokens that may be rewritten. None means that there are
-            no draft tokens.
+          is_draft: bool ``[B, L]``, True at draft tokens, which can be rewritten. None means that
+            there are no draft tokens.
 
         Raises:
           ValueError: shapes do not match, or a concrete row does not fit the settings.
@@ -260,10 +262,9 @@ def replay(
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
       params: parameters of the network. Rows are sharded if the parameters are sharded.
       trace: a trace from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether to include discarded draws. These are part of the probability of a trace
-        if draws determine which tokens are written (for example
-        ``order="low_confidence"``) or if other draws are conditioned on them
-        (``fill="wavefront"``).
+      every_draw: whether discarded draws are included. These are part of the probability of a trace
+        if draws determine which tokens are written (for example ``order="low_confidence"``) or if
+        other draws are conditioned on them (``fill="wavefront"``).
 
     Raises:
       ValueError: the trace has a different vocabulary, needs a head that the model lacks, or has

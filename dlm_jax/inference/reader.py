@@ -1,4 +1,4 @@
-"""Streams the settled text of a row, cut at stop strings."""
+"""Streams the settled text of a row, truncated at stop strings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reader:
       keeps_stop: whether the text includes the stop string.
 
     Attributes:
-      start: position of the first token that was not given.
+      start: position of the first token that is not given.
       is_infill: whether given tokens follow generated ones.
     """
 
@@ -114,7 +114,7 @@ class Reader:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
-            # The cut may be in an earlier block. Text after the cut is not returned.
+            # The cut can be in an earlier block. Text after the cut is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
@@ -174,7 +174,7 @@ class Reader:
         return [(text, int(ages[first])) for text, (first, _) in zip(texts, runs, strict=True)]
 
     def filled(self, row: Row) -> list[str]:
-        """Returns the generated texts, one for each run of tokens that were not given."""
+        """Returns the generated texts, one for each run of tokens that are not given."""
         is_free = ~row.is_frozen
         edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
         runs = zip(edges[::2], edges[1::2], strict=True)

@@ -216,7 +216,7 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
             "max_new_tokens",
             sample.max_new_tokens,
             "is the target length of edits, which requires edit=True and a length_target_mode",
-            f"without them use gen_length={sample.max_new_tokens} and max_new_tokens=0",
+            f"otherwise, use gen_length={sample.max_new_tokens} and max_new_tokens=0",
         )
     facts = model.facts
     if facts.block_length:
@@ -646,7 +646,7 @@ def _auto_fill(
     if not model.fills_in_waves:
         return {"fill": "parallel"}
     if needs_host:
-        _warn_of_parallel("'wavefront' of its sampler head", stacklevel=7)
+        _warn_of_parallel("default 'wavefront'", stacklevel=7)
         return {"fill": "parallel"}
     if "order" not in given and recommended["order"] == "random":
         return {"fill": "wavefront", "order": "random_filled"}

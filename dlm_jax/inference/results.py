@@ -25,7 +25,7 @@ class Row:
       tokens: int32 ``[n]``, MASK at holes.
       is_frozen: True at given tokens.
       logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens and holes.
+        logits from which it was drawn; 0 at given tokens and holes.
       committed: int32 ``[n]``, index of the step that wrote each token, starting at 0; -1 at given
         tokens, holes, draft tokens, and tokens written by an edit or re-noising.
       steps: number of steps taken so far.
@@ -115,9 +115,9 @@ class Generation:
       lengths: int32 ``[R]``, number of live tokens in each row, including given tokens.
       steps: int32 ``[R]``, number of steps taken.
       counters: counters of each row, int32 ``[R]`` each.
-      status: ``[R]``, status with which each row ended.
+      status: ``[R]``, final status of each row.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens. For unchanged draft tokens it is the
+        logits from which it was drawn; 0 at given tokens. For unchanged draft tokens, it is the
         log-probability under the second-to-last forward pass.
       committed: int32 ``[R, L]``, index of the step that wrote each token, starting at 0; -1 at
         given tokens, draft tokens, and tokens written by an edit.

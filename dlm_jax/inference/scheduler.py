@@ -50,7 +50,7 @@ class Entry:
 
 
 class Counts(NamedTuple):
-    """Counts of the work in a queue.
+    """Numbers of requests and slots of a queue.
 
     Attributes:
       waiting: number of waiting requests.
@@ -80,7 +80,7 @@ class Queue:
       evicted: slots of cancelled requests. The slots are cleared when the queue is next served.
       totals: total work of all processes at the last call.
       is_draining: whether new requests wait so that another queue can use the program.
-      since: time at which the queue received its program, counted in calls that served any queue.
+      since: index of the call in which the queue received its program, counted over all queues.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -177,7 +177,7 @@ class Scheduler:
       max_programs: maximum number of cached programs.
       num_processes: number of processes that share the slots of each program equally. `agree` keeps
         the order of queues identical in all processes.
-      is_together: whether there are several processes.
+      is_together: whether several processes share the programs.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Scheduler:
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:
-        """Starts serving a queue until it has no work."""
+        """Adds a queue, which is served until it has no work."""
         if queue not in self._order:
             self._order.append(queue)
             self.is_busy = True

@@ -31,7 +31,7 @@ Window = tuple[np.ndarray, int]
 """The ids of a row and the number of given ids at its start."""
 
 MOST_AT_ONCE = 1 << 16
-"""Maximum number of rows per batch, and maximum number of mask draws."""
+"""Maximum number of rows per batch and of mask draws."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Score:
     def nats_per_token(self) -> tuple[float, float]:
         """The mean cost per token and its standard error.
 
-        Texts are treated as independent. For a single text, the error is due to the random masks.
+        Texts are treated as independent. For a single text, the error is that due to the random
+        masks.
         """
         return self._per(self.tokens, 1.0)
 
@@ -92,13 +93,13 @@ def score(
 ) -> Score:
     """Scores each text, conditioned on its prompt if there is one.
 
-    If a text without a prompt is longer than the model's canvas, it is cut into windows, each
+    If a text without a prompt is longer than the model's canvas, it is split into windows, each
     scored without the previous windows. The cost of the text is the sum over its windows.
 
     Args:
       model: a model from `dlm_jax.load`, or a custom one.
-      texts: one or more texts, none of which is empty.
-      prompts: one per text, visible to the model but not scored.
+      texts: one or more non-empty texts.
+      prompts: one prompt per text, visible to the model but not scored.
       num_draws: number of masks drawn per window; not used by a causal model.
       batch_size: number of windows per forward pass.
       seed: random seed of the masks.
@@ -265,13 +266,13 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
 def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
     """Returns the predicted fraction of wrong tokens in each text, float64 ``[N]`` in [0, 1].
 
-    A text that is longer than the scorer's canvas is cut into windows of equal length (within one
+    A text that is longer than the scorer's canvas is split into windows of equal length (within one
     token), each scored separately. The result for the text is the mean over the windows, weighted
     by their number of tokens.
 
     Args:
-      model: a sequence scorer, from `dlm_jax.load`.
-      texts: one or more texts, none of which is empty.
+      model: a sequence scorer from `dlm_jax.load`.
+      texts: one or more non-empty texts.
       batch_size: number of windows per forward pass.
     """
     _check_scorer(model)
@@ -297,9 +298,9 @@ def held_out_errors(
     """Returns the errors of a scorer on N rows of true text, corrupted as in training.
 
     Args:
-      model: a sequence scorer, from `dlm_jax.load`.
-      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as from the data pipeline;
-          N is a multiple of `batch_size`, and rows may be empty.
+      model: a sequence scorer from `dlm_jax.load`.
+      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as returned by the data
+        pipeline. N is a multiple of `batch_size`, and rows can be empty.
       batch_size: number of rows per forward pass. Wrong tokens are drawn from rows of the same
         batch.
       seed: random seed of the corruption. Seed 0 with the batch size of the training run

@@ -80,7 +80,7 @@ class Bucket:
     Args:
       requests: example requests with equal static settings. The longest list of a setting, such as
         a bias, determines the width.
-      facts: properties of the model, for the rules.
+      facts: properties of the model that rules use.
       canvas: canvas length in positions.
 
     Attributes:
@@ -156,7 +156,8 @@ def _shapes(packed: Any) -> Hashable:
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
-    """Static number of slots for `rows` waiting rows: a power of two up to `batch_size`.
+    """Returns the static number of slots for `rows` waiting rows, a power of two up to
+    `batch_size`.
 
     The number is rounded up to a multiple of `shares`, the number of shards.
     """
@@ -320,7 +321,7 @@ class Taken(NamedTuple):
 
 
 class Slots:
-    """A fixed number of rows of one program, each of which runs a request or is idle.
+    """A fixed number of rows of one program. Each row runs a request or is idle.
 
     The tokens of a row depend only on its request. Within a program, they are bitwise identical in
     any slot and with any neighbours. A slot can run another request without recompilation.
@@ -505,7 +506,7 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """Traces of the slots whose rows have ended.
+        """Returns the traces of the slots whose rows have ended.
 
         If only a few rows have ended, only their traces are copied from the device.
         """

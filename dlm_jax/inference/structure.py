@@ -40,7 +40,7 @@ class Characters(NamedTuple):
     Attributes:
       class_of: class of each character of the alphabet.
       next_SK: int32 ``[S, K]``, next state for each character class; state 0 is dead.
-      is_final_S: bool ``[S]``, whether each state accepts.
+      is_final_S: bool ``[S]``, True at accepting states.
       start: state before the first character.
     """
 
@@ -64,7 +64,7 @@ def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Ch
     try:
         parsed = parser.parse(_with_categories(pattern, alphabet))
         if parsed.state.flags & ~re.UNICODE:
-            raise ValueError("flags are not supported; express their meaning in the pattern")
+            raise ValueError("flags are not supported; write the pattern without flags")
         nodes = _Nodes(alphabet)
         end = nodes.new()
         start = nodes.sequence(without_anchors(parsed, is_first=True, is_last=True), end)
@@ -85,7 +85,7 @@ _SIGNS = {
 
 
 class _Unknown(ValueError):
-    """An item of a pattern that automata do not support."""
+    """Raised for an item of a pattern that automata do not support."""
 
     def __init__(self, op: str):
         super().__init__(
@@ -191,7 +191,7 @@ class _Nodes:
         if op == "SUBPATTERN":
             _, add, remove, items = given
             if add or remove:
-                raise ValueError("flags are not supported; express their meaning in the pattern")
+                raise ValueError("flags are not supported; write the pattern without flags")
             return self.sequence(list(items), end)
         if op == "BRANCH":
             node = self.new()
@@ -417,8 +417,8 @@ def check_structure(
         raise SettingError(
             "structure",
             UNSET,
-            f"writes one token per step, which order={sample.order!r} with "
-            f"schedule={sample.schedule!r} does not",
+            f"requires one token per step, which order={sample.order!r} with "
+            f"schedule={sample.schedule!r} does not guarantee",
             "for example, use order='left_to_right'",
             others=["order"],
         )

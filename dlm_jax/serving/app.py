@@ -368,7 +368,7 @@ def make_app(
 
 
 class _Server:
-    """State shared by the routes."""
+    """The handlers of the routes and their shared state."""
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
         self._options, self._async, self._slots = options, engine, slots
@@ -484,9 +484,7 @@ class _Server:
         is_over = threading.Event()
 
         async def work() -> dict[str, Any]:
-            async with (
-                self._deciding
-            ):  # one decision at a time, so that each one uses the whole machine
+            async with self._deciding:  # one at a time, so that each uses the whole machine
                 make = self._service.planner.decide
                 return await asyncio.to_thread(make, asked, lambda: not is_over.is_set())
 

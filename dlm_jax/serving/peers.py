@@ -33,8 +33,8 @@ class Peer(NamedTuple):
       of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
       ours: the corresponding field or setting, or the closest one.
       does: the documented effect, or the remedy for a refused name.
-      read: converts a value to fields of this server; raises `_No` for a value without an
-        equivalent. None means that every value is refused.
+      read: function that converts a value to fields of this server; raises `_No` for a value
+        without an equivalent. None means that every value is refused.
     """
 
     of: str

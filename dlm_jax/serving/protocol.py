@@ -110,7 +110,7 @@ def of_value(
 
 
 def _in_fields(message: str) -> str:
-    """Joins a message of the library into one line and replaces ``gen_length`` by the protocol's
+    """Joins a message of the library into one line and replaces ``gen_length`` with the protocol's
     name.
     """
     return " ".join(message.split()).replace("gen_length", "max_tokens")

@@ -185,7 +185,7 @@ REFUSED = [
     ({"choices": ["a"]}, "choices=.* has fewer than two labels"),
     ({"choices": "at"}, "choices='at' are not a list"),
     ({"choices": ["a", "\u00e9"]}, "choices='\u00e9' cannot be written"),
-    ({"choices": {"x": ["a", "t"]}}, "disagree about the slot 'x'"),
+    ({"choices": {"x": ["a", "t"]}}, "do not agree on the slot 'x'"),
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
     ({"prompts": []}, "prompts are empty"),
     ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
