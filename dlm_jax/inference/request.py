@@ -140,7 +140,7 @@ def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np
         length = gen_length if marker[1] is None else int(marker[1])
         if length < 1:
             remedy = (
-                "for example, write <hole:8>" if marker[1] else "set gen_length, or write <hole:8>"
+                "write <hole:8>, for example" if marker[1] else "set gen_length, or write <hole:8>"
             )
             raise ValueError(f"template: {marker[0]} is a gap of {length} tokens; {remedy}")
         if length > room:
