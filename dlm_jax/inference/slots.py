@@ -125,7 +125,8 @@ class Bucket:
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
         """Packs the parameters of the requests into host arrays, one row per request.
 
-        An empty sequence yields the parameters of an arbitrary request, for idle slots.
+        For an empty sequence, the result contains the parameters of an arbitrary request, for idle
+        slots.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)

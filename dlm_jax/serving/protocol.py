@@ -298,8 +298,8 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A chat turn. Assistant turns can have calls instead of text; tool turns have results of
-    calls.
+    """A chat turn. Assistant turns can have calls instead of text; tool turns contain the results
+    of calls.
     """
 
     role: str
