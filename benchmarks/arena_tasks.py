@@ -1,4 +1,4 @@
-"""Every decoder on operations on lists, each asked for in five wordings.
+"""All decoders on list operations, each phrased in five wordings.
 
     python train.py --config configs/arena_tasks.toml
     python -m benchmarks.arena_tasks run
@@ -7,13 +7,13 @@
     python -m benchmarks.arena_tasks tau
 
 The decoders and their settings are those of `benchmarks.arena`, for the trained model of
-configs/arena_tasks.toml. Rows are greedy, and a canvas holds the answer and one EOS: 5 to 7 holes.
-Prompts are outside the training corpus. All eight settings of a decoder see the tuning prompts; the
-best setting within a budget then writes the answers to three sets of test prompts.
+configs/arena_tasks.toml. Rows are greedy, and a canvas contains the answer and one EOS: 5 to 7
+holes. Prompts are outside the training corpus. All eight settings of a decoder run on the tuning
+prompts; the best setting within a budget then runs on three sets of test prompts.
 
-`time` alternates each decoder with `low_confidence` and notes the ratio of their seconds per
-forward, at batch 32 and 1. A budget of equal time is the time of so many forwards of
-`low_confidence`. A stopped run continues where the CSV ends.
+`time` alternates each decoder with `low_confidence` and records the ratio of their seconds per
+forward, at batch sizes 32 and 1. A time budget is the time of a number of forwards of
+`low_confidence`. A stopped run continues from the end of the CSV.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TIMES = RESULTS.removesuffix(".csv") + "_time.csv"
 CHECKPOINT = "runs/arena_tasks"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
 TUNING, TEST = 2, 3
-"""Prompts of a seed for each operation and template; the tuning seed is one, the test has three."""
+"""Prompts per seed, operation and template; there is one tuning seed and three test seeds."""
 BUDGETS, SLACK = (2, 4, 8), 0.05
 BATCHES, ROUNDS = (32, 1), 5
 FIRST_SEED = 10**7
-"""Seeds of prompts from here on; the corpus is made of the first ones."""
+"""First seed of the prompts; the corpus uses lower seeds."""
 
 TRAINED: dict[str, list[Settings]] = {
     "dawn": [
@@ -63,19 +63,19 @@ TRAINED: dict[str, list[Settings]] = {
         {"fill": "wavefront", "order": "random_filled", "steps": steps} for steps in range(1, 9)
     ],
 }  # fmt: skip
-"""What exact networks lack: attention maps, and a trained sampler head."""
+"""Decoders that need attention maps or a trained sampler head, which exact networks lack."""
 DECODERS = arena.DECODERS | TRAINED
 MANY = tuple(
     name for name, operation in OPERATIONS.items() if len(operation.answers("abcde", 2, "f")) > 1
 )
-"""Operations with several right answers."""
+"""Operations with several correct answers."""
 
 Prompt = tuple[int, str, str, str]
 """``(template, operation, prompt, answer)``."""
 
 
 def prompts(seed: int, count: int, seen: set[str]) -> list[Prompt]:
-    """That many new prompts for each template and operation, other ones for each seed."""
+    """`count` new prompts for each template and operation; different for each seed."""
     found: list[Prompt] = []
     number = FIRST_SEED * (1 + seed)
     for template, operation in itertools.product(range(len(TEMPLATES)), OPERATIONS):
@@ -90,14 +90,14 @@ def prompts(seed: int, count: int, seen: set[str]) -> list[Prompt]:
 
 
 def corpus() -> set[str]:
-    """The prompts that the model was trained on, without their marks."""
+    """The training prompts, without their marks."""
     return {prompt.removesuffix(lists.mark) for prompt, _ in lists.examples(lists.size)}
 
 
 def answered(
     model: dlm_jax.Model, grid: Sequence[Settings], asked: Sequence[Prompt], batch_size: int = 128
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each answer is right and its forwards, ``[settings, prompts]``."""
+    """Whether each answer is correct, and its forwards, ``[settings, prompts]``."""
     common = {"temperature": 0.0, "chain": ("temperature",), "ignore_eos": False}
     requests = [
         dlm_jax.make_requests(
@@ -123,7 +123,7 @@ def lines_of(
     decoder: str, setting: str, seed: str, asked: Sequence[Prompt],
     right: np.ndarray, forwards: np.ndarray,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A line for each template and kind of operation."""
+    """Yields one line per template and kind of operation."""
     kinds = [(template, op in MANY) for template, op, _, _ in asked]
     for kind in sorted(set(kinds)):
         which = np.array([other == kind for other in kinds])
@@ -135,7 +135,7 @@ def lines_of(
 
 
 def append(path: str, fields: Sequence[str], lines: Sequence[dict[str, Any]]) -> None:
-    """Adds lines to a CSV, and its header if it is new."""
+    """Appends lines to a CSV, with a header if the file is new."""
     is_new = not Path(path).exists()
     with Path(path).open("a", encoding="utf-8", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, fields)
@@ -145,7 +145,7 @@ def append(path: str, fields: Sequence[str], lines: Sequence[dict[str, Any]]) ->
 
 
 def run(path: str, checkpoint: str, only: Sequence[str]) -> None:
-    """Measures the decoders that the CSV lacks."""
+    """Measures the decoders that are missing in the CSV."""
     done = {line["decoder"] for line in read(path)} if Path(path).exists() else set()
     model, seen = dlm_jax.load(checkpoint), corpus()
     tuning = prompts(TUNING_SEED, TUNING, seen)
@@ -174,7 +174,7 @@ Tried = dict[str, tuple[float, float]]
 
 
 def tried_of(lines: Sequence[dict[str, Any]]) -> Tried:
-    """Share of right answers and mean forwards of each setting on the tuning prompts."""
+    """Share of correct answers and mean forwards of each setting on the tuning prompts."""
     own: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if line["seed"] == "tuning":
@@ -183,18 +183,18 @@ def tried_of(lines: Sequence[dict[str, Any]]) -> Tried:
 
 
 def share(lines: Sequence[dict[str, Any]]) -> float:
-    """Share of right answers."""
+    """Share of correct answers."""
     return sum(int(x["right"]) for x in lines) / sum(int(x["prompts"]) for x in lines)
 
 
 def forwards_of(lines: Sequence[dict[str, Any]]) -> float:
-    """Mean forwards of an answer."""
+    """Mean forwards per answer."""
     total = sum(float(x["forwards"]) * int(x["prompts"]) for x in lines)
     return total / sum(int(x["prompts"]) for x in lines)
 
 
 def best(tried: Tried, budget: float, ratio: float = 1.0) -> str | None:
-    """The most accurate setting within so many forwards, each of which costs `ratio`."""
+    """The most accurate setting within a budget of forwards, each weighted by `ratio`."""
     fits = [
         (-right, forwards, name)
         for name, (right, forwards) in tried.items()
@@ -204,14 +204,14 @@ def best(tried: Tried, budget: float, ratio: float = 1.0) -> str | None:
 
 
 def seconds(model: dlm_jax.Model, settings: Settings, asked: Sequence[Prompt]) -> float:
-    """Seconds of a forward of the slowest row, in one batch of these prompts."""
+    """Seconds per forward of the slowest row, for these prompts in one batch."""
     begun = time.perf_counter()
     _, forwards = answered(model, [settings], asked, batch_size=len(asked))
     return (time.perf_counter() - begun) / forwards.max()
 
 
 def timed(path: str, checkpoint: str) -> None:
-    """Measures the ratios that the CSV lacks."""
+    """Measures the ratios that are missing in the CSV."""
     fields = "decoder", "batch", "rounds", "ratio", "spread"
     done = {(x["decoder"], x["batch"]) for x in read(path)} if Path(path).exists() else set()
     model, base = dlm_jax.load(checkpoint), DECODERS["low_confidence"][4]
@@ -240,7 +240,7 @@ def of_setting(lines: Sequence[dict[str, str]], decoder: str, setting: str) -> l
 
 
 def cell(own: Sequence[dict[str, str]]) -> str:
-    """Share of right answers of all test seeds, and the interval over seeds."""
+    """Share of correct answers over all test seeds, and the interval over seeds."""
     if not own:
         return "-"
     by_seed = [share([x for x in own if x["seed"] == str(seed)]) for seed in SEEDS]
@@ -250,7 +250,7 @@ def cell(own: Sequence[dict[str, str]]) -> str:
 def within(
     lines: Sequence[dict[str, str]], decoder: str, budget: float, ratio: float = 1.0
 ) -> list[dict[str, str]]:
-    """The test lines of the best tested setting within a budget; none if there is no such."""
+    """The test lines of the best setting within a budget; empty if no setting fits."""
     own = [x for x in lines if x["decoder"] == decoder]
     tested = {x["setting"] for x in own if x["seed"] != "tuning"}
     tried = {name: found for name, found in tried_of(own).items() if name in tested}
@@ -259,7 +259,7 @@ def within(
 
 
 def table(lines: Sequence[dict[str, str]], times: Sequence[dict[str, str]]) -> None:
-    """Prints the share of right answers within budgets of forwards and of time, as Markdown."""
+    """Prints the share of correct answers within budgets of forwards and time, as Markdown."""
     budget = BUDGETS[1]
     ratios = {(x["decoder"], int(x["batch"])): float(x["ratio"]) for x in times}
     heads = [f"{budget} forwards" for budget in BUDGETS]
@@ -280,10 +280,10 @@ def table(lines: Sequence[dict[str, str]], times: Sequence[dict[str, str]]) -> N
 
 
 def agreement(shares_TD: np.ndarray) -> tuple[float, float]:
-    """Mean and least Kendall tau-b of the rankings of decoders by two templates.
+    """Mean and minimum Kendall tau-b between the rankings of decoders by two templates.
 
     Args:
-      shares_TD: share of right answers of each decoder for each template.
+      shares_TD: share of correct answers of each decoder for each template.
     """
     from scipy.stats import kendalltau
 
@@ -296,7 +296,7 @@ def agreement(shares_TD: np.ndarray) -> tuple[float, float]:
 
 
 def tau(lines: Sequence[dict[str, str]]) -> None:
-    """Prints how far templates agree about decoders, and two halves of a template, as Markdown."""
+    """Prints the agreement between templates, and between two halves of a template, as Markdown."""
     print("| budget | decoders | tau, mean | least | halves of a template | best by template |")
     print("| --- " * 6 + "|")
     for budget in BUDGETS:

@@ -264,7 +264,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "that subclass CommitRule, LogitTransform, ...", rules=[Plain],
     )  # fmt: skip
     _refused(
-        "rules is the class Leftmost; pass a list of classes, or a module with classes",
+        "rules is the class Leftmost; pass a list of classes or a module with classes",
         rules=Leftmost,
     )
     _refused("commit is a Temperature, which is not a CommitRule; use order=... for a name",
@@ -275,7 +275,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "transforms is a Threshold, which is not a LogitTransform", transforms=[Threshold(0.5)]
     )
     _refused("remask is a Leftmost, which is not a RemaskRule", remask=Leftmost(2))
-    _refused("commit and order both name a rule; pass only one",
+    _refused("commit and order both select a rule; pass only one",
              commit=Threshold(0.5), order="random")  # fmt: skip
 
 

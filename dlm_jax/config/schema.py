@@ -220,7 +220,7 @@ class DataConfig(Section):
         )  # fmt: skip
 
 
-POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "trace")
+POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "spg", "trace")
 
 
 @section("rl")
@@ -257,10 +257,19 @@ class RLConfig(Section):
         "k3", "estimator of the divergence (Schulman 2020): k2 or k3", choices=("k2", "k3")
     )
     masks: int = setting(
-        1, "masks per sample: pairs in coupled_grpo, or draws in elbo", low=1, high=2**10
+        1, "masks per sample: pairs in coupled_grpo, or draws in elbo and spg", low=1, high=2**10
+    )
+    spg_power: float = setting(1.5, "spg: power b of the upper bound", low=1)
+    spg_share: float = setting(
+        0.5, "spg: share of the upper bound for negative advantages", low=0, high=1
     )
     prompt_mask: float = setting(
         0.15, "diffu_grpo: probability that a prompt token is hidden", low=0, high=1
+    )
+    asynchronous: bool = setting(
+        False,
+        "generate the samples of the next step while the model trains; the samples are one step "
+        "behind, and the state has a second copy of the trained parameters",
     )
     bad_reward: str = setting(
         "stop",

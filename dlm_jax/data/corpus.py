@@ -1,8 +1,8 @@
 """Reads, splits and encodes a corpus, and caches it on disk as token files.
 
-The name of a token file contains a hash of its inputs (text, tokenizer, split, format): equal
+The name of a token file contains a hash of its inputs (text, tokenizer, split, format). Equal
 inputs share files, and any change creates new files. Encoding is deterministic and files are
-replaced atomically, so several processes may encode the same corpus simultaneously.
+replaced atomically, so several processes can encode the same corpus simultaneously.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Corpus:
 
     Attributes:
       name: name of the source in messages.
-      tokenizer: the given tokenizer, or one made from the text.
+      tokenizer: the given tokenizer, or a tokenizer created from the text.
       train_rows: input of `train_batches`, such as a token file or rows of documents.
       val_rows: held-out rows, input of `validation_windows`.
       sha256: hash of the whole text in UTF-8, of the documents as JSON lines ``[prompt, text]``, or
@@ -52,8 +52,8 @@ class Corpus:
       num_train_characters: number of characters of training text, excluding prompts.
       num_val_characters: number of characters of held-out text, excluding prompts. Bits per
         character are nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
-      num_train_tokens: number of training targets, including tails (see `load_corpus`) but not
-          prompts.
+      num_train_tokens: number of training targets, including tails (see `load_corpus`) and
+        excluding prompts.
       num_val_tokens: number of targets in the held-out text.
     """
 
@@ -115,7 +115,7 @@ def load_sharded(
     }
     if weights and len(weights) != len(roots):
         raise ValueError(
-            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; pass one for each"
+            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; pass one per corpus"
         )
     shares = weights or [len(one) for one in parts["train"]]
     quotas = quotas_of(tuple(map(float, shares)))
@@ -158,7 +158,7 @@ def _check_tokenizers(
             )
         if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
             raise ValueError(
-                f"data.source: {root} has a different record size than {roots[0]}; rebuild it"
+                f"data.source: {root} has a different record size from {roots[0]}; rebuild it"
             )
     if isinstance(tokenizer, str):
         if tokenizer in _OWN:
@@ -172,7 +172,7 @@ def _check_tokenizers(
     if fingerprint(tokenizer) != fingerprint(first.tokenizer):
         raise ValueError(
             f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
-            f"rebuild it with that one, or use data.tokenizer=corpus"
+            f"rebuild it with that tokenizer, or use data.tokenizer=corpus"
         )
 
 
@@ -200,28 +200,29 @@ def load_corpus(
     tail: str = "eos",
     weights: Sequence[float] = (),
 ) -> Corpus:
-    """Loads the corpus `source`, and encodes it unless the cache has its token files.
+    """Loads the corpus `source`, and encodes it unless the cache contains its token files.
 
     The whole text is in memory while it is read and encoded. In training, the token files are
     memory-mapped.
 
     Args:
-      source: a name, path or glob, or several (see `read_documents`); or the directories or URLs of
-        one or several sharded corpora, whose tokens are read in place.
-      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer (such as a checkpoint's), or a
-        function that makes one from the whole text. A character tokenizer is made from the whole
-        text, so that the held-out part can be encoded; a BPE is trained only on the training text.
-      seq_len: number of tokens per row. The training text must fill at least one window; a prompt,
+      source: one or several names, paths or globs (see `read_documents`), or the directories or
+        URLs of sharded corpora, whose tokens are read in place.
+      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer (such as that of a
+        checkpoint), or a function that creates a tokenizer from the whole text. A character
+        tokenizer is created from the whole text, so that the held-out part can be encoded. A BPE is
+        trained only on the training text.
+      seq_len: number of tokens per row. The training text must fill at least one window. A prompt,
         its response and one EOS must fit in a row.
       held_out: fraction of the characters (or documents) to hold out at the end, in (0, 1).
       cache_dir: directory of the token files; None means `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
       layout: ``windows`` joins the documents with blank lines and cuts the text into consecutive
-        windows; with ``documents``, each row is a document or part of a long document. Prompts
+        windows. With ``documents``, each row is a document or part of a long document. Prompts
         require ``documents``.
-      tail: how the rest of a row is filled after its document: ``eos``, EOS as a target to the end
-        of the row, so that a model learns to stop; or ``pad``, one EOS and then PAD.
-      weights: relative number of rows from each sharded corpus. The weights need not sum to 1; if
-          empty, they are proportional to the numbers of tokens.
+      tail: tokens after the document of a row. ``eos`` fills the row with EOS as targets, so that a
+        model learns to stop. ``pad`` is one EOS followed by PAD.
+      weights: relative number of rows from each sharded corpus. The weights need not sum to 1. If
+        empty, rows are proportional to the numbers of tokens.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -379,7 +380,7 @@ def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[En
 
 
 def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:
-    """Ids of `text`; an error names the document and the position within it."""
+    """The ids of `text`. Errors name the document and the position in it."""
     try:
         return tokenizer.encode(text)
     except ValueError:

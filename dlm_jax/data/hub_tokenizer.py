@@ -1,8 +1,9 @@
-"""The tokenizer of a published model, with ids from its file and special tokens from its configs.
+"""The tokenizer of a published model, with the ids of its file and the special tokens of its
+configs.
 
 Unlike in `dlm_jax.data.subword.SubwordTokenizer`, no special tokens are appended, because the model
 was trained with its own special tokens. `encode` never encodes text as a special token.
-`encode_marked` is for chat templates, in which names of special tokens stand for these tokens.
+`encode_marked` is for chat templates, in which names of special tokens represent these tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class HubTokenizer:
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that samplers never propose, ascending: MASK, PAD, BOS and ids without a token.
 
-        PAD and BOS may be proposed if they equal EOS.
+        PAD and BOS can be proposed if they equal EOS.
         """
         return self._banned
 
@@ -88,7 +89,9 @@ class HubTokenizer:
         return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """Ids of `text`, int32 `[n]`, with names of special tokens encoded as special tokens."""
+        """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
+        tokens.
+        """
         utf8(text)
         return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -136,7 +139,7 @@ def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Token
 
 
 def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:
-    """The `tokenizer.json` of a Qwen2 vocabulary that was published as plain lists."""
+    """Returns the `tokenizer.json` of a Qwen2 vocabulary that was published as plain lists."""
     pairs = [(left, right) for left, _, right in (line.partition(" ") for line in merges)]
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     made.normalizer = normalizers.NFC()

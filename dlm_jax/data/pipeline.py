@@ -5,7 +5,8 @@ text is cut into adjacent windows from a new random offset, and the windows are 
 occurs once per epoch (except for fewer than two windows at the ends), at a new position in its
 window. Windows at independent offsets would miss 37% of the text after the same number of tokens.
 The content of a row is a pure function of the files, the seed and the row's index in an endless
-stream, so a process computes only its own rows, batches are independent, and resuming is O(1).
+stream. Therefore a process computes only its own rows, batches are independent, and resuming is
+O(1).
 
 Grain's `shuffle().repeat().batch()` is not used, because it passes every row of every process
 through every stage (16 us per row). Grain's index shuffle permutes a range far larger than the few
@@ -52,7 +53,7 @@ def train_dataset(
 
     Args:
       source: `Corpus.train_rows`, or a token file to cut into windows.
-      seq_len: tokens of a row, >= 1.
+      seq_len: number of tokens per row, at least 1.
       batch_size: number of rows in the global batch.
       seed: seed of the row order, in [0, 2**32).
       process_index: index of this process, in [0, process_count).
@@ -72,7 +73,7 @@ def train_dataset(
             f"use {max(1, batch_size // process_count) * process_count}"
         )
     if not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed={seed} is outside [0, 2**32); use a smaller one")
+        raise ValueError(f"seed={seed} is outside [0, 2**32); use a seed in this range")
     rows = batch_size // process_count
     parts = source.sources if isinstance(source, Mixture) else (source,)
     read = _ReadBatch(
@@ -97,11 +98,12 @@ def train_batches(
     start_step: int = 0,
     prefetch: int = 4,
 ) -> grain.DatasetIterator:
-    """An endless iterator over `train_dataset` from step `start_step` on; a thread reads ahead.
+    """An endless iterator over `train_dataset` that starts at `start_step` and prefetches in a
+    thread.
 
-    `get_state()` returns a small dict for `set_state`, not counting batches read ahead, so grain's
-    checkpoint handlers can save the iterator. Alternatively, a run resumes from the step number,
-    passed as `start_step`. If `prefetch` is 0, batches are read in the caller's thread.
+    `get_state()` returns a small dict for `set_state` that does not count prefetched batches, so
+    grain's checkpoint handlers can save the iterator. Alternatively, pass the step number as
+    `start_step` to resume a run. If `prefetch` is 0, the calling thread reads the batches.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -133,11 +135,11 @@ def validation_windows(
     """Held-out rows, in order, as one batch of N rows.
 
     Documents are returned as stored, and a token file as consecutive windows that cover the file
-    without overlap. The last window may be short, with PAD from `length` on.
+    without overlap. The last window can be short; positions from `length` on are PAD.
 
     Args:
       source: `Corpus.val_rows`, or a token file to cut into windows.
-      seq_len: tokens of a row, >= 1.
+      seq_len: number of tokens per row, at least 1.
       pad_id: the id that fills a row beyond its length.
       max_windows: maximum number of rows, spread evenly over the file; None means all.
       multiple_of: divisor of N. Rows of length 0 are appended until N is a multiple of
@@ -165,7 +167,7 @@ def validation_windows(
 
 
 def _spread(count: int, limit: int | None) -> np.ndarray:
-    """At most `limit` numbers below `count`, evenly spaced, ascending."""
+    """At most `limit` numbers below `count`, evenly spaced and ascending."""
     taken = min(count, limit or count)
     return np.arange(taken) * count // taken
 
@@ -176,7 +178,9 @@ Ids = TokenFile | TokenShards
 
 @dataclass(frozen=True)
 class Windows(Mapped):
-    """Consecutive windows of `seq_len` ids, from an offset that the epoch's bits determine."""
+    """Consecutive windows of `seq_len` ids, starting at an offset that the epoch's bits
+    determine.
+    """
 
     ids: Ids
     seq_len: int
@@ -204,7 +208,7 @@ def _ids(source: str | os.PathLike[str] | TokenShards) -> Ids:
 
 def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) -> Columns:
     if not len(ids):
-        raise ValueError(f"{ids.name} holds no tokens; hold out more text")
+        raise ValueError(f"{ids.name} has no tokens; hold out more text")
     starts = _spread(-(-len(ids) // seq_len), limit) * seq_len
     batch = np.full((len(starts), seq_len), pad_id, np.int32)
     length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
@@ -216,7 +220,9 @@ def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) ->
 def _rows(
     source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
 ) -> Windows | DocumentRows:
-    """The rows of `source`, checked to have `seq_len` tokens and at least one row."""
+    """Returns the rows of `source`, after checking that there is at least one and that rows have
+    `seq_len` tokens.
+    """
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
             raise ValueError(
@@ -227,7 +233,7 @@ def _rows(
     ids = _ids(source)
     if len(ids) < seq_len:
         raise ValueError(
-            f"{ids.name} holds {len(ids)} tokens, fewer than one window of "
+            f"{ids.name} has {len(ids)} tokens, fewer than one window of "
             f"seq_len={seq_len}; use more text or a seq_len of at most {max(1, len(ids))}"
         )
     return Windows(ids, seq_len)
@@ -254,7 +260,7 @@ class _ReadBatch:
         return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
 
     def _place(self, part: int, row: int) -> Place:
-        """Row number `row` in the endless stream of rows of a part."""
+        """The `Place` of row `row` in the endless stream of a part."""
         size = len(self.parts[part])
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)

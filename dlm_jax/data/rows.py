@@ -2,15 +2,16 @@
 
 The row boundaries of a token file are stored in the same format (`rows.DocumentRows`).
 
-A token file is an ordinary .npy of the smallest type that holds the vocabulary. Any program can
-read it, and training processes map it into memory. The last 4 bytes, which .npy readers ignore, are
-the CRC32 of the rest. Files are written atomically, even by concurrent writers.
+A token file is an ordinary .npy file with the smallest integer type for the vocabulary. Any program
+can read it, and training processes map it into memory. The last 4 bytes, which .npy readers ignore,
+are the CRC32 of the rest. Files are written atomically, even by concurrent writers.
 
-The rows of a batch are windows of one text, or contain one document each.
+Each row of a batch is a window of a text, or contains one document.
 
-Both kinds of source map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given":
-int32 [b]}`, where `given` counts the leading prompt tokens, which are never noised and never
-targets. Only the fields of a source are pickled, and each process maps the file on first read.
+Both kinds of sources map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b],
+"given": int32 [b]}`, where `given` is the number of leading prompt tokens, which are never noised
+and never targets. Only the fields of a source are pickled; each process maps the file on first
+read.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint8, uint16, int32 and int64 that holds the ids below `vocab_size`."""
+    """The smallest type of uint8, uint16, int32 and int64 for ids below `vocab_size`."""
     types = {1 << 8: np.uint8, 1 << 16: np.uint16, 1 << 31: np.int32}
     return np.dtype(next((t for limit, t in types.items() if vocab_size <= limit), np.int64))
 
@@ -67,7 +68,7 @@ def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
 
 
 def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
-    """The ids in a token file, `[n]`, mapped read-only; checks header and size."""
+    """Maps the ids in a token file, `[n]`, read-only, after checking the header and the size."""
     remedy = "load the corpus again to rebuild it"
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -83,7 +84,7 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` is a complete token file with the right checksum (checked at 1-2 GB/s)."""
+    """Whether `path` is a complete token file with the correct checksum (checked at 1-2 GB/s)."""
     try:
         open_tokens(path)
         with path.open("rb") as file:
@@ -94,7 +95,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _crc32(file: IO[bytes], num_bytes: int) -> int:
-    """CRC32 of the next `num_bytes` bytes of `file`; advances the file position."""
+    """Returns the CRC32 of the next `num_bytes` bytes of `file`, and advances the file position."""
     checksum, left = 0, num_bytes
     while left > 0:
         chunk = file.read(min(left, _CHUNK_BYTES))
@@ -143,17 +144,17 @@ class TokenFile(Mapped):
 
 @dataclass(frozen=True)
 class DocumentRows(Mapped):
-    """Rows with one document each, or with one part of a document longer than a row.
+    """Rows that each contain one document, or one part of a document that is longer than a row.
 
     Attributes:
       tokens_path: token file with all documents, concatenated.
       bounds_path: token file `[2n + 1]` with positions in `tokens_path`: the prompt of row i is
         `[b[2i], b[2i+1])`, and its text is `[b[2i+1], b[2i+2])`.
       seq_len: number of tokens per row.
-      eos_id: the id that ends a document if there is room for it.
+      eos_id: the id that ends a document if the row has space for it.
       pad_id: the id that fills a canvas beyond its length.
-      tail: tokens after the document of a row: ``eos`` is EOS as a target to the end of the row
-        (`length` is `seq_len`); ``pad`` is one EOS, then PAD.
+      tail: tokens after the document of a row. ``eos`` fills the row with EOS as targets, so
+        `length` is `seq_len`. ``pad`` is one EOS followed by PAD.
     """
 
     tokens_path: Path
@@ -213,9 +214,9 @@ Encoded = tuple[str, np.ndarray | None, np.ndarray]
 def cut_into_rows(
     documents: Iterable[Encoded], *, seq_len: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """(chunks that concatenate to the tokens of all rows, bounds `[2n + 1]`) for n rows.
+    """Returns chunks whose concatenation is the tokens of all n rows, and the bounds, `[2n + 1]`.
 
-    Plain text longer than a row is cut into consecutive rows. The last part gets no EOS if it fills
+    Plain text longer than a row is cut into consecutive rows. The last part has no EOS if it fills
     its row exactly, because an extra row with only EOS would train the model to write empty texts.
     """
     parts: list[np.ndarray] = []

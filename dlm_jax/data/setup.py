@@ -35,10 +35,10 @@ class Setup:
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        """Ids of text tokens, which may replace the true token in a corruption."""
+        """Ids of text tokens, which can replace the true token in a corruption."""
         return text_ids(self.tokenizer)
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
-        """Ids that may occur as noise in a forward process with noise other than MASK."""
+        """Ids that forward processes other than the masked one can use as noise."""
         return noise_ids(self.tokenizer)

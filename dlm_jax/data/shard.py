@@ -2,8 +2,8 @@
 
     python -m dlm_jax.data.shard --out DIR --tokenizer tokenizer.json --shards 100 FILES
 
-A ``.jsonl`` file has one document ``{"text": ...}`` per line; any other file is one document in
-UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
+A ``.jsonl`` file contains one document ``{"text": ...}`` per line. Any other file is one document
+in UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
 tokenizer, the number of shards and the held-out fraction, but not on the number of workers. Pass
 ``--data.source DIR`` to the training program.
 """
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The checked flags; ``files`` are paths and sizes."""
+    """The flags after checking; ``files`` contains paths and sizes."""
     parser = _Parser(
         prog="python -m dlm_jax.data.shard",
         description=__doc__,
@@ -61,7 +61,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="byte", help="byte, bpe:N or a tokenizer.json")
     parser.add_argument("--shards", type=int, default=16, help="number of shards (default: 16)")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)"
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes (default: one per core)",
     )
     parser.add_argument(
         "--held-out",
@@ -101,14 +104,15 @@ def _found(patterns: Sequence[str]) -> list[str]:
 
 RECORD_TOKENS = 16_384
 """Number of ids per record. Smaller records take more time per id. Larger records contain more ids
-that are read at row boundaries but not used."""
+that are read but not used at row boundaries.
+"""
 
 _WRITER = "group_size:1,uncompressed"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs of every worker."""
+    """The inputs that all workers share."""
 
     files: tuple[tuple[str, int], ...]
     tokenizer: Tokenizer
@@ -123,7 +127,9 @@ class Job:
 def documents_of(
     files: Sequence[tuple[str, int]], number: int, num_spans: int
 ) -> Iterator[tuple[str, str]]:
-    """(name, text) of the documents that begin in span `number` of `num_spans` equal byte spans."""
+    """Yields ``(name, text)`` of each document that begins in span `number` of `num_spans` equal
+    spans.
+    """
     total = sum(size for _, size in files)
     begin, end = (total * n // num_spans for n in (number, number + 1))
     offset = 0
@@ -173,7 +179,7 @@ def _is_held_out(text: str, share: float) -> bool:
 
 
 class _Writer:
-    """Writes the documents of one shard as records. The file appears once it is complete."""
+    """Writes the documents of one shard as records. The file appears only when it is complete."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._path, self._coder = path, tokenizer
@@ -205,7 +211,7 @@ class _Writer:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Converts the `RuntimeError` that ArrayRecord raises for a failed write to `OSError`."""
+        """Converts the `RuntimeError` of a failed write in ArrayRecord to `OSError`."""
         try:
             yield
         except RuntimeError as error:
@@ -213,7 +219,7 @@ class _Writer:
             raise OSError(said, os.strerror(said), str(self._path)) from error
 
     def close(self) -> Shard | None:
-        """The finished shard; None for a shard without documents, for which no file is written."""
+        """Returns the finished shard, or None if there are no documents and thus no file."""
         if len(self._rest):
             self._record(self._rest)
         with self._failures():
@@ -227,7 +233,7 @@ class _Writer:
 
 
 def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
-    """The training shard and the held-out shard of one span of the files."""
+    """Writes and returns the training shard and the held-out shard of one span of the files."""
     with tempfile.TemporaryDirectory() as temporary:
         remote = is_remote(job.out)
         folder = Path(temporary) if remote else Path(job.out)
@@ -263,13 +269,15 @@ def make_shards(job: Job, *, workers: int) -> Index:
 def choose_tokenizer(
     kind: str, files: Sequence[tuple[str, int]], *, held_out: float, sample_bytes: int
 ) -> Tokenizer:
-    """The tokenizer for `kind`: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
+    """Returns the tokenizer for `kind`: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
 
     A BPE is trained on the first documents of 64 equal spans of the files, without held-out
     documents and up to about `sample_bytes` bytes in total.
     """
     if kind == "character":
-        raise ValueError("--tokenizer character needs the whole text at once; use byte or bpe:N")
+        raise ValueError(
+            "--tokenizer character requires the whole text in memory; use byte or bpe:N"
+        )
     if not kind.startswith("bpe:"):
         return make_tokenizer(kind, "")
     texts: list[str] = []
@@ -292,7 +300,7 @@ def prepare_out(out: str) -> None:
     path = located(out)
     with reachable("--out", out):
         if (path / INDEX_NAME).exists():
-            raise ValueError(f"--out={out} holds a corpus already; choose another directory")
+            raise ValueError(f"--out={out} already contains a corpus; choose another directory")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -7,12 +7,12 @@ A sharded corpus is a directory or bucket prefix::
     val-00000-of-00100.array_record   held-out documents
 
 A shard is an ArrayRecord file. The first record of a shard is JSON that identifies the tokenizer
-(see `fingerprint`). Each of the other records has `record_tokens` little-endian ids, except that
-the last record may be shorter. The ids encode consecutive documents, with EOS after every document.
+(see `fingerprint`). The other records contain `record_tokens` little-endian ids each; the last
+record can be shorter. The ids encode consecutive documents, each followed by EOS.
 
-The ids of all shards form one sequence, which is never in memory as a whole. Only the required
-records are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the
-cache and verified on first read. The number of open files, and thus memory, is bounded.
+The ids of all shards form one sequence, which is never loaded completely. Only the required records
+are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the cache and
+verified on first read. The number of open files is bounded, which also bounds the memory.
 
 A mixture divides its rows into blocks of `BLOCK` rows. Each corpus has a fixed number of rows per
 block, in a different random order in each block, so the source of any row can be computed directly.
@@ -97,7 +97,7 @@ class Index:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash that identifies a tokenizer, computed from its `to_json`."""
+    """A hash of a tokenizer's `to_json` that identifies the tokenizer."""
     text = json.dumps(tokenizer.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -113,7 +113,7 @@ def read_index(directory: str) -> Index:
             ) from None
     if facts["format"] != _FORMAT:
         raise ValueError(
-            f"{path} has format {facts['format']}, this program reads {_FORMAT}; rebuild the "
+            f"{path} has format {facts['format']}, but this program reads {_FORMAT}; rebuild the "
             f"corpus with python -m dlm_jax.data.shard"
         )
     train, val = (tuple(Shard(**shard) for shard in facts[part]) for part in PARTS)
@@ -130,7 +130,7 @@ _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 class DamagedShard(ValueError):
-    """A shard does not match its index."""
+    """An error for a shard that does not match its index."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{self.paths[shard]} has a wrong checksum; copy the shard again")
 
     def check(self) -> None:
-        """Raises an error if a shard is missing or damaged, or has another size or tokenizer.
+        """Raises an error if a shard is missing or damaged, or has the wrong size or tokenizer.
 
         Damage is detected in corpora of at most `CHECK_BYTES` bytes. Shards in buckets are verified
         when they are copied.
@@ -288,27 +288,29 @@ def joined(parts: Sequence[TokenShards]) -> TokenShards:
 
 
 BLOCK = 10_000
-"""Rows per block of a mixture. Weights are rounded to multiples of 1 / `BLOCK`."""
+"""The number of rows in a block of a mixture. Weights are rounded to multiples of 1 / `BLOCK`."""
 
 _SALT = 0x6D697865
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several sharded corpora with the same tokenizer, and the number of rows per block of each."""
+    """Sharded corpora with the same tokenizer, and the number of rows of each corpus per block."""
 
     sources: tuple[TokenShards, ...]
     quotas: tuple[int, ...]
 
     def locate(self, row: int, seed: int) -> tuple[int, int]:
-        """(source, index in that source's stream) of a row in the mixed stream."""
+        """Returns the source of a row in the mixed stream, and the row's index in that source."""
         block, place = divmod(row, BLOCK)
         source, rank = _order(self.quotas, seed, block)[:, place]
         return int(source), block * self.quotas[source] + int(rank)
 
 
 def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Rows per block of each corpus, by the largest-remainder method; 0 for a weight of 0."""
+    """The number of rows of each corpus per block, by the largest-remainder method; 0 for a weight
+    of 0.
+    """
     if not all(np.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"data.weights={list(weights)} must be numbers of at least 0")
     if not sum(weights) > 0:
@@ -327,7 +329,7 @@ def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _order(quotas: tuple[int, ...], seed: int, block: int) -> np.ndarray:
-    """The source of each row in a block, and the row's rank among the rows of that source."""
+    """The source of each row in a block, and the rank of the row among the rows of that source."""
     bits = np.random.Philox(np.random.SeedSequence([_SALT, seed, block])).random_raw(BLOCK)
     places = np.argsort(bits, kind="stable")
     ends = np.cumsum(quotas)

@@ -1,13 +1,14 @@
 """Subword tokenizers: Hugging Face `tokenizer.json` files, and BPEs trained on a text.
 
 Checkpoints store the content of the file, and tokenizers with equal content are equal. Encoding
-deviates from the file's settings in a few ways to make ids unambiguous:
+deviates from the settings of the file in a few ways that make ids unambiguous:
 
-- The special tokens are the file's added tokens with a common name (`<|mask|>`, `[PAD]`, `<s>`,
-  `</s>`, ...). Missing special tokens are appended to the vocabulary: MASK, PAD, BOS, EOS.
+- The special tokens are the added tokens of the file with a common name (`<|mask|>`, `[PAD]`,
+  `<s>`, `</s>`, ...). Missing special tokens are appended to the vocabulary: MASK, PAD, BOS, EOS.
 - Text never becomes a special token: the name of a special token is encoded as text.
 - Truncation, padding, BPE dropout and template specials are disabled.
-- Text that the file cannot encode raises an error; it is not dropped or mapped to an unknown token.
+- Text that the file cannot encode raises an error, instead of being dropped or mapped to an unknown
+  token.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class SubwordTokenizer:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"the tokenizer.json is broken ({reason}); "
-                "use one written by the `tokenizers` library"
+                "use a file written by the `tokenizers` library"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,7 +74,9 @@ class SubwordTokenizer:
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str]) -> SubwordTokenizer:
-        """The tokenizer in the file `path`; ValueError if it cannot be read or is broken."""
+        """The tokenizer in the file `path`. Raises ValueError if the file cannot be read or is
+        broken.
+        """
         file = Path(os.path.expanduser(path))
         if file.is_dir():
             raise ValueError(
@@ -155,8 +158,8 @@ class SubwordTokenizer:
         for role, name in self._names.items():
             if (ids == self._specials[role]).any():
                 raise ValueError(
-                    f"the text holds {name!r} at position {text.find(name)}, which this tokenizer "
-                    f"reserves; remove it from the text"
+                    f"the text contains {name!r} at position {text.find(name)}, which this "
+                    f"tokenizer reserves; remove it from the text"
                 )
         return ids
 
@@ -176,7 +179,7 @@ class SubwordTokenizer:
         return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
 
     def _candidates(self, piece: str) -> Iterator[int]:
-        """Candidate ids that may encode `piece` within a text."""
+        """Yields candidates for the id of `piece` within a text."""
         ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
         if len(ids) == 1:
             yield ids[0]
@@ -208,7 +211,7 @@ class SubwordTokenizer:
         return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
 
     def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
-        """Ids of tokens that contain a byte that never occurs in UTF-8."""
+        """Ids of tokens with bytes that never occur in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
             # In the byte-level alphabet, each of these bytes is the character with the same number.
@@ -266,7 +269,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
-    """The token in `names` for each role, without the roles that have no token."""
+    """The special token in `names` for each role; roles without a token are omitted."""
     cores: dict[str, str] = {}
     for name in names:
         if match := _SPECIAL.fullmatch(name):
@@ -324,8 +327,8 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     smallest = 256 + len(SPECIALS)
     if vocab_size < smallest:
         raise ValueError(
-            f"a BPE of {vocab_size} ids cannot hold the 256 bytes and {len(SPECIALS)} specials; "
-            f"use at least bpe:{smallest}"
+            f"a BPE of {vocab_size} ids cannot contain the 256 bytes and {len(SPECIALS)} "
+            f"special tokens; use at least bpe:{smallest}"
         )
     # The library allocates memory for all ids, and every merge requires two bytes of text.
     largest = min(smallest + len(utf8(text)), MOST_IDS)

@@ -36,9 +36,9 @@ class Document:
     """One document of a corpus.
 
     Attributes:
-      name: where the document comes from, for messages.
+      name: name of the document in messages.
       text: the text to train on.
-      prompt: given text before `text`, never noised; None for plain text.
+      prompt: given text before `text`, which is never noised; None for plain text.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Document:
 def read_jsonl(name: str, content: str) -> Iterator[Document]:
     """Yields one document per line of `content`, in order; blank lines are skipped.
 
-    A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt may
+    A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt can
     be empty, but a response or a text must not be empty.
     """
     for number, line in enumerate(content.split("\n"), 1):
@@ -58,7 +58,7 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
 
 
 def parse_line(where: str, line: str) -> Document:
-    """The document in one line, named `where`; the format is that of `read_jsonl`."""
+    """The document in one line in the format of `read_jsonl`, with the name `where`."""
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -151,7 +151,7 @@ def _download() -> bytes:
 
 
 def _keep(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`; failures are ignored."""
+    """Writes `data` to `path`, and ignores failures."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -178,13 +178,15 @@ def read_documents(source: Source) -> tuple[Document, ...]:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (one document per file of the standard library,
         without tests), `SHAKESPEARE` (downloaded if needed), ``task:NAME`` (prompts and answers of
         `dlm_jax.tasks`), a path or a glob (`**` matches nested folders), or several of these. An
-        existing path is never treated as a glob. A file is one document, except that a ``.jsonl``
-        file has one per line (see `read_jsonl`). A byte-order mark is removed; everything else,
-        including line endings, is unchanged.
+        existing path is never treated as a glob. A ``.jsonl`` file contains one document per line
+        (see `read_jsonl`). Any other file is one document. A byte-order mark is removed; everything
+        else, including line endings, is unchanged.
     """
     patterns = names_of(source)
     if not patterns:
-        raise ValueError(f"source names no files; pass a path, a glob or {BUILTIN_CORPUS!r}")
+        raise ValueError(
+            f"source contains no file names; pass a path, a glob or {BUILTIN_CORPUS!r}"
+        )
     named: dict[str, list[Document]] = {}
     found: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
@@ -218,7 +220,7 @@ def join_documents(documents: Sequence[Document]) -> str:
 
 
 def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """(training text, held-out text); the held-out text is the end of `text`.
+    """Splits `text` into training text and held-out text, which is the end of `text`.
 
     The text is cut at the last line start that holds out at least the fraction `held_out`, but at
     most twice that fraction. If there is no such line start, the text is cut within a line.
@@ -236,7 +238,9 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
 def split_documents(
     documents: Sequence[Document], held_out: float, *, name: str
 ) -> tuple[Sequence[Document], Sequence[Document]]:
-    """(training documents, held-out documents); the last fraction `held_out` is held out."""
+    """Splits documents into training and held-out documents, which are the last fraction
+    `held_out`.
+    """
     _check_share(held_out)
     if len(documents) < 2:
         raise ValueError(
@@ -301,7 +305,7 @@ def _read(path: Path) -> str:
 
 
 def _builtin_documents() -> list[Document]:
-    """Topics of the language reference, sorted by name, without those that copy other topics."""
+    """Topics of the language reference, sorted by name, without copies of other topics."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:

@@ -28,11 +28,11 @@ TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)
 
 
 def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> Tokenizer:
-    """The tokenizer of `kind` for the corpus `text`.
+    """Returns the tokenizer of `kind` for the corpus `text`.
 
     Args:
       kind: one of `TOKENIZERS`; ``bpe:SIZE``, which trains a byte-level BPE with SIZE ids; or the
-        path of a Hugging Face ``tokenizer.json``, with a name that ends in ``.json``.
+        path, ending in ``.json``, of a Hugging Face ``tokenizer.json``.
       text: all text that the tokenizer must encode.
       train_text: the part of `text` that a BPE is trained on; None means all of `text`.
     """
@@ -58,20 +58,20 @@ def from_json(data: Any) -> Tokenizer:
         if set(data) != {"type", field} or not isinstance(data[field], str):
             raise ValueError(
                 f"a {kind} tokenizer is stored as {{'type': '{kind}', '{field}': TEXT}}, "
-                f"found the fields {sorted(data)}; the file is damaged or from another program"
+                f"but the file has the fields {sorted(data)}; it is damaged or from another program"
             )
         return made(data[field])
     if kind == "byte":
         if set(data) != {"type"}:
             raise ValueError(
-                f"the byte tokenizer has no fields, found {sorted(set(data) - {'type'})}"
+                f"the byte tokenizer has no fields, but the file has {sorted(set(data) - {'type'})}"
             )
         return ByteTokenizer()
     if kind != "hub":
         raise ValueError(_unknown("tokenizer type", kind, ("byte", *_OF_ONE_TEXT, "hub")))
     if set(data) != _OF_HUB or not isinstance(data["tokenizer_json"], str):
         raise ValueError(
-            f"a hub tokenizer is stored with the fields {sorted(_OF_HUB)}, found {sorted(data)}; "
+            f"a hub tokenizer has the fields {sorted(_OF_HUB)}, but the file has {sorted(data)}; "
             "the file is damaged or from another program"
         )
     ids = {name: value for name, value in data.items() if name.endswith("_id")}
@@ -79,15 +79,15 @@ def from_json(data: Any) -> Tokenizer:
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises an error if a tokenizer has ids for which a model of `vocab_size` logits has no logit.
+    """Raises an error if a tokenizer has more ids than a model of `vocab_size` logits.
 
     Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
-    index `tokenizer.vocab_size` or above have no token, so sampling must ban them.
+    index `tokenizer.vocab_size` or higher have no token, so sampling must ban them.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model {vocab_size}; "
-            "use the tokenizer that the model was trained with"
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {vocab_size} "
+            "logits; use the tokenizer that the model was trained with"
         )
 
 

@@ -1,1 +1,1 @@
-"""Forward processes of diffusion, training objectives and losses, and bounds of the likelihood."""
+"""Forward processes, training objectives, losses, and likelihood bounds."""

@@ -1,15 +1,15 @@
-"""Certainty-forcing along the trace of a teacher: dParallel (Chen et al. 2025).
+"""Certainty-forcing distillation: dParallel (Chen et al. 2025).
 
 A fraction t of each row is hidden, with t uniform on (0, 1], and the teacher fills the canvas in K
-steps in random order. The student reads only the first canvas and learns to predict the teacher's
+steps in random order. The student reads only the initial canvas. It learns to predict the teacher's
 final tokens in one step, with low entropy where its prediction is correct::
 
     loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),
 
-where y are the teacher's tokens and H is the entropy of the student in nats at a temperature T.
-Chen et al. use w = 2, T = 0.5 and the most likely tokens, hide whole blocks after the current one,
-and divide the entropy by the number of correct tokens. In this implementation, both terms are
-divided by the number of hidden tokens.
+where y denotes the teacher's tokens, and H is the entropy of the student in nats at a temperature
+T. Chen et al. use w = 2, T = 0.5 and a greedy teacher, hide whole blocks after the current block,
+and divide the entropy by the number of correct tokens. This implementation divides both terms by
+the number of hidden tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _costs(
     temperature: float,
     mask_id: int,
 ) -> jax.Array:
-    """The sum of the two terms at each position, with the shape of the targets."""
+    """The sum of the two terms at each position, in the shape of the targets."""
     logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
     targets_N = targets.reshape(-1)
     log_NV = log_probs(logits_NV, mask_id=mask_id)

@@ -1,8 +1,8 @@
-"""The forward process: noise schedules, selected positions, and the tokens shown there.
+"""Corruption of texts: noise schedules, selection of positions, and shown tokens.
 
-A denoising pattern selects free positions in each row. A selected position shows MASK, a random
-token or its own token. Random and unchanged tokens also train the model on visible tokens, unlike
-an objective that shows only MASK.
+A denoising pattern selects some of the free positions in each row. A selected position shows MASK,
+a random token or its own token. Unlike MASK, random and unchanged tokens also train predictions at
+visible positions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Schedule:
-    """The masked fraction at time ``t`` in (0, 1], and the weight of the cross-entropy.
+    """A noise schedule: the masked fraction at time ``t`` in (0, 1], and the weight of the
+    cross-entropy.
 
     ``alpha(t)``, the visible fraction, decreases from 1 to 0. The bound is the same for every
     schedule (Kingma et al. 2021, section 5.1); only the variance of its estimate differs.
 
     Attributes:
-      masked_ratio: ``1 - alpha(t)``, the probability that a token is MASK at time ``t``.
+      masked_ratio: ``1 - alpha(t)``, the probability of MASK at time ``t``.
       weight: ``-alpha'(t) / (1 - alpha(t))``.
     """
 
@@ -39,14 +40,12 @@ COSINE = Schedule(
     lambda t: jnp.sin(0.5 * jnp.pi * t),
     lambda t: 0.5 * jnp.pi / jnp.tan(0.5 * jnp.pi * t),
 )
-"""``alpha(t) = 1 - cos(pi/2 (1 - t))``: times with many masked tokens are more frequent (MD4)."""
+"""``alpha(t) = 1 - cos(pi/2 (1 - t))``, which makes high masked fractions more frequent (MD4)."""
 
 
 @functools.cache
 def polynomial(power: float) -> Schedule:
-    """``alpha(t) = 1 - t^power``: with a power above 1, times with few masked tokens are more
-    frequent (MD4).
-    """
+    """``alpha(t) = 1 - t^power``. Powers above 1 make low masked fractions more frequent (MD4)."""
     return Schedule(lambda t: t**power, lambda t: power / t)
 
 
@@ -59,9 +58,9 @@ SCHEDULES: dict[str, Callable[[float], Schedule]] = {
 
 
 def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) -> jax.Array:
-    """One low-discrepancy time per row ``[B]`` in (smallest, 1]: one in each of ``B`` strata.
+    """Low-discrepancy times ``[B]`` in (smallest, 1], one in each of ``B`` strata.
 
-    Row ``i`` gets the time ``1 - frac(u + i / B)`` with a single uniform ``u``. Each time is
+    The time of row ``i`` is ``1 - frac(u + i / B)``, with a single uniform ``u``. Each time is
     marginally uniform, and the mean of the times has low variance (Kingma et al. 2021, appendix
     I.1). `smallest` limits the weight ``1 / t``; the integral below `smallest` is omitted.
     """
@@ -71,7 +70,8 @@ def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) ->
 
 
 def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True ``[B, L]`` at the free tokens to hide, each hidden with the probability of its row.
+    """True ``[B, L]`` at the free tokens to hide. Each token is hidden with the probability of its
+    row.
 
     If `ratio` is ``[B, L]`` instead of ``[B]``, each position has its own probability.
     """
@@ -80,7 +80,8 @@ def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) 
 
 
 def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True at `count_B` free positions in each row, ``[B, L]``. Every such set is equally likely.
+    """True at `count_B` free positions in each row, ``[B, L]``. All sets of this size are equally
+    likely.
 
     If the count exceeds the number of free positions, all of them are selected.
     """
@@ -131,8 +132,8 @@ def select_sticky(
 def select_spans(key: jax.Array, is_free_BL: jax.Array, *, count: int) -> jax.Array:
     """True in `count` spans of free positions in each row, ``[B, L]``.
 
-    Of ``2 * count`` uniformly drawn, sorted positions, each pair is the inclusive start and end of
-    a span.
+    The spans are drawn as ``2 * count`` uniform positions. Each pair of the sorted positions is the
+    inclusive start and end of a span.
     """
     num_free_B1 = jnp.sum(is_free_BL, axis=1, keepdims=True)
     uniform_BE = jax.random.uniform(key, (is_free_BL.shape[0], 2 * count))
@@ -152,11 +153,10 @@ def show(
     mask_id: int,
     random_ids: tuple[int, ...],
 ) -> jax.Array:
-    """The canvas ``[B, L]`` with its selected positions corrupted independently.
+    """The canvas ``[B, L]`` with the selected positions corrupted independently.
 
-    A selected position shows MASK with probability `mask_share`, one of `random_ids`, drawn
-    uniformly (possibly the true token), with probability `random_share`, and otherwise its own
-    token.
+    A selected position shows MASK with probability `mask_share`, a uniform draw from `random_ids`
+    (possibly the true token) with probability `random_share`, and otherwise its own token.
     """
     kind_key, id_key = jax.random.split(key)
     kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)

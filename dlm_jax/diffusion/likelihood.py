@@ -1,7 +1,7 @@
 """The negative log-likelihood of a text under the model, or an upper bound on it.
 
-If some tokens are given, this is the conditional likelihood of the other tokens. Given tokens are
-always visible and never counted.
+With given tokens, the likelihood of the other tokens is conditional on the given tokens. Given
+tokens are always visible and never counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BETWEEN_ROWS, _BETWEEN_BLOCKS = 0x9E3779B9, 0x6A09E667
 
 
 class Costs(NamedTuple):
-    """The cost of the free tokens in each row in nats, and its variance due to the mask draws.
+    """The cost in nats of the free tokens in each row, and its variance due to the mask draws.
 
     The text fields exclude EOS. Variances are 0 for exact likelihoods and NaN for a single draw.
     """
@@ -53,7 +53,7 @@ def costs(
     process: Process | None = None,
     noise_ids: tuple[int, ...] = (),
 ) -> Costs:
-    """The cost of each row: exact for a causal model, otherwise an unbiased estimate of its bound.
+    """The cost of each row: exact for a causal model, otherwise an unbiased estimate of the bound.
 
     For processes other than the masked one, the bound is that of `process_elbo`, and a draw
     consists of a time and the noise at that time. The linear schedule is used, because the bound is
@@ -64,20 +64,20 @@ def costs(
     all noise levels. In a block-causal model this applies to blocks instead of rows.
 
     The bound of a row is the weighted sum of the cross-entropy over its hidden positions. The cost
-    of the text is the part of that sum at text positions. The EOS after the text is hidden as often
-    as the text positions.
+    of the text is the same sum over text positions only. The EOS after the text is hidden with the
+    same probability as text positions.
 
     Args:
       network: the model.
       params: parameters of the model.
       batch: the rows.
-      number_B: int32, index of each row in the data set.
+      number_B: int32 indices of the rows in the data set.
       key: key for the masks; unused by a causal model.
       is_causal: whether the model is causal.
       mask_id: the id of MASK.
       eos_id: the id of EOS, which is not text.
       num_draws: number of masks per row.
-      process: the forward process of the model; None is the masked process.
+      process: the forward process of the model; None means the masked process.
       noise_ids: ids that the process uses as noise.
     """
     is_text_BL = batch.tokens_BL != eos_id
@@ -112,7 +112,7 @@ def costs(
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
         is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
         is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]
-        nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
+        nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
         text_BL = jnp.where(is_text_BL, nll_BL, 0.0)
         return carry, [
             jnp.sum(_weighed(network, batch, is_masked_BL, part_BL), axis=1)
@@ -129,9 +129,7 @@ def costs(
 
 
 def _levels(key: jax.Array, number_B: jax.Array, block_1N: jax.Array) -> jax.Array:
-    """A level in [0, 1) for each block in each row. Levels are spread evenly over consecutive rows
-    and blocks.
-    """
+    """Levels in [0, 1), one per block, spread evenly over consecutive rows and blocks."""
     place_BN = (
         jax.random.bits(key, (1, 1), jnp.uint32)
         + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
@@ -159,18 +157,18 @@ def _noised(
 def bound_at(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Bound in nats of each block for given masks, ``[B, blocks]``. Without blocks, a row is one
-    block.
+    """The bound of each block in nats for the given masks, ``[B, blocks]``. Without blocks, a row
+    is one block.
 
     The bound of a block is ``free / count`` times the cross-entropy of its hidden tokens. Averaged
-    over counts that are uniform on 1..free and over uniform sets of that size, it is the negative
-    ELBO of masked diffusion for every noise schedule. The average is also the mean cost over all
-    orders in which one token is revealed at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al.
-    2025, equation 6). In a block-causal model, each block is conditioned on the true tokens before
-    it, and one call of the trunk covers all blocks. A block without a masked position has a cost of
-    0.
+    over counts that are uniform on 1..free and over uniform sets of that size, the bound is the
+    negative ELBO of masked diffusion for every noise schedule. The average is also the mean cost
+    over all orders in which one token is revealed at a time (Ou et al. 2024, theorem 2; LLaDA, Nie
+    et al. 2025, equation 6). In a block-causal model, each block is conditioned on the true tokens
+    before it, and one call of the trunk covers all blocks. A block without a masked position has a
+    cost of 0.
     """
-    nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
+    nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
 
 
@@ -207,7 +205,7 @@ def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
     return padded_BP.reshape(x_BL.shape[0], -1, unit)
 
 
-def _hidden_nll(
+def hidden_nll(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
     """Cross-entropy of masked tokens, in nats ``[B, L]``; 0 elsewhere."""
@@ -220,9 +218,10 @@ def _hidden_nll(
 
 
 def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:
-    """Nats per token over all rows, and its standard error. Rows are treated as independent.
+    """The mean cost in nats per token over all rows, and its standard error. Rows are treated as
+    independent.
 
-    `tokens_N` may count characters or other units instead. Rows without tokens are ignored. The
+    `tokens_N` can count characters or other units instead. Rows without tokens are ignored. The
     error is NaN for a single row.
     """
     total, num_rows = float(tokens_N.sum()), int((tokens_N > 0).sum())
@@ -234,14 +233,14 @@ def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, fl
 
 
 def half_width(error: float, count: int) -> float:
-    """Half-width of the 95% confidence interval (Student's t) of a mean of `count` values with this
-    standard error.
+    """The half-width of the 95% confidence interval (Student's t) of a mean of `count` values with
+    the standard error `error`.
 
-    The result is NaN for fewer than two values.
+    The half-width is NaN for fewer than two values.
     """
     return error * float(stdtrit(count - 1, 0.975)) if count > 1 else math.nan
 
 
 def plus_minus(half: float, digits: int = 4) -> str:
-    """The half-width of an interval as text, such as ``' +- 0.0500'``; empty for NaN."""
+    """Formats the half-width of an interval, such as ``' +- 0.0500'``; empty for NaN."""
     return "" if math.isnan(half) else f" +- {half:.{digits}f}"

@@ -58,7 +58,7 @@ def cross_entropy(
 
     MASK is never predicted, because its logit is set to -inf. Each device applies the head to its
     own positions, and the parameters of the head are gathered once. If there are more than 2^24
-    logits per device (2^26 on accelerators), they are computed in slices of positions and
+    logits per device (2^26 on accelerators), the logits are computed in slices of positions and
     recomputed in the backward pass.
 
     Args:
@@ -107,10 +107,10 @@ def read_out(
     mask_id: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
+    """The values of ``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
-    The other arguments are as in `cross_entropy_of`. The arrays in `given` are ``[B, L]``, and each
-    call of `cost` gets some of their positions, in any shape.
+    The other arguments are as in `cross_entropy_of`. The arrays in `given` are ``[B, L]``. Each
+    call of `cost` receives some of their positions, in one or two axes.
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
@@ -132,8 +132,8 @@ def divergence(
 ) -> jax.Array:
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
-    The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution,
-    through which no gradient flows. MASK has probability 0 under both distributions. Positions are
+    The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution. No
+    gradient flows through p. MASK has probability 0 under both distributions. Positions are
     processed as in `cross_entropy`.
 
     Args:
@@ -176,15 +176,16 @@ def at_positions(
     vocab_size: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """``measure(params, *arrays)`` at positions that do not depend on each other, ``[B, L]``.
+    """The values of ``measure(params, *arrays)`` at all positions, ``[B, L]``.
 
-    Positions are divided among devices and slices and skipped as in `cross_entropy`.
+    Positions must be independent of each other. They are divided among devices and slices and
+    skipped as in `cross_entropy`.
 
     Args:
       measure: returns a float32 value per position, in the shape of the last array, which has one
         or two axes.
       params: a pytree of parameters.
-      arrays: ``[B, L, ...]``, and the last one ``[B, L]``.
+      arrays: arrays ``[B, L, ...]``; the last one is ``[B, L]``.
       vocab_size: number of logits per position.
       is_read_BL: True where the result is needed; None if it is needed everywhere.
     """
@@ -227,7 +228,7 @@ def _nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
 def _in_slices(
     nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """``nll(*arrays)``, ``[B, L]`` on one device, computed in slices of positions."""
+    """Computes ``nll(*arrays)``, ``[B, L]``, on one device in slices of positions."""
     num_rows, num_positions = arrays[-1].shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
@@ -251,9 +252,9 @@ def at_read_positions(
     *,
     vocab_size: int,
 ) -> jax.Array:
-    """``nll(*arrays)`` at read positions and 0 elsewhere, ``[B, L]`` on one device.
+    """Computes ``nll(*arrays)``, ``[B, L]``, on one device at read positions; 0 elsewhere.
 
-    Positions that are read are moved to the front, and the slices after them are skipped.
+    Read positions are moved to the front, and slices without read positions are skipped.
     """
     num = is_read_BL.size
     size = min(num, max(8, _MAX_ACCELERATOR_LOGITS // vocab_size // 8 * 8))
@@ -281,7 +282,7 @@ def at_read_positions(
 
 @jax.custom_vjp
 def _permuted(x_P: jax.Array, order_P: jax.Array) -> jax.Array:
-    """``x[order]`` with a gather as its gradient, because a scatter is slow on accelerators."""
+    """``x[order]``, whose gradient is a gather, because a scatter is slow on accelerators."""
     return x_P[order_P]
 
 

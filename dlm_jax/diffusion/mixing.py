@@ -29,14 +29,14 @@ def mixture_of(
     noise_ids: tuple[int, ...] = (),
     block_length: int = 0,
 ) -> Mixture:
-    """The mixture of a config. Objectives whose share is 0 are omitted.
+    """Returns the mixture of objectives of a config. Objectives whose share is 0 are omitted.
 
     Args:
       config: objective section of the config.
       mask_id: the id of MASK.
-      random_ids: ids that a corruption may show instead of the true token.
+      random_ids: ids that a corruption can show instead of the true token.
       banned_ids: ids that are never written into a hole.
-      noise_ids: ids that a process other than the masked one may show.
+      noise_ids: ids that a process other than the masked one can show.
       block_length: block length of a block-causal model, else 0.
     """
     process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)

@@ -1,9 +1,9 @@
-"""Training objectives: network inputs and targets of a batch.
+"""Training objectives, which define the network inputs and targets of a batch.
 
-An objective draws all of its noise for the whole batch before the network runs. The noise therefore
-does not depend on how the batch is split into microbatches, and the weights are known before the
-first microbatch runs. A `NetworkObjective` runs the network itself. A `Mixture` divides the rows of
-a batch among several objectives.
+An objective draws all noise for the whole batch before the network runs. The noise therefore does
+not depend on how the batch is split into microbatches, and the weights are known before the first
+microbatch runs. A `NetworkObjective` runs the network itself. A `Mixture` divides the rows of a
+batch among several objectives.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _noises() -> str:
 @section("objective")
 @dataclass(frozen=True)
 class ObjectiveConfig(Section):
-    """The objectives of a bidirectional model. A causal model predicts the next token."""
+    """Settings of the objectives of bidirectional models. Causal models predict the next token."""
 
     process: str = setting("masked", f"noise of the ELBO: {_noises()}; or a custom MODULE:CLASS")
     process_settings: tuple[str, ...] = setting(
@@ -73,7 +73,7 @@ class ObjectiveConfig(Section):
         choices=("tokens", "rows", "masked"),
     )
     time_weight: bool = setting(
-        True, "hidden tokens are weighted by time as in the ELBO; false: equal weights"
+        True, "weight hidden tokens by time as in the ELBO; false: equal weights"
     )
     denoising_share: float = setting(
         0.0, "share of each batch's rows, and of the loss, for denoising instead of the ELBO",
@@ -146,7 +146,7 @@ class ObjectiveConfig(Section):
         16, "sdtt: number of sampling steps of the student", low=1, high=2**16
     )
     sdtt_teacher_steps: int = setting(
-        2, "sdtt: teacher steps that one student step replaces", low=1, high=64
+        2, "sdtt: number of teacher steps that one student step replaces", low=1, high=64
     )
     certainty_share: float = setting(
         0.0,
@@ -159,7 +159,7 @@ class ObjectiveConfig(Section):
         8, "certainty: number of steps in which the teacher fills a row", low=1, high=64
     )
     certainty_draws: float = setting(
-        0.0, "certainty: temperature of the teacher's draws; 0: the most likely tokens", low=0,
+        0.0, "certainty: temperature of the teacher; 0 is greedy", low=0,
         high=100,
     )  # fmt: skip
     certainty_weight: float = setting(2.0, "certainty: weight of the entropy", low=0, high=1e3)
@@ -168,7 +168,7 @@ class ObjectiveConfig(Section):
     )
     teacher: str = setting(
         "",
-        "sdtt and certainty: run, weights file or shipped model that is the frozen teacher; "
+        "sdtt and certainty: frozen teacher (run, weights file or shipped model); "
         "empty: the initial parameters of the run",
     )
     random_length_share: float = setting(
@@ -196,7 +196,7 @@ class ObjectiveConfig(Section):
             )  # fmt: skip
         require(
             not self.teacher or bool(self.distilled), "objective.teacher", self.teacher,
-            "teaches nothing", "set objective.sdtt_share or objective.certainty_share",
+            "is not used", "set objective.sdtt_share or objective.certainty_share",
         )  # fmt: skip
         name = self.process
         if self.noise_process.is_masked:
@@ -223,7 +223,7 @@ _MASKED_ALONE = {
     "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
     "time_weight": True, "normaliser": "tokens",
 }  # fmt: skip
-"""Settings of losses that read holes, with their only values for noise other than MASK."""
+"""Settings that require the masked process, with their only values for other processes."""
 
 
 class Batch(NamedTuple):
@@ -286,7 +286,7 @@ def elbo(
     11), or per block in a block-causal model. The bound of a block-causal model is the sum over its
     blocks, each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion,
     equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The
-    last two arguments select other losses.
+    arguments `over` and `is_weighted` select other losses.
 
     Args:
       batch: rows with free tokens to hide.
@@ -295,11 +295,11 @@ def elbo(
       mask_id: the id of MASK.
       block_length: block length of a block-causal model, else 0.
       over: divisor of the sum. ``tokens``: the number of all tokens that are not given
-        (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``: for each row the number of
-        its tokens that are not given, followed by the mean over rows (instruction tuning of LLaDA,
-        algorithm 2); ``masked``: the number of hidden tokens (Dream).
-      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2
-        weight them equally.
+        (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``: the number of such tokens
+        in each row, followed by the mean over rows (instruction tuning of LLaDA, algorithm 2);
+        ``masked``: the number of hidden tokens (Dream).
+      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2 use
+        equal weights.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
@@ -400,7 +400,7 @@ class Misprints(NamedTuple):
       true_BL: int32, target of each position. At the position after a missing token, the target is
         the missing token. At a stray token, the target is the next correct token. At all other
         positions, the target is the correct token.
-      length_B: int32, number of live tokens in each row, limited by the canvas.
+      length_B: int32, number of live tokens in each row, at most the length of the canvas.
     """
 
     shown_BL: jax.Array
@@ -409,8 +409,8 @@ class Misprints(NamedTuple):
 
 
 class _Damage(NamedTuple):
-    """How each clean token is corrupted. Each of the last two fields is None if its kind of
-    misprint is not used.
+    """The corruption of each clean token. The last two fields are None if their kinds of misprints
+    are not used.
     """
 
     is_missing_BL: jax.Array
@@ -429,7 +429,7 @@ def misprint(
     *,
     kinds: Sequence[str] = USUAL_MISPRINTS,
 ) -> Misprints:
-    """Each free position is misprinted with the probability of its row, in one of several ways.
+    """Misprints each free position with the probability of its row.
 
     A token is removed (*missing*), replaced (*wrong*), preceded by an extra token (*stray*), or
     swapped with the next token (*transposed*). *missing_pair* and *wrong_pair* also apply to the
@@ -442,9 +442,9 @@ def misprint(
       key: key for all draws.
       tokens_BL: int32, clean rows.
       length_B: int32, number of live tokens in each row.
-      is_free_BL: True at live tokens that may be misprinted.
+      is_free_BL: True at live tokens that can be misprinted.
       ratio_B: float32 probability for each row, in [0, 1].
-      kinds: names from `MISPRINTS`, equally likely. A name that occurs twice is twice as likely.
+      kinds: names from `MISPRINTS`, drawn uniformly. A name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
@@ -531,8 +531,8 @@ def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
-    """The array with new values at these positions in each row. Positions beyond the row are
-    ignored.
+    """Returns the array with new values at the given positions of each row. Positions beyond the
+    row are ignored.
     """
 
     def one_row(old_L: jax.Array, at_L: jax.Array, new_L: jax.Array) -> jax.Array:
@@ -542,12 +542,12 @@ def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
 
 
 def _before(x_BL: jax.Array, last: int | bool) -> jax.Array:
-    """The right neighbour of each position; `last` at the end."""
+    """The right neighbour of each position, and `last` at the end."""
     return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)
 
 
 def _after(x_BL: jax.Array, first: int | bool) -> jax.Array:
-    """The left neighbour of each position; `first` at the start."""
+    """The left neighbour of each position, and `first` at the start."""
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
@@ -591,7 +591,7 @@ def next_token(batch: Batch) -> Example:
 
 
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
-    """The batch, whose rows are cut to one length, uniform on 1..L, with probability `share`.
+    """Cuts the rows of the batch to one length, uniform on 1..L, with probability `share`.
 
     Cut batches also train the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1%
     of its batches.
@@ -614,11 +614,11 @@ class NetworkObjective:
       draw: ``(batch, key) -> noise``, a pytree of all random values, drawn for the whole batch
         before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
         divisor of a loss. Rows of other objectives have length 0.
-      loss: ``(network, params, noise) -> Loss``, differentiated with respect to all parameters that
-        train. If the objective needs a teacher, the teacher's parameters are a fourth argument.
+      loss: ``(network, params, noise) -> Loss``, differentiated with respect to all trained
+        parameters. If `needs_teacher` is True, the parameters of the teacher are a fourth argument.
       anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. The function
-        adds values that are computed once per step, with the parameters before the updates of the
-        step and with the reference. None leaves the noise unchanged.
+        adds values that are computed once per step from the reference and from the parameters
+        before the updates of the step. None leaves the noise unchanged.
       needs_teacher: whether the run keeps the parameters of a teacher as the reference: those of
         ``objective.teacher``, or the initial parameters of the run.
     """
@@ -657,9 +657,9 @@ def noised_at(
 ) -> Noised:
     """The batch noised at times in [0, 1], given per row ``[B]`` or per position ``[B, L]``.
 
-    If there is a key for each row, ``[B]``, the noise of a row depends only on its own key. At
-    times up to 1e-3, the term is that of a single step to time 0, divided by 1e-3, so that the mean
-    over uniform times is a bound for any network.
+    With one key per row, ``[B]``, the noise of a row depends only on its key. At times up to 1e-3,
+    the term is that of a single step to time 0, divided by 1e-3, so that the mean over uniform
+    times is a bound for any network.
     """
     is_first = t <= _SMALLEST_TIME
     t = jnp.maximum(t, _SMALLEST_TIME)
@@ -734,14 +734,14 @@ def process_elbo(
 
 
 class MixedExample(NamedTuple):
-    """A batch with the examples of a mixture. Each row belongs to one objective.
+    """A batch with the examples of a mixture, in which each row belongs to one objective.
 
     Attributes:
       batch: the rows to predict.
       shown_BL: int32 canvas that the trunk reads.
-      weights: weights as in `Example` by objective, float32 ``[B, L]``; 0 in the rows of other
+      weights: weights of each objective as in `Example`, float32 ``[B, L]``; 0 in the rows of other
         objectives.
-      totals: divisors as in `Example` by objective, float32 scalars.
+      totals: divisors of each objective as in `Example`, float32 scalars.
       noise: the noise of each `NetworkObjective`.
     """
 
@@ -752,14 +752,14 @@ class MixedExample(NamedTuple):
     noise: dict[str, Any]
 
     def is_supervised_BL(self) -> jax.Array:
-        """True where an objective reads the LM head."""
+        """True at the positions where an objective reads the LM head."""
         weights = [weight_BL > 0 for weight_BL in self.weights.values()]
         return jnp.any(jnp.stack(weights or [jnp.zeros(self.shown_BL.shape, bool)]), axis=0)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Objectives that share every batch. Each objective has a fraction of the rows and of the loss.
+    """Objectives that are trained together, each on a fraction of the rows of every batch.
 
     Attributes:
       objectives: objectives by name.
@@ -782,7 +782,7 @@ class Mixture:
         return any(getattr(one, "needs_teacher", False) for one in self.objectives.values())
 
     def example(self, batch: Batch, key: jax.Array) -> MixedExample:
-        """The example of a batch, with noise from `key` only."""
+        """The example of a batch, whose noise depends only on `key`."""
         length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
         if self.random_length_share > 0:
             batch = at_random_length(batch, length_key, share=self.random_length_share)
@@ -807,7 +807,7 @@ class Mixture:
         mask_id: int,
         teacher: Params | None = None,
     ) -> dict[str, Loss]:
-        """The loss of each objective over the example.
+        """The loss of each objective on the example, by name.
 
         `hidden_BLD` is the output of the trunk for ``example.shown_BL`` if `reads_trunk` is True.
         `teacher` contains the parameters of the teacher if `needs_teacher` is True. MASK is never
@@ -831,7 +831,7 @@ class Mixture:
         return {name: found[name] for name in self.objectives}
 
     def without_rows(self, num_rows: int) -> list[str]:
-        """Names of the objectives that get no row of a batch after rounding."""
+        """Names of the objectives that have no row in a batch after rounding."""
         counts = np.bincount(self._owners(num_rows), minlength=len(self.objectives))
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
@@ -841,7 +841,7 @@ class Mixture:
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 
     def _owners(self, num_rows: int) -> np.ndarray:
-        """Index of the objective of each row, interleaved."""
+        """The index of the objective of each row. Objectives are interleaved."""
         middle = (np.arange(num_rows) + 0.5) / num_rows
         # Multiples of the golden ratio spread the rows of every objective over the batch.
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
@@ -850,7 +850,7 @@ class Mixture:
 
 
 def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: Any) -> MixedExample:
-    """`mixed` with the example of one objective in the rows of that objective."""
+    """Returns `mixed` with the example of one objective in the rows of that objective."""
 
     def choose(own: jax.Array, other: jax.Array) -> jax.Array:
         return jnp.where(is_own_B.reshape(-1, *[1] * (own.ndim - 1)), own, other)

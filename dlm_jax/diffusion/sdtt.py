@@ -1,15 +1,15 @@
-"""Self-distillation through time (Deschenaux & Gulcehre 2024): one step replaces several steps of a
-teacher.
+"""Self-distillation through time (Deschenaux & Gulcehre 2024): one step replaces several teacher
+steps.
 
 A fraction t of each row is hidden, with t uniform on (0, 1]. From this canvas ``z_t``, the teacher
-takes m ancestral steps of length ``1 / (m N)``. The student learns to get the same result in one
-step of length ``1 / N``::
+takes m ancestral steps of length ``1 / (m N)``. The student learns to match the result in one step
+of length ``1 / N``::
 
     loss = E_t,z  mean_{i hidden in z_t}  KL( p_teacher(x_i | z at the step that wrote i)
                                               || p_student(x_i | z_t) ),
 
-where ``p_teacher`` at positions that are still hidden is the teacher's prediction at its last step
-(algorithm 1 with the Kullback-Leibler divergence). A step from t to s fills each hole with
+where, at positions that are still hidden, ``p_teacher`` is the teacher's prediction at its last
+step (algorithm 1 with the Kullback-Leibler divergence). A step from t to s fills each hole with
 probability ``(t - s) / t``.
 """
 
@@ -34,7 +34,7 @@ def sdtt(
 
     Args:
       steps: N, number of steps of the student.
-      teacher_steps: m, number of teacher steps per step of the student.
+      teacher_steps: m, number of teacher steps per student step.
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
     """
@@ -73,7 +73,7 @@ def sdtt(
 
 
 def chances(time_B: jax.Array, steps: int, teacher_steps: int) -> jax.Array:
-    """Probability that each step of the teacher fills a hole, float32 ``[B, m]`` in [0, 1]."""
+    """The probability that a teacher step fills a hole, float32 ``[B, m]`` in [0, 1]."""
     length = 1.0 / (steps * teacher_steps)
     now_BK = time_B[:, None] - length * jnp.arange(teacher_steps)[None]
     return jnp.where(now_BK > length, length / jnp.maximum(now_BK, length), 1.0)

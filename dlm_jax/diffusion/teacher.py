@@ -1,4 +1,4 @@
-"""Ancestral steps of a frozen teacher."""
+"""Ancestral sampling from a frozen teacher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def walk(
     banned_ids: tuple[int, ...],
     temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """K ancestral steps of a teacher, with one forward pass each and without gradients.
+    """Takes K ancestral steps of a teacher, with one forward pass per step and no gradients.
 
     Step k fills each hole with probability ``chance_BK[:, k]``. The tokens of a step are drawn
     independently.
@@ -35,7 +35,7 @@ def walk(
     Args:
       network: the model.
       params: parameters of the teacher.
-      shown_BL: int32 canvas; MASK at its holes.
+      shown_BL: int32 canvas with MASK at its holes.
       length_B: int32, number of live tokens in each row.
       chance_BK: float32 probabilities in [0, 1].
       draws_BKL2: result of `draws`.
@@ -45,8 +45,8 @@ def walk(
 
     Returns:
       The int32 canvas ``[B, L]`` after the steps, and the output of the trunk ``[B, L, D]`` at the
-      step that filled each hole, or at the last step for holes that are left; 0 at positions that
-      were never holes.
+      step that filled each hole, or at the last step for unfilled holes; 0 at positions that were
+      not holes.
     """
     params = jax.lax.stop_gradient(params)
     banned = jnp.array((*banned_ids, mask_id), jnp.int32)

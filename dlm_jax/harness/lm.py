@@ -1,11 +1,11 @@
 """``lm_eval --model dlm_jax``: the model class for lm-evaluation-harness.
 
-The likelihood of a diffusion model is a bound: the mean over several masks, with a seed that
+The likelihood of a diffusion model is a bound, the mean over several masks. The seed of the masks
 depends on the request. The likelihood of a causal model is exact. Results are bitwise independent
 of the batch size and of the order of requests.
 
 A request runs in a program with a fixed number of rows, on a canvas whose size depends only on the
-length of the request. Masks come in antithetic pairs that use the same random order of tokens: the
+length of the request. Masks are drawn in antithetic pairs with the same random order of tokens: the
 first mask hides the first k tokens in this order, and the second mask hides the k-th and all later
 tokens.
 """
@@ -46,15 +46,18 @@ class Pair(NamedTuple):
     given: int
 
     def seed(self, seed: int, *more: object) -> np.ndarray:
-        """Four random numbers, uint32 ``[4]``, that depend only on the request and `seed`."""
+        """Returns four random numbers, uint32 ``[4]``, that depend only on the request and
+        `seed`.
+        """
         told = f"{seed} {self.given} {more}".encode() + self.ids.astype("<i4").tobytes()
         return np.frombuffer(hashlib.sha256(told).digest()[:16], "<u4")
 
 
 def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
-    """A continuation after its context, which is truncated on the left to fit the canvas.
+    """Tokenises a continuation and its context. The context is truncated on the left to fit the
+    canvas.
 
-    Trailing spaces of the context belong to the continuation, as in lm-evaluation-harness.
+    Trailing spaces of the context are moved to the continuation, as in lm-evaluation-harness.
     """
     encode = model.tokenizer.encode
     if is_chat:
@@ -71,7 +74,7 @@ def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = Fa
 
 
 def encoded(model: Model, context: str, *, is_chat: bool) -> np.ndarray:
-    """Ids of a context; in a chat, names of special tokens are encoded as special tokens."""
+    """Encodes a context. In a chat, names of special tokens are encoded as special tokens."""
     if is_chat and isinstance(model.tokenizer, HubTokenizer):
         return model.tokenizer.encode_marked(context)
     return model.tokenizer.encode(context)
@@ -91,7 +94,9 @@ def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
 
 
 def windows_of(model: Model, text: str) -> list[Pair]:
-    """Windows that together score each token of a text once; the last has the most context."""
+    """Splits a text into windows that together score each token once. The last window begins with
+    tokens of the previous window as context.
+    """
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
@@ -122,13 +127,13 @@ _WITHOUT_COUNTERPART = frozenset((
     "skip_special_tokens", "spaces_between_special_tokens", "suppress_tokens", "synced_gpus",
     "top_h", "use_beam_search", "use_cache",
 ))  # fmt: skip
-"""Generation arguments of other models that have no equivalent in this library."""
+"""Generation arguments of other models without an equivalent in this library."""
 
 _ON_BY_DEFAULT = ("skip_special_tokens", "spaces_between_special_tokens", "use_cache")
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a generation argument has its neutral value."""
+    """Returns whether a generation argument has its neutral value."""
     if isinstance(value, bool):
         return value is (name in _ON_BY_DEFAULT)
     return value in (None, 0, 1, "")
@@ -140,7 +145,7 @@ class Asked(NamedTuple):
     Attributes:
       context: text before the generated text.
       until: stop strings, which are excluded from the result.
-      length: maximum number of new tokens; None means 256, as in lm-evaluation-harness.
+      length: maximum number of new tokens; None uses 256, as in lm-evaluation-harness.
       settings: settings of the row.
       is_chat: whether names of special tokens in the context are encoded as special tokens.
       unread: ignored generation arguments that would affect other models.
@@ -157,7 +162,7 @@ class Asked(NamedTuple):
 def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> Asked:
     """Parses a generation request of lm-evaluation-harness.
 
-    ``do_sample`` false, the default, means temperature 0. Other settings may be given by name.
+    ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name.
     """
     until = given.get("until") or ()
     until = (until,) if isinstance(until, str) else until
@@ -192,7 +197,7 @@ def texts(
     batch_size: int,
     seed: int,
 ) -> list[str]:
-    """The generated texts, independent of order and batch size; programs have `slots` rows."""
+    """Generates texts that do not depend on order or batch size. Programs have `slots` rows."""
     found = {place: "" for place, one in enumerate(asked) if one.length == 0}
     requests = {
         place: _request(model, one, common, seed, place)
@@ -245,11 +250,11 @@ ROWS = 32
 
 
 Row = tuple[Pair, np.ndarray]
-"""A row to compute: a pair and a mask ``[n]``, True at hidden tokens; empty if causal."""
+"""A row to compute: a pair and a mask ``[n]``, True at hidden tokens; empty for a causal model."""
 
 
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
-    """Masks for a pair, bool ``[draws, n]``; a single mask if one token is scored.
+    """Returns the masks for a pair, bool ``[draws, n]``; a single mask if one token is scored.
 
     For a block-causal model, masks are drawn for each block separately.
     """
@@ -262,7 +267,7 @@ def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np
     rng = np.random.Generator(np.random.Philox(key=pair.seed(seed).view("<u8")))
     masks = np.zeros((num_draws, n), bool)
     for block in blocks:
-        # A level is about the fraction of tokens that the first mask of a pair hides; levels are
+        # A level approximates the fraction of tokens hidden by the first mask of a pair. Levels are
         # evenly spaced.
         pairs = -(-num_draws // 2)
         levels = (rng.random() + np.arange(pairs) / pairs) % 1.0
@@ -281,7 +286,8 @@ class Likelihoods:
     Args:
       model: a diffusion model (bounds) or a causal model (exact likelihoods).
       num_draws: number of masks per pair.
-      batch_size: number of rows per call, up to `ROWS`; the rest of the program's rows are padding.
+      batch_size: number of rows per call, up to `ROWS`. The remaining rows of the program are
+        padding.
       seed: seed of the masks.
     """
 
@@ -296,7 +302,7 @@ class Likelihoods:
                 f"objective.process={model.process.name!r}; use dlm_jax.score"
             )
         if not 1 <= num_draws <= 1 << 16:
-            raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; use 32, say")
+            raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; for example, use 32")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self._model, self._num_draws, self._seed = model, num_draws, seed
@@ -304,7 +310,7 @@ class Likelihoods:
         self._mask_id = model.tokenizer.mask_id
 
     def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Negative log-likelihood of each pair in nats, float64 ``[N]``."""
+        """Returns the negative log-likelihood of each pair in nats, float64 ``[N]``."""
         unit = self._model.network.block_length
         masks = [
             np.zeros((1, 0), bool)
@@ -323,9 +329,9 @@ class Likelihoods:
         return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether the model would generate each pair's scored tokens at temperature 0.
+        """Returns whether the model generates each pair's scored tokens at temperature 0.
 
-        The most confident token is decoded first, or in a causal model the leftmost.
+        The most confident token is decoded first, or the leftmost token in a causal model.
         """
         run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
@@ -346,7 +352,7 @@ class Likelihoods:
         return is_greedy
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], tuple[np.ndarray, ...]]]:
-        """Yields the indices of rows that run together, and the inputs of their program."""
+        """Yields the indices of rows that run together and the inputs of their program."""
         sizes: dict[int, list[int]] = {}
         for place, (pair, _) in enumerate(rows):
             size = canvas_size(pair.ids.size, is_shared=True)
@@ -386,7 +392,9 @@ def _costs(
 def _guesses(
     network: Network, mask_id: int, compiler_options: tuple[str, ...]
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A function for the most likely id at each position, and its log-probability."""
+    """Compiles a function that returns the most likely id at each position and its
+    log-probability.
+    """
 
     def run(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
@@ -410,7 +418,7 @@ def _guesses(
 
 
 Instances = Sequence[Any]
-"""Requests of lm-evaluation-harness, with their arguments in ``args``."""
+"""Requests of lm-evaluation-harness, whose arguments are in ``args``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -421,7 +429,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def model_class() -> type:
-    """`Evaluated` as a model class for lm-evaluation-harness, which must be installed."""
+    """Returns `Evaluated` as a model class for lm-evaluation-harness, which must be installed."""
     base = importlib.import_module("lm_eval.api.model").LM
     return type("DlmJax", (Evaluated, base), {"__doc__": Evaluated.__doc__})
 
@@ -432,17 +440,18 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: number of masks per likelihood.
-      likelihood: how continuations are scored: ``bound``, or ``chain``, the exact probability of
-          decoding the tokens from left to right (as in `dlm_jax.decide`), which needs no masks.
-      batch_size: number of rows per call, up to 32; "auto" means 32. Results do not depend on it.
-      seed: seed for the masks and the generated texts.
+      likelihood: ``bound``, or ``chain`` for the exact probability of decoding a continuation from
+        left to right (as in `dlm_jax.decide`), which needs no masks.
+      batch_size: number of rows per call, up to 32; "auto" uses 32. Results do not depend on this
+        argument.
+      seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
       preset: name of one of the model's presets.
-      model: a loaded model, instead of `checkpoint`.
+      model: a loaded model, used instead of `checkpoint`.
       max_batch_size: ignored.
       device: ignored; JAX chooses the device.
-      **settings: settings for generated texts, by name (docs/settings.md).
+      **settings: settings for generated texts by name (docs/settings.md).
     """
 
     def __init__(
@@ -478,7 +487,9 @@ class Evaluated:
         )
 
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether greedy decoding generates it."""
+        """Returns the log-likelihood of each continuation and whether greedy decoding generates
+        it.
+        """
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
         nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
@@ -486,12 +497,12 @@ class Evaluated:
         return found
 
     def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Negative log-probability of each continuation when decoded from left to right."""
+        """Returns the negative log-probability of each continuation decoded from left to right."""
         rows = [decisions.Row(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
         return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
-        """The log-likelihood of whole texts, scored in canvas-sized windows."""
+        """Returns the log-likelihood of whole texts, scored in windows of the canvas size."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self._likelihoods.nats([pair for some in windows for pair in some])
         ends = np.cumsum([len(some) for some in windows])
@@ -500,7 +511,7 @@ class Evaluated:
         return found
 
     def generate_until(self, requests: Instances) -> list[str]:
-        """Generated texts; each row ends at the first stop string."""
+        """Generates texts; each text ends at its first stop string."""
         asked = []
         for place, request in enumerate(requests):
             try:
@@ -529,14 +540,14 @@ class Evaluated:
         return f"dlm_jax-{hashlib.sha256(told).hexdigest()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The chat template; empty if no template is applied."""
+        """Returns the chat template; empty if no template is applied."""
         return self._chat.source if chat_template else ""
 
     def get_model_info(self) -> Mapping[str, Any]:
         return {"model_max_length": self.model.max_length, "model_family": self.model.family}
 
     def _keep(self, kind: str, requests: Instances, found: Sequence[Any]) -> None:
-        """Updates the harness's cache, if there is one."""
+        """Adds results to the harness's cache, if it has one."""
         if (hook := getattr(self, "cache_hook", None)) is not None:
             for request, one in zip(requests, found, strict=True):
                 hook.add_partial(kind, request.args, one)

@@ -1,4 +1,4 @@
-"""Heads of a model, one file each."""
+"""The heads of a model, with one file per head."""
 
 from __future__ import annotations
 

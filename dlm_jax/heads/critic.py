@@ -1,4 +1,4 @@
-"""The critic head, which predicts which tokens of a filled canvas are wrong."""
+"""The critic head, which detects wrong tokens on a filled canvas."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def critic_function(config: Any, layers_of: Callable[[Params], Any], readout: An
 def critic_head(setup: Any) -> Head:
     """The training of the critic.
 
-    The critic reads the shown canvas, with the supervised holes filled by the model. The fill uses
-    the settings in ``[sample]``. The parallel fill is used until training of the sampler head
-    starts, and waves are used from then on. The gradient flows into the trunk.
+    The critic reads the shown canvas after the model has filled the supervised holes. The fill uses
+    the settings in ``[sample]``. The fill is parallel until training of the sampler head starts.
+    After that, it proceeds in waves. The gradient flows into the trunk.
     """
     settings, mask_id = setup.config.heads, setup.mask_id
 
@@ -60,7 +60,7 @@ def critic_head(setup: Any) -> Head:
         )  # fmt: skip
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """uint32 seeds ``[B]`` for filling the canvas, and the number of positions in the loss."""
+        """The seeds of the fill, uint32 ``[B]``, and the number of positions in the loss."""
         _, is_judged_BL = positions(example)
         seed_B = jax.random.bits(key, (example.shown_BL.shape[0],), jnp.uint32)
         return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
@@ -127,8 +127,8 @@ class CriticTargets(NamedTuple):
     """The critic's input canvas and targets.
 
     Attributes:
-      filled_BL: int32 canvas with its holes filled.
-      is_wrong_BL: True where the filled token is not the true one.
+      filled_BL: int32 canvas with filled holes.
+      is_wrong_BL: True where the filled token differs from the true token.
       is_judged_BL: True at positions in the loss.
     """
 
@@ -145,7 +145,7 @@ def critic_positions(
     mask_id: int,
     masked_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """True ``[B, L]`` at the holes to fill, and True ``[B, L]`` at the positions in the loss.
+    """True at the holes to fill, and True at the positions in the loss, both ``[B, L]``.
 
     The loss covers the supervised holes. Unless `masked_only`, it also covers the live unsupervised
     positions, which contain the true text.
@@ -163,7 +163,7 @@ def critic_targets(
     is_hole_BL: jax.Array,
     is_judged_BL: jax.Array,
 ) -> CriticTargets:
-    """The canvas with candidates in its holes, and the positions with wrong tokens."""
+    """The canvas with its holes filled by the candidates, and the positions of wrong tokens."""
     filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
     is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
     return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
@@ -189,11 +189,11 @@ def critic_loss(
 def filled(
     setup: Any, network: Network, in_waves: bool, params: Params, *rows: jax.Array
 ) -> jax.Array:
-    """Tokens ``[B, L]`` for the holes of a batch, filled as in sampling.
+    """Tokens ``[B, L]`` for the holes of a batch, generated as in sampling.
 
-    If `in_waves`, the sampler head fills the holes in waves; otherwise the parallel fill is used.
-    Each device fills its own rows. `rows` are the hidden vectors, shown tokens, lengths, holes, and
-    one seed per row.
+    If `in_waves`, the sampler head fills the holes in waves. Otherwise the fill is parallel. Each
+    device fills its own rows. `rows` are the hidden vectors, shown tokens, lengths, holes, and one
+    seed per row.
     """
     fill = functools.partial(_fill_rows, setup, network, in_waves)
     mesh: Mesh = setup.mesh
@@ -240,7 +240,7 @@ def _waves(setup: Any, num_rows: int) -> FillRule:
 
 
 def _bans(ids: tuple[int, ...], num_rows: int) -> Chain:
-    """A chain that only bans `ids`."""
+    """A logits chain that only bans `ids`."""
     shape = (num_rows, len(ids))
     ids_BK = jnp.broadcast_to(jnp.array(ids, jnp.int32), shape)
     return Chain((LogitBias(ids_BK, jnp.full(shape, -jnp.inf)),), ("logit_bias",))

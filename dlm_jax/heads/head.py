@@ -16,15 +16,15 @@ from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
 
 MAIN = "main"
-"""The group of all parameters that do not belong to a head."""
+"""The name of the group of all parameters that do not belong to a head."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The groups of parameters that are trained: ``main`` and names of heads, in this order.
+    """The parameter groups that are trained.
 
     Attributes:
-      groups: names of the groups.
+      groups: ``main`` and names of heads, in this order.
       adapts: whether ``main`` consists only of the model's adapters.
     """
 
@@ -39,7 +39,7 @@ class Stage:
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of a head's loss.
+    """The inputs of the loss of a head.
 
     Attributes:
       network: the model.
@@ -72,13 +72,13 @@ class Head:
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
       loss: ``(inputs) -> Loss``, in nats or another unit.
-      draw: ``(example, key) -> noise``, a pytree of random values and totals for the whole batch,
-        before the batch is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
+      draw: ``(example, key) -> noise``, a pytree of random values and totals, drawn for the whole
+        batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
       metric: metric name of the loss; if empty, the head's name without ``_head``.
       reads_hidden: whether the loss reads `HeadInputs.hidden_BLD`.
-      trains_trunk: whether the gradient flows into other parameters. If False, training of all
-        other parameters is bitwise the same as without the head.
+      trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
+        are bitwise equal to those of a run without the head.
       joins_main: whether the parameters belong to the main optimiser group and train with it;
         `start`, `end` and `optimizer` are then ignored.
       start: first step at which the head is trained.
@@ -107,7 +107,7 @@ class Head:
 
     def __post_init__(self) -> None:
         if not self.name.endswith("_head") or "/" in self.name:
-            raise ValueError(f"a head is named {self.name!r}; end its name in '_head'")
+            raise ValueError(f"the name of head {self.name!r} does not end in '_head'; rename it")
         if not self.metric:
             object.__setattr__(self, "metric", self.name.removesuffix("_head"))
         if self.stream < 0:
@@ -118,7 +118,7 @@ class Head:
         return MAIN if self.joins_main else self.name
 
     def trains_at(self, step: int) -> bool:
-        """Whether the head's loss has weight at a step; steps are counted from 0."""
+        """Whether the loss has a nonzero weight at a step (counted from 0)."""
         # The weight at the first step of a ramp is 0. Computing the loss at that step would change
         # the rounding of the other losses.
         return step >= self.start + (self.end > self.start) and self.weight != 0
@@ -175,9 +175,7 @@ class BuiltInHead:
 
 
 def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
-    """The network with an `init` that also creates the parameters of all heads that have an `init`
-    of their own.
-    """
+    """Returns the network with an `init` that also calls the `init` functions of the heads."""
     inits = {head.name: (head.stream, head.init) for head in heads if head.init is not None}
     if not inits:
         return network

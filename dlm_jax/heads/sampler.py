@@ -1,4 +1,4 @@
-"""The sampler head, which predicts the token in a hole from its hidden vector and neighbours."""
+"""The sampler head, which predicts tokens in holes from hidden vectors and neighbours."""
 
 from __future__ import annotations
 
@@ -82,20 +82,21 @@ def sampler_function(
 def sampler_head(setup: Any) -> Head:
     """The training of the sampler head.
 
-    The loss is the plain mean cross-entropy over all supervised positions, of which a fraction
-    ``heads.sampler_trunk_share`` is replaced by the divergence from the trunk (`trunk_loss`).
+    The loss is ``(1 - s)`` times the mean cross-entropy over all supervised positions plus ``s``
+    times the divergence from the trunk (`trunk_loss`), where ``s`` is
+    ``heads.sampler_trunk_share``.
     """
     settings, mask_id = setup.config.heads, setup.mask_id
     share = settings.sampler_trunk_share
 
     def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
-        """True at holes where the trunk's prediction given the revealed holes is used."""
+        """True at holes in the divergence: those that are supervised and not revealed."""
         is_hole_BL = (example.shown_BL == mask_id) & ~is_revealed_BL
         return is_hole_BL & example.is_supervised_BL()
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, ...]:
-        """The holes revealed to their neighbours, the number of supervised positions, and (if used)
-        the number of holes in the divergence.
+        """The revealed positions, the number of supervised positions, and, if the divergence is
+        used, its number of holes.
         """
         is_revealed_BL = jax.random.uniform(key, example.shown_BL.shape) < settings.sampler_reveal
         num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
@@ -255,8 +256,8 @@ def sampler_loss(
 ) -> Loss:
     """Mean cross-entropy (nats) of the sampler head over the supervised positions, unweighted.
 
-    Only the parameters of this head get a gradient. The LM head, which reads the features of this
-    head, does not. `total` is the number of supervised positions in the whole batch.
+    Only the parameters of this head get a gradient. The LM head reads the features of this head but
+    gets no gradient. `total` is the number of supervised positions in the whole batch.
     """
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
     nll_BL = cross_entropy_of(
@@ -299,7 +300,7 @@ def trunk_loss(
       tokens_BL: int32 true tokens.
       length_B: int32, number of live tokens in each row.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
-      is_asked_BL: True at the holes in the loss; none of them is revealed.
+      is_asked_BL: True at the holes in the loss, which are not revealed.
       total: number of holes in the loss, in the whole batch.
       mask_id: the id of MASK.
     """

@@ -1,4 +1,4 @@
-"""The scorer head, which predicts what fraction of a text is corrupted.
+"""The scorer head, which predicts the corrupted fraction of a text.
 
 Scored texts have no holes, so corrupted tokens are wrong tokens, never MASK. The fraction is called
 the share.
@@ -101,7 +101,7 @@ def corrupt(
     to ``max_ratio``. In half of the rows, the new tokens are drawn uniformly from `random_ids`. In
     the other half, they are copied from random positions in other rows. Copied tokens have the
     token frequencies of real text and can be detected only from context. A copied token that is not
-    in `random_ids` (such as EOS) is replaced by a random id. A new token that equals the true one
+    in `random_ids` (such as EOS) is replaced by a random id. A new token that equals the true token
     does not count as wrong.
     """
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
@@ -133,7 +133,7 @@ def corrupt(
 
 
 def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.Array) -> jax.Array:
-    """Logit ``[B]``, float32, of the predicted share of each row."""
+    """Logits of the predicted shares, float32 ``[B]``."""
     hidden_BLD, _ = network.trunk(params, shown_BL, length_B, None)
     return network.heads["scorer"](params, hidden_BLD, length_B)
 
@@ -141,9 +141,9 @@ def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.A
 def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: jax.Array) -> Loss:
     """Binary cross-entropy (nats) per row, with the true share as the target.
 
-    As with the squared error, the loss is minimal if the sigmoid of the logit equals the mean
-    share. Unlike that of the squared error, its gradient does not vanish for confident wrong
-    scores. `total` is the number of rows in the loss, in the whole batch.
+    Like the squared error, the loss is minimal if the sigmoid of the logit equals the mean share.
+    However, its gradient does not vanish for confident wrong scores. `total` is the number of rows
+    in the loss, in the whole batch.
     """
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
     return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
@@ -182,7 +182,7 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens may be copied from other rows, so the whole batch uses the same random key, which
+    Wrong tokens can be copied from other rows, so the whole batch uses the same random key, which
     is derived from `key` and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
@@ -193,14 +193,14 @@ def errors(
 
 
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
-    """Means over the rows with a free position, by metric name.
+    """Means over the rows with a free position, keyed by metric name.
 
     The metrics are ``squared_error`` with its ``standard_error`` (absent for a single row),
-    ``constant_squared_error`` (that of the best constant prediction), ``cross_entropy``, and
+    ``constant_squared_error`` (the error of the best constant prediction), ``cross_entropy``, and
     ``windows``, the number of these rows.
 
     Args:
-      found: arrays of N rows.
+      found: errors of N rows.
       free_N: number of free positions in each row; not all 0.
     """
     squared_N, entropy_N, share_N = (np.asarray(x, np.float64)[free_N > 0] for x in found)

@@ -1,6 +1,6 @@
-"""Candidates at a position for a host sampler, and the read-back record of a commit.
+"""Candidates at a position for a host sampler, and read-back records of commits.
 
-The chain runs on the device, and the caller gets the remaining candidates with their logits.
+The chain runs on the device, and the caller receives the remaining candidates with their logits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Candidates(NamedTuple):
       step: index of the step of this row, starting at 0.
       tokens: int32, live canvas of the row at the start of the step; MASK at holes.
       is_hole: True at the holes of `tokens`.
-      first: position of the first token that was not given.
+      first: position of the first token that is not given.
       ids: int32 ``[n]``, ids of the candidates.
       logits: float32 ``[n]``, after the chain.
       logprobs: float32 ``[n]``, log-probability of each candidate in nats, normalised over all
         remaining candidates.
       num_survivors: number of remaining candidates; more than ``n`` if the list is truncated.
       is_greedy: whether the temperature of the row is 0.
-      uniform: uniform random number in [0, 1), derived from the seed of the row, the position and
-        the step.
+      uniform: uniform random number in [0, 1), which depends on the seed of the row, the position
+        and the step.
     """
 
     row: int
@@ -47,10 +47,11 @@ class Candidates(NamedTuple):
     uniform: float
 
     def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
-        """One of the allowed ids: the most likely one for a greedy row, otherwise a random one.
+        """Returns one of the allowed ids: the most likely one for a greedy row, otherwise a random
+        one.
 
-        The random id is drawn in proportion to the probabilities, by `uniform`. The same seed
-        therefore gives the same row, independently of other rows.
+        The random id is drawn with `uniform` in proportion to the probabilities. The same seed
+        therefore produces the same row, independently of other rows.
         """
         (places,) = np.nonzero(np.asarray(is_allowed, bool))
         if not places.size:
@@ -74,8 +75,8 @@ class Written(NamedTuple):
       candidates: the candidates at the position.
       token: id of the token that was written.
       probability: probability of the token after the whole chain.
-      place: position of the token in the returned row, which may differ from ``candidates.index``
-        after edits; -1 if the token was deleted.
+      place: position of the token in the returned row, which can differ from ``candidates.index``
+        after edits; -1 for a deleted token.
     """
 
     candidates: Candidates
@@ -84,9 +85,8 @@ class Written(NamedTuple):
     place: int
 
     def to_json(self, size: int) -> dict[str, Any]:
-        """A JSON object with the `size` most likely candidates: step, index, place, token,
-        probability, num_survivors, ids and logits, named and ordered as in the attributes of this
-        class and of `Candidates`.
+        """Returns a JSON object with the `size` most likely candidates. The keys are step, index,
+        place, token, probability, num_survivors, ids and logits, as in this class and `Candidates`.
         """
         seen = self.candidates
         return {
@@ -102,30 +102,30 @@ class Written(NamedTuple):
 
 
 def _short(value: float) -> float:
-    """The shortest decimal number with the same float32 value."""
+    """Returns the shortest decimal number with the same float32 value."""
     return float(str(np.float32(value)))
 
 
 def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
-    """The records with their positions after edits. `origin` contains the previous index of each
-    position, or -1 for a new position.
+    """Updates the positions of the records after edits. `origin` contains the previous index of
+    each position, or -1 for a new position.
     """
     places = {int(before): place for place, before in enumerate(origin) if before >= 0}
     return [record._replace(place=places.get(record.place, -1)) for record in records]
 
 
 HostSampler = Callable[[Candidates], int]
-"""A function that returns one of ``candidates.ids``, and may also be `Accepting` or `Resetting`."""
+"""A function that returns one of ``candidates.ids``. It can also be `Accepting` or `Resetting`."""
 
 
 @runtime_checkable
 class Accepting(Protocol):
-    """A host sampler that is notified of commits."""
+    """A host sampler that receives committed tokens."""
 
     def accept(self, written: Written, /) -> None:
-        """Called for each token committed to a row with this sampler, from left to right.
+        """Called for each token committed in a row with this sampler, from left to right.
 
-        Remasking and edits may remove the token later; ``candidates.tokens`` is the current canvas.
+        Remasking and edits can remove the token later; ``candidates.tokens`` is the current canvas.
         """
         ...
 
@@ -135,12 +135,14 @@ class Resetting(Protocol):
     """A host sampler with state per row."""
 
     def reset(self, row: int, /) -> None:
-        """Called before the first step of a row; `row` is the same as in `Candidates`."""
+        """Called before the first step of a row; `row` is the index of the row, as in
+        `Candidates`.
+        """
         ...
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Index within the candidates of the id that `sampler` returned."""
+    """Calls `sampler` and returns the index of its choice within the candidates."""
     where = f"row {candidates.row}: the host sampler"
     at = f"at position {candidates.index}"
     token = called(functools.partial(sampler, candidates), f"{where} failed {at}")
@@ -158,7 +160,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """The result of the user function `fn`, whose exceptions become the cause of a ValueError."""
+    """Calls the user function `fn` and converts its exceptions to ValueErrors."""
     try:
         return fn()
     except (Exception, SystemExit) as error:  # any exception of a user function
@@ -169,8 +171,8 @@ def called(fn: Callable[[], Any], failure: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """The text of a user value for an error message: numbers and strings are shown, and other
-    values are replaced by their type.
+    """Formats a user value for an error message. Numbers and strings are shown, and other values
+    are replaced by their type.
     """
     is_plain = value is None or isinstance(value, str | int | float | np.integer)
     return repr(value)[:60] if is_plain else f"a {type(value).__name__}"

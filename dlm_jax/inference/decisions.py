@@ -1,9 +1,9 @@
-"""Decisions: the exact probability of each of several labels under one decoding order.
+"""Decisions: the exact probabilities of several labels under one decoding order.
 
 The canvas of a label has one hole per token, so labels of different lengths have different
-canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas that
-contains the tokens decoded before it. Labels share the canvases of their common prefixes, and all
-one-token labels share one forward pass.
+canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas with
+the previously decoded tokens. Labels share the canvases of their common prefixes, and all one-token
+labels share one forward pass.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ MOST_ORDERED = 8
 ``2^n - 1`` forward passes."""
 
 MOST_JOINT = 4096
-"""Maximum number of combinations of labels that are enumerated. If there are more, a sample of the
-combinations is drawn."""
+"""Maximum number of combinations of labels that are enumerated. Larger sets of combinations are
+sampled.
+"""
 
 YES_NO = ("yes", "no")
 
@@ -55,7 +56,7 @@ Choices = Labels | Mapping[str, Labels]
 
 
 class Row(NamedTuple):
-    """A row of tokens, int32 ``[n]``, and the positions that are decoded, in order.
+    """A row of tokens, int32 ``[n]``, and the positions to decode, in order.
 
     A MASK token at any other position remains a hole.
     """
@@ -65,10 +66,10 @@ class Row(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The divisor of the log-probability of a label of n tokens, ``temperature n ** penalty``.
+    """The divisor ``temperature * n ** length_penalty`` of the log-probability of n tokens.
 
     Attributes:
-      temperature: above 0.
+      temperature: a number above 0.
       length_penalty: the exponent of n. With 0, the divisor does not depend on n. With 1 and a
         temperature of 1, the quotient is the mean log-probability per token.
     """
@@ -77,11 +78,11 @@ class Scale(NamedTuple):
     length_penalty: float = 0.0
 
     def scores(self, logprobs_C: np.ndarray, num_tokens_C: Any) -> np.ndarray:
-        """The log-probabilities ``[C]`` of labels, divided by this scale."""
+        """Returns the log-probabilities ``[C]`` of labels, divided by this scale."""
         return logprobs_C / (self.temperature * np.power(num_tokens_C, self.length_penalty))
 
     def shares(self, logprobs_C: np.ndarray, num_tokens_C: Any) -> np.ndarray:
-        """The probabilities ``[C]`` of labels: the softmax of `scores`."""
+        """Returns the probabilities ``[C]`` of labels, the softmax of `scores`."""
         return _softmax(self.scores(logprobs_C, num_tokens_C))
 
 
@@ -91,9 +92,9 @@ class Decision:
 
     Attributes:
       choices: labels by slot name; ``""`` is the slot after the prompt.
-      combinations: ``C`` combinations of one label per slot: all of them, or those that were drawn.
+      combinations: the ``C`` enumerated or drawn combinations of one label per slot.
       logprobs: float64 ``[C]``, log-probability of each combination in nats under the decoding
-        order. The probabilities may sum to less than 1, because other texts are possible.
+        order. The probabilities can sum to less than 1, because other texts are possible.
       probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
         model are not finite.
       num_draws: number of combinations drawn, including repeats; 0 if all are enumerated.
@@ -116,28 +117,29 @@ class Decision:
 
     @property
     def best(self) -> dict[str, str]:
-        """The label of each slot in the most likely combination; in a tie, in the first of these
-        combinations.
-        """
+        """The label of each slot in the most likely combination; in a tie, in the first one."""
         return dict(
             zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
         )
 
     def of(self, slot: str = "") -> dict[str, float]:
-        """The marginal probability of each label of a slot."""
+        """Returns the marginal probability of each label of a slot."""
         labels = self._labels(slot)
         found = [self.probabilities[self._holds(slot, label)].sum() for label in labels]
         return dict(zip(labels, map(float, found), strict=True))
 
     def interval(self, slot: str = "") -> dict[str, float]:
-        """Half-width of the 95% confidence interval of each probability in `of`; 0 if exact."""
+        """Returns the half-width of the 95% confidence interval of each probability in `of`; 0 if
+        exact.
+        """
         return {
             label: self._half(self._holds(slot, label).astype(float))
             for label in self._labels(slot)
         }
 
     def mean(self, slot: str = "", values: Sequence[float] | None = None) -> tuple[float, float]:
-        """The mean label on a numeric scale, and the half-width of its 95% confidence interval.
+        """Returns the mean label on a numeric scale and the half-width of its 95% confidence
+        interval.
 
         Args:
           slot: name of the slot.
@@ -167,7 +169,9 @@ class Decision:
         return np.array([one[place] == label for one in self.combinations])
 
     def _half(self, values_C: np.ndarray) -> float:
-        """Half-width of the confidence interval of a mean of weighted draws (Owen 2013, 9.2)."""
+        """Returns the half-width of the confidence interval of a mean of weighted draws (Owen 2013,
+        9.2).
+        """
         if not self.num_draws:
             return 0.0
         error = math.sqrt(float(self.squares @ (values_C - self.probabilities @ values_C) ** 2))
@@ -193,31 +197,31 @@ def decide(
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
     holes elsewhere)``, from the LM head at temperature 1 without bans. Probabilities are the
     softmax of ``log p / (temperature n ** length_penalty)`` over the choices, where n is the number
-    of tokens in a label. All label lengths have the same prior, as in infilling with a given
-    length. Each label is tokenised separately.
+    of tokens in a label. All label lengths have the same prior probability, as in infilling with a
+    given length. Each label is tokenised separately.
 
     With named slots, a prompt contains ``<slot:NAME>`` once per slot, with any text between and
     after the slots. The tokens of all slots are decoded as one label. Up to 4096 combinations of
-    labels are enumerated. If there are more, `num_draws` combinations are drawn slot by slot from
-    the scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte
-    Carlo theory, methods and examples, 9.2).
+    labels are enumerated. Otherwise, `num_draws` combinations are drawn slot by slot from the
+    scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte Carlo
+    theory, methods and examples, 9.2).
 
-    The result of a prompt does not depend on the other prompts. Results are bitwise equal in
-    programs with the same number of rows, and otherwise equal up to floating-point tolerance.
+    The result of a prompt does not depend on the other prompts. Programs with the same number of
+    rows produce bitwise equal results; other programs agree within floating-point tolerance.
 
     Args:
-      model: from `dlm_jax.load`, or custom.
-      prompts: one or several texts.
-      choices: at least two labels, or a mapping from slot names to labels, for all prompts or one
-          per prompt. Integers are written as digits.
-      order: ``left_to_right``, or ``mean``: the log of the mean probability over all orders of the
-        tokens, for at most 8 tokens.
-      temperature: above 0; 1 uses the probabilities of the model.
-      length_penalty: in [0, 2]; 0 uses the probabilities of the model.
-      task: name of a task in `calibration`, with its temperature and length penalty.
-      calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a `Scale` or a temperature
-        by task.
-      num_draws: number of combinations drawn per prompt, if they are not enumerated.
+      model: a model from `dlm_jax.load`, or a custom one.
+      prompts: one or more texts.
+      choices: at least two labels, or a mapping from slot names to labels, shared by all prompts or
+        one per prompt. Integers are written as digits.
+      order: ``left_to_right``, or ``mean`` for the log of the mean probability over all orders of
+        at most 8 tokens.
+      temperature: a number above 0; 1 uses the probabilities of the model.
+      length_penalty: a number in [0, 2]; 0 uses the probabilities of the model.
+      task: name of a task in `calibration`, whose temperature and length penalty are used.
+      calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a mapping from tasks to
+        `Scale` objects or temperatures.
+      num_draws: number of combinations drawn per prompt if they are not enumerated.
       batch_size: maximum number of rows per forward pass. The number of rows of a program is a
         power of two.
       seed: random seed of the draws.
@@ -228,7 +232,7 @@ def decide(
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
-        raise SettingError("prompts", UNSET, "are none", "pass at least one")
+        raise SettingError("prompts", UNSET, "are empty", "pass at least one")
     several = _each(choices, len(texts))
     scale = _scale(model, Scale(temperature, length_penalty), task, calibration, order)
     asked = []
@@ -247,11 +251,11 @@ def decide(
 
 
 class Question(NamedTuple):
-    """A tokenised prompt with slots, and the tokenised labels of the slots.
+    """A tokenised prompt with slots and their tokenised labels.
 
     Attributes:
       choices: labels by slot name, in the order of the prompt.
-      labels: ids of each label, for each slot.
+      labels: ids of the labels of each slot.
       parts: given ids before, between and after the slots.
     """
 
@@ -265,12 +269,12 @@ class Question(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Total length of the longest labels of all slots."""
+        """The total length of the longest labels of all slots."""
         return sum(max(map(len, own)) for own in self.labels)
 
     def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
-        """The row with these tokens in the slots. `Row.places` are the positions of the tokens of
-        one slot, or of all slots if `slot` is None.
+        """Returns the row with these tokens in the slots. `Row.places` are the positions of the
+        tokens of one slot, or of all slots if `slot` is None.
         """
         pieces, places, at = [self.parts[0]], [], len(self.parts[0])
         for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
@@ -285,8 +289,8 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     """Tokenises and validates a prompt and its choices.
 
     Args:
-      model: model with the tokenizer and canvas.
-      prompt: text, or ids that are followed by a single slot.
+      model: the model, which provides the tokenizer and canvas length.
+      prompt: text, or ids before a single slot.
       choices: as in `decide`.
     """
     encode = model.tokenizer.encode
@@ -295,7 +299,10 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
         parts, named = [given, encode("")], {"": choices}
     elif isinstance(prompt, np.ndarray):
         raise SettingError(
-            "choices", UNSET, "have names, but ids have a single slot", "pass a list"
+            "choices",
+            UNSET,
+            "have slot names, but a prompt of ids has a single slot",
+            "pass a list",
         )
     else:
         parts, named = _slots(model, _text("prompt", prompt), choices)
@@ -328,9 +335,9 @@ def answers(
     seed: int = 0,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Decision]:
-    """The decision of each question; arguments as for `decide`.
+    """Returns the decision of each question; other arguments are as for `decide`.
 
-    Before each batch, `goes_on` is called. If it returns False, no further batch runs, and
+    `goes_on` is called before each batch. If it returns False, no further batches run, and
     `Stopped` is raised.
     """
     _check(model, asked, order, scale, num_draws)
@@ -363,13 +370,13 @@ def _drawn(
     asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
     scale: Scale, num_draws: int, mask_id: int,
 ) -> Decision:  # fmt: skip
-    """A decision from randomly drawn combinations. The lengths of all labels are drawn first, and
-    then the labels, slot by slot.
+    """Returns a decision from randomly drawn combinations. The lengths of all labels are drawn
+    first, and then the labels, slot by slot.
     """
     chosen = np.zeros((num_draws, len(asked.labels)), int)
     weight, told = np.zeros(num_draws), np.zeros(num_draws)
     sizes = [np.array(list(map(len, own))) for own in asked.labels]
-    # Lengths are drawn in proportion to their number of labels, and the weights correct for this.
+    # Lengths are drawn in proportion to their number of labels. The weights correct for this.
     length = np.stack([rng.choice(size, num_draws) for size in sizes], axis=1)
     for slot, size in enumerate(sizes):
         weight -= np.log((size[None] == length[:, slot, None]).mean(axis=1))
@@ -408,7 +415,7 @@ def _drawn(
 
 
 class Stopped(Exception):
-    """The caller cancelled the remaining batches."""
+    """Raised when the caller cancels the remaining batches."""
 
 
 def logprobs(
@@ -420,10 +427,11 @@ def logprobs(
     num_rows: int | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> np.ndarray:
-    """Log-probability in nats of the tokens at the `places` of each row, float64 ``[N]``.
+    """Returns the log-probability in nats of the tokens at the `places` of each row, float64
+    ``[N]``.
 
-    ``left_to_right`` decodes the places in the given order. ``mean`` is the log of the mean
-    probability over all orders, computed from ``2^n - 1`` canvases. Equal canvases run once.
+    ``left_to_right`` decodes the places in the given order. ``mean`` returns the log of the mean
+    probability over all orders, computed from ``2^n - 1`` canvases. Equal canvases run only once.
 
     Args:
       model: the model.
@@ -446,7 +454,7 @@ def logprobs(
 
 
 def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
-    """Indices of the log-probabilities of a row's tokens, one per place."""
+    """Returns the indices of the log-probabilities of a row's tokens, one per place."""
     places = np.asarray(row.places)
     found = []
     for count, place in enumerate(places):
@@ -457,8 +465,8 @@ def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
 
 
 def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
-    """Indices ``[2^n - 1, n]`` of the log-probability at each place, for each set of decoded
-    places.
+    """Returns the indices ``[2^n - 1, n]`` of the log-probability at each place for each set of
+    decoded places.
 
     Bit i of a set is 1 if place i is decoded. Entries of decoded places are 0 and unused.
     """
@@ -474,8 +482,8 @@ def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
 
 
 def _mean_over_orders(values_SN: np.ndarray) -> float:
-    """Log of the mean probability over all orders, from the log-probabilities at the indices of
-    `_in_all_orders`.
+    """Returns the log of the mean probability over all orders, given the log-probabilities at the
+    indices of `_in_all_orders`.
     """
     num = values_SN.shape[1]
     reached = np.full(2**num, -np.inf)
@@ -489,7 +497,7 @@ def _mean_over_orders(values_SN: np.ndarray) -> float:
 
 
 class _Canvases:
-    """Canvases to run, and the ids whose log-probabilities are read from each."""
+    """Canvases to run, and the ids whose log-probabilities are read from each canvas."""
 
     def __init__(self) -> None:
         self._tokens: list[np.ndarray] = []
@@ -498,7 +506,7 @@ class _Canvases:
         self._reads: dict[tuple[int, int, int], int] = {}
 
     def read(self, shown: np.ndarray, place: int, id_: int) -> int:
-        """Index of the log-probability of an id at a position on a canvas."""
+        """Returns the index of the log-probability of an id at a position on a canvas."""
         number = self._known.setdefault(shown.tobytes(), len(self._tokens))
         if number == len(self._tokens):
             self._tokens.append(shown)
@@ -559,8 +567,8 @@ def _read(
     network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
     place_PB: jax.Array, ids_PBK: jax.Array, *, mask_id: int,
 ) -> jax.Array:  # fmt: skip
-    """Log-probabilities in nats of ids at positions, ``[P, B, K]``. MASK is excluded, as in the
-    losses.
+    """Returns the log-probabilities in nats of ids at positions, ``[P, B, K]``. MASK is excluded,
+    as in the losses.
     """
     hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
 
@@ -577,8 +585,8 @@ def _read(
 
 
 def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The temperature with the lowest negative log-likelihood of the correct labels, in [0.01,
-    100].
+    """Returns the temperature in [0.01, 100] with the lowest negative log-likelihood of the correct
+    labels.
 
     The cost is convex in the inverse temperature (Guo et al. 2017, On calibration of modern neural
     networks, 4.2).
@@ -600,10 +608,10 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
 def calibrate_lengths(
     logprobs: Sequence[np.ndarray], num_tokens: Sequence[np.ndarray], right: Sequence[int]
 ) -> Scale:
-    """The scale with the lowest negative log-likelihood of the correct labels.
+    """Returns the scale with the lowest negative log-likelihood of the correct labels.
 
     The length penalty is in [0, 2], as in beam search (Wu et al. 2016, Google's neural machine
-    translation system, section 7), and 0 if all labels have the same number of tokens.
+    translation system, section 7). It is 0 if all labels have the same number of tokens.
 
     Args:
       logprobs: `Decision.logprobs` of each example.
@@ -626,7 +634,7 @@ def calibrate_lengths(
 
 
 def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The mean negative log-probability of the correct labels, in nats per example."""
+    """Returns the mean negative log-probability of the correct labels, in nats per example."""
     chosen = np.array([own[k] for own, k in zip(probabilities, right, strict=True)])
     return float(-np.log(np.maximum(chosen, np.finfo(np.float64).tiny)).mean())
 
@@ -634,11 +642,12 @@ def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
 def expected_calibration_error(
     probabilities: Sequence[np.ndarray], right: Sequence[int], *, num_bins: int = 15
 ) -> float:
-    """Mean difference between the confidence in the most likely label and its accuracy, in [0, 1].
+    """Returns the mean gap between the confidence in the most likely label and its accuracy, in [0,
+    1].
 
-    Examples are sorted by confidence into n bins of equal width, ``((b - 1) / n, b / n]``. The
-    result is the mean absolute difference over all bins, weighted by the number of examples in each
-    bin (Guo et al. 2017, equation 3).
+    Examples are grouped by confidence into n bins of equal width, ``((b - 1) / n, b / n]``. The
+    result is the mean absolute difference over all bins, weighted by their number of examples (Guo
+    et al. 2017, equation 3).
     """
     sure = np.array([own.max() for own in probabilities])
     hit = np.array([own.argmax() == k for own, k in zip(probabilities, right, strict=True)])
@@ -650,14 +659,14 @@ def expected_calibration_error(
 def write_calibration(
     path: str | os.PathLike[str], model: Model, task: str, **facts: str | float
 ) -> None:
-    """Writes the scale of a task to a calibration file, which may contain other tasks.
+    """Writes the scale of a task to a calibration file. Other tasks in the file are kept.
 
     Args:
-      path: JSON file, created if it does not exist.
-      model: model that the scales apply to.
+      path: path of the JSON file, which is created if it does not exist.
+      model: the model to which the scales apply.
       task: name of the task.
-      facts: values to write: ``temperature``, ``length_penalty`` (0 if missing), ``order``, and
-        others, which are not read.
+      facts: values to write: ``temperature``, ``length_penalty`` (0 if missing), ``order``, and any
+        others, which `read_calibration` ignores.
     """
     tasks = _calibrated(path, model) if Path(path).exists() else {}
     told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
@@ -668,12 +677,12 @@ def write_calibration(
 def read_calibration(
     path: str | os.PathLike[str], model: Model, *, order: str | None = None
 ) -> dict[str, Scale]:
-    """The scales in a file, by task.
+    """Returns the scales in a file by task.
 
     Args:
-      path: file from `write_calibration`.
-      model: model that the file must match.
-      order: decoding order; only scales fitted for it are returned. None returns all.
+      path: path of a file from `write_calibration`.
+      model: the model for which the file was written.
+      order: decoding order. Only scales for this order are returned; None returns all scales.
     """
     tasks = _calibrated(path, model)
     return {
@@ -695,9 +704,11 @@ def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[st
         why = (
             error.strerror if isinstance(error, OSError) else f"is not a calibration file ({error})"
         )
-        raise SettingError("calibration", str(path), str(why), "make it with --fit") from None
+        raise SettingError("calibration", str(path), str(why), "create it with --fit") from None
     if vocabulary != model.vocabulary:
-        raise SettingError("calibration", str(path), "belongs to another model", "fit it again")
+        raise SettingError(
+            "calibration", str(path), "was fitted to a different model", "fit it again"
+        )
     return tasks
 
 
@@ -706,19 +717,21 @@ def _scale(
     calibration: str | os.PathLike[str] | Mapping[str, float | Scale] | None, order: str,
 ) -> Scale:  # fmt: skip
     if (task is None) != (calibration is None):
-        raise SettingError("task", task, "and calibration go together", "pass both, or neither")
+        raise SettingError(
+            "task", task, "and calibration must be passed together", "pass both or neither"
+        )
     if task is None or calibration is None:
         return scale
     for name, own, neutral in zip(Scale._fields, scale, Scale(), strict=True):
         if own != neutral:
-            raise SettingError(name, own, "belongs to the task", "remove one of them")
+            raise SettingError(name, own, "is set by the task", "remove one of them")
     if not isinstance(calibration, Mapping):
         calibration = read_calibration(calibration, model, order=order)
     return scale_of(task, calibration)
 
 
 def scale_of(task: str, calibration: Mapping[str, Any]) -> Scale:
-    """The scale of a task. A number in `calibration` is a temperature."""
+    """Returns the scale of a task. Numbers in `calibration` are temperatures."""
     if task not in calibration:
         known = ", ".join(sorted(calibration)) or "none"
         raise SettingError("task", task, "has no temperature for this order", f"known: {known}")
@@ -771,7 +784,7 @@ def _check(
 
 
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
-    """The choices for each prompt."""
+    """Returns the choices for each prompt."""
     if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
         raise SettingError("choices", choices, "are not a list of labels", "pass at least two")
     are_several = not isinstance(choices, Mapping) and any(
@@ -793,16 +806,21 @@ def _text(name: str, text: Any) -> str:
 def _slots(
     model: Model, prompt: str, choices: Mapping[str, Labels]
 ) -> tuple[list[np.ndarray], dict[str, Labels]]:
-    """The given ids around the slots, and the choices in the order of the prompt."""
+    """Returns the given ids around the slots and the choices in the order of the prompt."""
     names = [marker[1] for marker in SLOT.finditer(prompt)]
     for name in (*names, *choices):
         if names.count(name) != 1 or name not in choices:
             raise SettingError(
-                "choices", UNSET, f"and prompt disagree about the slot {name!r}",
+                "choices", UNSET, f"and prompt do not agree on the slot {name!r}",
                 f"write <slot:{name}> once, and pass its labels",
             )  # fmt: skip
     if not names:
-        raise SettingError("choices", UNSET, "name no slot", "pass a list of labels")
+        raise SettingError(
+            "choices",
+            UNSET,
+            "have slot names, but the prompt has no slots",
+            "pass a list of labels",
+        )
     pieces = SLOT.split(prompt)[::2]
     return [model.tokenizer.encode(text) for text in pieces], {n: choices[n] for n in names}
 
@@ -815,14 +833,16 @@ def _checked(slot: str, labels: Any) -> tuple[str, ...]:
     for label in labels:
         is_int = isinstance(label, int) and not isinstance(label, bool)
         if not is_int and (not isinstance(label, str) or not label):
-            why = "holds an empty label" if label == "" else "has a label that is not a string"
+            why = "contains an empty label" if label == "" else "has a label that is not a string"
             raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "remove it")
         if str(label) in found:
-            why = f"{where[1:]} holds {brief(str(label))} twice".lstrip()
+            why = f"{where[1:]} contains {brief(str(label))} twice".lstrip()
             raise SettingError("choices", list(labels), why, "keep one")
         found.append(str(label))
     if len(found) < 2:
-        raise SettingError("choices", found, f"{where[1:]} has no two labels".lstrip(), "add some")
+        raise SettingError(
+            "choices", found, f"{where[1:]} has fewer than two labels".lstrip(), "add some"
+        )
     return tuple(found)
 
 
@@ -836,7 +856,7 @@ def _ids(model: Model, slot: str, labels: Sequence[str]) -> list[np.ndarray]:
             raise SettingError("choices", label, f"cannot be written: {error}") from None
         other = known.setdefault(ids.tobytes(), label)
         if other != label or not ids.size:
-            why = f"has the same tokens as {brief(other)}" if ids.size else "has no token"
+            why = f"has the same tokens as {brief(other)}" if ids.size else "has no tokens"
             raise SettingError("choices", label, why, "remove it")
         made.append(ids)
     return made
@@ -847,7 +867,7 @@ def _number(label: str) -> float:
         return float(label)
     except ValueError:
         raise SettingError(
-            "choices", label, "is not a number, which a scale requires", "pass values"
+            "choices", label, "is not a number, which a mean requires", "pass values"
         ) from None
 
 

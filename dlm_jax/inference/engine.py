@@ -1,8 +1,8 @@
-"""The sampling engine, which accepts requests at any time and returns rows as they end.
+"""The sampling engine: it accepts requests at any time and returns rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
 runs the rows. The engine uses both and coordinates threads and processes. Each call of
-`Engine.step` serves one queue with one call of its compiled loop.
+`Engine.step` runs the compiled loop of one queue once.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ _QUEUES_PER_PROGRAM = 4
 
 
 class EngineFullError(ValueError):
-    """The queue is full; retry when some requests have started."""
+    """Raised when the queue is full; retry after some requests have started."""
 
 
 class Engine:
     """Accepts requests at any time, runs them in batches, and returns each row when it ends.
 
     The tokens of a row depend only on its request, not on the time of submission, other requests,
-    cancellations or slots. Tokens are bitwise equal in programs of the same size, and otherwise
-    equal up to floating-point tolerance. `step` returns every ticket exactly once.
+    cancellations or slots. Programs of the same size produce identical tokens; other programs agree
+    within floating-point tolerance. `step` returns every ticket exactly once.
 
     `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
-    of the model belong to several processes, each process has an engine and an equal part of the
-    slots. All processes must reserve the same requests. Each process may then submit any of these
-    requests, and must call `step` until `is_busy` is False.
+    of the model belong to several processes, each process has an engine and an equal share of the
+    slots. All processes must reserve the same requests. Each process can then submit any of these
+    requests and must call `step` until `is_busy` is False.
 
     Args:
-      model: from `load`, or a custom one.
+      model: a model from `load`, or a custom one.
       batch_size: maximum number of rows per program, rounded up to a multiple of the number of
-        devices that the rows are sharded over.
+        devices over which the rows are sharded.
       sizes: allowed slot counts of programs. Each size is compiled on first use. With
-        ``(batch_size,)`` every row is bitwise reproducible. Default: `batch_size` divided by
+        ``(batch_size,)``, every row is bitwise reproducible. Default: `batch_size` divided by
         powers of 8.
       canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
         Default: powers of two from 64.
-      max_waiting: maximum number of waiting requests; None for no limit.
+      max_waiting: maximum number of waiting requests. None sets no limit.
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
         If all programs are busy, one is drained so that requests of another program can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
-        ``cache="exact"`` and the same beginning reuse them. A row is bitwise equal whether or not
-        its prefix was cached. The model must be causal or block-causal and on one device. 0
-        disables the cache.
+        ``cache="exact"`` and the same prefix reuse them. Rows are bitwise identical with and
+        without the cache. The model must be causal or block-causal and on one device. 0 disables
+        the cache.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class Engine:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[Ticket, Row]]:
-        """Yields rows as they end, until nothing runs or waits."""
+        """Yields rows as they end, until all requests have ended."""
         while self.is_busy:
             yield from self.step().finished.items()
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is unfinished, in this process or in another one."""
+        """True if any process has an unfinished request."""
         return bool(self._entries) or self._scheduler.is_together and self._scheduler.is_busy
 
     @property
@@ -145,7 +145,7 @@ class Engine:
     def results(self, requests: Iterable[Request]) -> Iterator[tuple[int, Row]]:
         """Yields the index and the row of each request when the row ends.
 
-        Requests are read lazily, up to the queue limit, so there may be any number of them.
+        Requests are read lazily, up to the queue limit, so the iterable can be arbitrarily long.
         """
         places: dict[Ticket, int] = {}
         coming = enumerate(requests)
@@ -163,7 +163,7 @@ class Engine:
     def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
         """Chooses program sizes for requests that will be submitted later.
 
-        Fewer and smaller programs are needed if all requests are reserved in advance.
+        Reserving all requests in advance results in fewer and smaller programs.
 
         Args:
           requests: the requests that will be submitted.
@@ -185,9 +185,9 @@ class Engine:
                         self._scheduler.enter(queue)
 
     def warm_up(self, request: Request) -> None:
-        """Compiles the program that `request` would run in if it were submitted now.
+        """Compiles the program in which `request` would run if it were submitted now.
 
-        This method may be called from any thread while rows run. Host samplers are not called.
+        This method can be called from any thread while rows run. Host samplers are not called.
         """
         with self._lock:
             queue = self._queue_of(request)
@@ -200,7 +200,9 @@ class Engine:
             engine.step(1)
 
     def delays_others(self, request: Request) -> bool:
-        """Whether rows of other programs run and would wait for the compilation of `request`."""
+        """Returns whether running rows of other programs would wait for the compilation of
+        `request`.
+        """
         with self._lock:
             queue = self._queue_of(request)
             runs = any(other.running for other in self.queues if other is not queue)
@@ -209,7 +211,9 @@ class Engine:
             return runs and queue.size is None and not loop.has_run
 
     def _next_size(self, queue: Queue) -> int:
-        """The number of slots of the program that would run one more request of the queue."""
+        """Returns the number of slots of the program that would run one more request of the
+        queue.
+        """
         wanted = len(queue.running) + queue.num_waiting + 1
         return next((size for size in queue.sizes if size >= wanted), queue.sizes[-1])
 
@@ -224,11 +228,11 @@ class Engine:
         """Queues a request for a slot. An error does not affect other requests.
 
         Args:
-          request: from `make_requests`.
-          priority: requests of higher priority are served first within a queue.
+          request: a request from `make_requests`.
+          priority: within a queue, requests with higher priority start first.
           is_watched: whether `step` returns the row while it runs.
-          number: ticket number, which identifies the row in host samplers and errors, and must
-            exceed all earlier ticket numbers. Default: the next number.
+          number: ticket number. It identifies the row in host samplers and errors, and must exceed
+            all earlier ticket numbers. Default: the next number.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
@@ -245,7 +249,9 @@ class Engine:
                 )
             number = self._next_number if number is None else number
             if number < self._next_number:
-                raise SettingError("number", number, "is taken", f"use {self._next_number} or more")
+                raise SettingError(
+                    "number", number, "is already used", f"use at least {self._next_number}"
+                )
             queue = self._queue_of(request)
             ticket = Ticket(number)
             entry = Entry(ticket, request, priority, is_watched)
@@ -277,13 +283,13 @@ class Engine:
             self._cancelled.append((entry, queue))
 
     def step(self, num_steps: int | None = None) -> Step:
-        """Serves the next queue that has a program, and returns the rows that have ended.
+        """Runs the next queue that has a program and returns the rows that have ended.
 
         The call returns immediately if there is no work.
 
         Args:
           num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
-            rows have ended while other requests wait. With 0 the call only fills free slots.
+            rows have ended while other requests wait. With 0, the call only fills free slots.
             Default: 8, or 1 if a row is watched.
         """
         if num_steps is not None and num_steps < 0:
@@ -325,7 +331,7 @@ class Engine:
             )
 
     def num_committed(self) -> int:
-        """Number of tokens that the running rows have written."""
+        """Returns the number of tokens that the running rows have written."""
         return sum(q.slots.num_committed() for q in self.queues if q.slots is not None)
 
     def close(self) -> None:
@@ -346,7 +352,7 @@ class Engine:
             raise ValueError("the engine is closed; create a new one")
 
     def _queue_of(self, request: Request) -> Queue:
-        """The queue of a request, created if no bucket fits it."""
+        """Returns the queue of a request and creates it if no bucket fits."""
         static, canvas = static_of(request), self._canvas(request)
         for queue in self._queues.get(static, ()):
             is_near = queue.is_reserved or queue.bucket.canvas == canvas
@@ -367,9 +373,7 @@ class Engine:
         return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
 
     def _add(self, queue: Queue) -> Queue:
-        """The existing queue of the same bucket. If there is none, `queue` is added and
-        returned.
-        """
+        """Returns the existing queue of the same bucket, or adds and returns `queue`."""
         queues = self._queues.setdefault(queue.bucket.static, [])
         same = next((other for other in queues if other.bucket.key == queue.bucket.key), None)
         if same is not None:
@@ -386,28 +390,28 @@ class Engine:
             if canvas >= request.room:
                 return canvas
         raise ValueError(
-            f"the request may fill {request.room} positions, but the longest canvas is "
-            f"{self._canvases[-1]}; request fewer, or create the engine with a longer canvas"
+            f"the request can fill {request.room} positions, but the longest canvas is "
+            f"{self._canvases[-1]}; request fewer tokens or create the engine with a longer canvas"
         )
 
     def _num_shares(self, static: Static) -> int:
         if static.needs_host and self._scheduler.is_together:
             raise ValueError(
-                "host samplers and read-back need whole rows in one process; remove them, or use "
+                "host samplers and read-back need whole rows in one process; remove them or use "
                 "a single process"
             )
         return 1 if static.needs_host else num_shares(self._rows)
 
     def _agree(self) -> None:
-        """Gives the scheduler the work in each queue, summed over all processes. The totals are the
-        same in each process.
+        """Passes the work in each queue, summed over all processes, to the scheduler. The totals
+        are the same in each process.
         """
         own = np.array(self._scheduler.counts(), np.int32)
         everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
         self._scheduler.agree(everywhere.tolist())
 
     def _evicted(self, entry: Entry, queue: Queue) -> Row:
-        """The row of a cancelled request, whose slot becomes free."""
+        """Frees the slot of a cancelled request and returns its row."""
         if entry.slot is None:
             row = self._unstarted(entry, Status.CANCELLED)
         else:
@@ -477,7 +481,7 @@ class Engine:
             self._fill(queue)
 
     def _slots(self, queue: Queue) -> Slots:
-        """The slots of a queue, created or resized for its chosen program."""
+        """Returns the slots of a queue, created or resized for its chosen program."""
         slots, size = queue.slots, queue.size
         assert size is not None
         if slots is None:
@@ -493,7 +497,7 @@ class Engine:
         return queue.slots
 
     def _fill(self, queue: Queue) -> bool:
-        """Moves waiting requests into free slots; returns whether one of them is watched."""
+        """Moves waiting requests into free slots and returns whether one of them is watched."""
         with self._lock:
             changes = queue.admit()
         if changes or self._scheduler.is_together:
@@ -503,7 +507,7 @@ class Engine:
         return any(entry is not None and entry.is_watched for entry in changes.values())
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
-        """The row of a request before its first step."""
+        """Returns the row of a request before its first step."""
         tokens = entry.request.tokens
         return Row(
             tokens=tokens.astype(np.int32),
@@ -520,7 +524,7 @@ class Engine:
 
 
 def _eighths(batch_size: int) -> list[int]:
-    """`batch_size` and its quotients by powers of 8, down to 1."""
+    """Returns `batch_size` and its quotients by powers of 8, down to 1."""
     sizes = [batch_size]
     while isinstance(batch_size, int) and sizes[-1] > 1:
         sizes.append(max(1, sizes[-1] // 8))
@@ -554,16 +558,16 @@ def _check_counts(name: str, values: Sequence[int]) -> None:
 
 
 class AsyncEngine:
-    """An `Engine` that runs in its own thread while there is work.
+    """An `Engine` that runs in its own thread while requests are unfinished.
 
     Use it as an asynchronous context manager. An exception in a method does not affect other
     requests.
 
     Args:
-      engine: the engine. Only this object may call `Engine.step`, and leaving the context closes
-        the engine.
-      steps_per_call: number of steps between checks for new requests, which bounds how long a new
-        request waits if a slot is free.
+      engine: the engine. Only this object may call `Engine.step`. Leaving the context closes the
+        engine.
+      steps_per_call: number of steps between checks for new requests. It bounds the waiting time of
+        a new request if a slot is free.
     """
 
     def __init__(self, engine: Engine, *, steps_per_call: int = 2):
@@ -581,8 +585,8 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests can run: the context is entered, and the engine is neither closed nor
-        failed.
+        """True while requests can run: the context is entered, and the engine is not closed and has
+        not failed.
         """
         return self._driver is not None and not self._driver.done()
 
@@ -594,7 +598,7 @@ class AsyncEngine:
         await self.close()
 
     async def row(self, request: Request, *, priority: int = 0) -> Row:
-        """The finished row of a request; waits while the queue is full.
+        """Returns the finished row of a request; waits while the queue is full.
 
         Cancelling the caller cancels the request.
 
@@ -607,14 +611,14 @@ class AsyncEngine:
     async def watch(
         self, request: Request, *, priority: int = 0, every_block: bool = True
     ) -> AsyncGenerator[Row, None]:
-        """Yields the canvases of a request: before its first step, after steps, and at its end.
+        """Yields the canvas of a request before its first step, after later steps, and at its end.
 
         The request is cancelled if the caller stops iterating.
 
         Args:
-          request: as in `row`.
-          priority: as in `row`.
-          every_block: whether a canvas is shown after every finished block instead of every step.
+          request: the request.
+          priority: as in `Engine.submit`.
+          every_block: whether a canvas is yielded after every finished block instead of every step.
         """
         async with self._submitted(request, priority, is_watched=True) as told:
             since, block = Since(), -1
@@ -627,7 +631,7 @@ class AsyncEngine:
                     return
 
     async def close(self) -> None:
-        """Closes the engine after the current call of `Engine.step`. Waiting callers get a
+        """Closes the engine after the current call of `Engine.step`. Waiting callers receive a
         ValueError.
         """
         self._is_closing = True
@@ -668,7 +672,7 @@ class AsyncEngine:
         await self._compile(request)
         while True:
             if self._is_closing:
-                raise ValueError("the engine is closed, or has failed; create a new one")
+                raise ValueError("the engine is closed or has failed; create a new one")
             # The lock is held from a failed `submit` until `wait`, so that no notification is
             # missed.
             async with self._room:
@@ -686,7 +690,7 @@ class AsyncEngine:
             return ticket
 
     async def _compile(self, request: Request) -> None:
-        """Compiles the program of a request in a thread of its own while other rows run."""
+        """Compiles the program of a request in a separate thread while other rows run."""
         if self.engine.share[1] > 1 or not self.engine.delays_others(request):
             return
         async with self._compiling:
@@ -723,7 +727,7 @@ class AsyncEngine:
         """Runs calls of `Engine.step` in the engine thread until one yields an update for a caller.
 
         Requests submitted or cancelled in the meantime are handled by the next call. Calls without
-        an update save the round trip through the event loop.
+        an update avoid the round trip through the event loop.
         """
         while True:
             step = self.engine.step(self._steps_per_call)

@@ -1,4 +1,4 @@
-"""The main entry point for sampling: texts from a model, with settings per prompt."""
+"""The main entry point for sampling texts from a model, with settings per prompt."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MOST_ROWS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Texts(Generation):
-    """A `Generation` with its rows decoded.
+    """A `Generation` and the decoded texts of its rows.
 
-    Rows end with the first generated EOS, which decodes to an empty text.
+    Rows end with the first generated EOS, which decodes to an empty string.
 
     Attributes:
       texts: prompt and continuation of each row.
@@ -60,43 +60,43 @@ def generate(
 ) -> Texts:
     """Generates `num_samples` continuations of each prompt.
 
-    Sample ``i`` has the seed ``seed + i`` and can be reproduced separately. If the devices of the
-    model belong to several processes, all processes must make the same call, and each receives all
-    texts.
+    Sample ``i`` uses the seed ``seed + i``, so it can be reproduced separately. If the devices of
+    the model belong to several processes, all processes must make the same call, and each process
+    receives all texts.
 
     Args:
-      model: from `load`, or a custom `Model`.
-      prompts: strings, which are used unchanged, or mappings. A mapping has ``prompt`` and any
+      model: a model from `load`, or a custom one.
+      prompts: strings, which are used unchanged, or mappings. A mapping contains ``prompt`` and any
         settings for this prompt, including ``seed`` (of its first sample), ``max_length``,
-        ``host_sampler`` and ``read_back``. Instead of ``prompt`` it may have ``template``, a text
-        with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK is a
-        gap if ``infill`` is true. ``draft`` is a text to refine that follows the prompt. See
+        ``host_sampler`` and ``read_back``. Instead of ``prompt``, it can contain ``template``, a
+        text with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK
+        is a gap if ``infill`` is true. ``draft`` is a text to refine after the prompt. See
         `dlm_jax.inference.request.make_canvas`.
       num_samples: number of rows per prompt. Rows of a prompt are adjacent in the result.
       seed: random seed of the first row.
       max_length: maximum number of tokens per row, including the prompt. Default:
         ``model.max_length``.
       batch_size: number of rows that run together.
-      host_sampler: Python function that selects the tokens of all rows from
-        `dlm_jax.inference.candidates.Candidates`, which remain after the chain of the row.
-      read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
-      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). A trace takes 25
-        bytes per canvas position and step. All rows must then run in one program.
+      host_sampler: Python function that selects the tokens of all rows from the
+        `dlm_jax.inference.candidates.Candidates` after the chain.
+      read_back: whether ``Texts.read_back`` contains the probability and candidates of every token.
+      trace: whether ``Texts.trace`` contains every draw of every row (`dlm_jax.Trace`). A trace
+        takes 25 bytes per canvas position and step. With ``trace=True``, all rows must run in one
+        program.
       max_candidates: maximum number of candidates per position for host samplers and
         read-back.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
-        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields contain
-        one value for all rows or one per row (``commit=Threshold(0.9)``,
+        ``steps=64``, ``order="low_confidence"``, ...), or rule objects, whose fields contain one
+        value for all rows or one per row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
-        ``rules=[...]`` registers custom rules, which then have settings like built-in rules.
-        Settings in a mapping take precedence over these settings, which take precedence over those
-        recommended by the model.
+        ``rules=[...]`` registers custom rules and their settings. Settings in a mapping take
+        precedence over these settings, which take precedence over the model's recommended settings.
 
     Raises:
-      ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
-        encoded; the message names the prompt if there are several. Also raised if a host sampler
-        does not return a candidate; the message names row and position.
+      ValueError: a setting is unknown or out of range, or a prompt exceeds the canvas or cannot be
+        encoded; with several prompts, the message contains the index of the prompt. Also raised if
+        a host sampler does not return a candidate; the message contains the row and position.
     """
     if not isinstance(max_candidates, int) or max_candidates < 1:
         raise SettingError("max_candidates", max_candidates, "must be an integer of at least 1")
@@ -113,7 +113,9 @@ def _made(
     max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
-    """The texts of all requests. Each process generates a part of the texts and receives all."""
+    """Returns the texts of all requests. Each process generates a share of the texts and receives
+    all texts.
+    """
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:
@@ -133,7 +135,7 @@ def _made(
 def _run(
     engine: Engine, owners: Mapping[Ticket, int], on_commits: Callable[[int], Any] | None
 ) -> dict[int, Row]:
-    """The finished rows of an engine, indexed by `owners`."""
+    """Returns the finished rows of an engine, indexed by `owners`."""
     rows: dict[int, Row] = {}
     told = ended = 0
     while engine.is_busy:
@@ -143,7 +145,7 @@ def _run(
         if on_commits is not None:
             ended += sum(row.num_generated for row in finished.values())
             now = ended + engine.num_committed()
-            # Remasking lowers the count, but a progress bar must not go backwards.
+            # Remasking reduces the count, but a progress bar must not move backwards.
             on_commits(max(0, now - told))
             told = max(now, told)
     return rows
@@ -160,14 +162,14 @@ def stream(
     every: int | Literal["block"] = 1,
     **settings: Any,
 ) -> Iterator[dict[int, Row]]:
-    """Yields the canvases of `generate` during denoising, by row index.
+    """Yields the canvases of `generate` during denoising as a dict from row index to row.
 
     The first canvas is yielded before the first step. Later canvases are yielded after every
     `every` steps, or after each finished block with ``every="block"``. Rows that wait for a slot
-    are not yielded. The last canvas of a row has the tokens that `generate` returns.
+    are not yielded. The last canvas of a row contains the tokens that `generate` returns.
 
-    The arguments are those of `generate` and ``every``, which is "block" or the number of steps
-    between two canvases, at least 1.
+    The arguments are those of `generate`, and ``every``: "block" or the number of steps between two
+    canvases, at least 1.
     """
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
@@ -175,7 +177,7 @@ def stream(
 
 
 def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
-    """The texts of finished rows by index, such as the last rows of `stream`."""
+    """Returns the texts of finished rows by index, such as the last rows of `stream`."""
     ordered = [rows[index] for index in sorted(rows)]
     result = assemble(ordered, pad_id=model.tokenizer.pad_id)
     texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
@@ -191,7 +193,7 @@ def all_requests(
     num_samples: int,
     common: Mapping[str, Any],
 ) -> list[Request]:
-    """The requests for all prompts, in the order of the result."""
+    """Returns the requests for all prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
         raise SettingError("num_samples", num_samples, "must be an integer of at least 1")
     if isinstance(prompts, str | Mapping):
@@ -236,7 +238,7 @@ def _raise_first(rows: Iterable[Row]) -> None:
 def _engine_for(
     model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
 ) -> Engine:
-    """An engine for these requests only, with the smallest sufficient number of programs and
+    """Returns an engine for these requests, with the smallest sufficient number of programs and
     slots.
     """
     engine = Engine(model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None)
@@ -245,10 +247,10 @@ def _engine_for(
 
 
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
-    """Where each part of a chain runs (device or host), one line per part.
+    """Lists the parts of a chain and where each runs (device or host), one line per part.
 
     Args:
-      model: its recommended settings are used where no value is given.
+      model: the model, whose recommended settings are the defaults.
       host_sampler: host sampler of the row, if any.
       **settings: as for `generate`.
     """
@@ -270,15 +272,15 @@ def canvases(
 ) -> Iterator[dict[int, Row]]:
     """Yields rows by request index, before the first step and after every `every` steps.
 
-    With ``"block"`` a row is yielded after each finished block. The last value yielded for a row is
-    its final result, truncated after the first EOS. Programs run alternately.
+    With ``"block"``, a row is yielded after each finished block. The last value yielded for a row
+    is its final result, truncated after the first EOS. Programs alternate.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
         raise SettingError("every", every, "must be at least 1, or 'block'")
     if spans_processes(split_rows(model.params)):
         raise ValueError(
-            "canvases can only be shown in a single process; use `generate`, or one process"
+            "canvases can only be shown in a single process; use `generate` or one process"
         )
     num_steps = 1 if every == "block" else int(every)
     with _engine_for(model, requests, batch_size=batch_size) as engine:

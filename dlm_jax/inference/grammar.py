@@ -1,7 +1,7 @@
 """Converts grammars in GBNF, the EBNF notation of llama.cpp, to regular expressions.
 
-A rule that refers to itself only at its end or only at its beginning becomes a loop. Other
-recursion is expanded to a limited depth, so texts that are nested deeper do not match.
+A rule that refers to itself only at its end or only at its beginning is converted to a loop. Other
+recursion is expanded to a limited depth, so texts with deeper nesting do not match.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Part(NamedTuple):
     """A part of a rule.
 
     Attributes:
-      kind: ``any`` (one of the parts), ``all`` (all parts in order), ``text``, ``name`` or
+      kind: ``any`` (one of the parts), ``all`` (all parts in order), ``text``, ``name``, or
         ``times``.
-      text: a regular expression, the name of a rule, or the number of repetitions of the part.
+      text: a regular expression, the name of a rule, or the number of repetitions.
       parts: nested parts.
       line: line number in the grammar.
     """
@@ -41,22 +41,22 @@ class _Part(NamedTuple):
 
 
 def is_grammar(text: str) -> bool:
-    """Whether a text begins with a rule ``name ::= ...``, possibly after comments."""
+    """Returns whether a text begins with a rule ``name ::= ...``, possibly after comments."""
     return _BEGIN.match(text) is not None
 
 
 def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15) -> str:
-    """The regular expression for the texts that the rule ``root`` of a grammar matches.
+    """Returns a regular expression for the texts that the rule ``root`` of a grammar matches.
 
     Args:
-      grammar: rules ``name ::= ...``, which may contain ``"text"``, ``[sets]``, ``.``, names of
+      grammar: rules ``name ::= ...``. Rules can contain ``"text"``, ``[sets]``, ``.``, names of
         rules, groups, ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
       depth: maximum depth to which a recursive rule is expanded.
       longest: maximum length of the expression in characters.
 
     Raises:
-      ValueError: the grammar is invalid, lacks a rule, or exceeds `longest`; the message names the
-          line.
+      ValueError: the grammar is invalid, lacks a rule, or exceeds `longest`; the message contains
+        the line number.
     """
     try:
         rules = _Parser(grammar).rules()
@@ -107,7 +107,7 @@ class _Parser:
         return self._place < len(self._tokens)
 
     def _sees(self, sign: str, *, is_inside: bool) -> bool:
-        """Whether the next token is this sign, possibly on the next line."""
+        """Returns whether the next token is this sign, possibly on a later line."""
         place = self._place
         if not self._skipped_lines():
             self._place = place
@@ -174,8 +174,8 @@ def _regex(kind: str, text: str) -> str:
 
 
 class _Written:
-    """Expands rules to regular expressions. The expression of a rule that matches no text within
-    the depth is None.
+    """Expands rules to regular expressions. The expression is None if a rule matches no text within
+    the maximum depth.
     """
 
     def __init__(self, rules: dict[str, _Part], depth: int, longest: int):
@@ -198,7 +198,7 @@ class _Written:
             self._entered.pop()
 
     def _loop(self, name: str) -> _Part | None:
-        """The rule without its recursive call, if the call is always at the same end of its
+        """Rewrites a rule as a loop if all its recursive calls are at the same end of its
         alternatives.
         """
         ways = self._rules[name].parts
@@ -224,7 +224,7 @@ class _Written:
             name = self._entered[-1]
             raise ValueError(
                 f"rule {name!r} of the grammar expands to more than {self._longest} characters or "
-                f"parts; nest it less"
+                f"parts; reduce its nesting"
             )
         return found
 

@@ -1,9 +1,10 @@
 """The single-step loop for host samplers and read-back.
 
-The chain runs on the device for all rows. For a row with a host sampler (a Python function), only
-the candidates after the chain are copied to the host. The draws of other rows stay on the device.
-For each position, read-back returns the sampled token, its probability, the number of candidates
-that remain after the chain, and the most likely of these candidates with their logits.
+The chain of logit transforms runs on the device for all rows. For a row with a host sampler (a
+Python function), only the candidates after the chain are copied to the host. The draws of other
+rows stay on the device. For each position, read-back returns the sampled token, its probability,
+the number of candidates that remain after the chain, and the most likely of these candidates with
+their logits.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class ReadBack(NamedTuple):
 
 
 def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
-    """The `ReadBack` of tokens drawn from `final_logits`, with `size` (static) candidates."""
+    """Returns the `ReadBack` of tokens drawn from `final_logits_NV`, with `size` (static)
+    candidates.
+    """
     logits_NV = final_logits_NV.astype(jnp.float32)
     V = logits_NV.shape[1]
     top_NK, ids_NK = vocab.largest(logits_NV, min(size, V))
@@ -76,7 +79,7 @@ def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
 
 
 class Place(NamedTuple):
-    """A position that the host reads, with the data of its row."""
+    """A position that the host reads, and the data of its row."""
 
     slot: int
     name: int
@@ -97,7 +100,7 @@ def open_places(
     *,
     mask_id: int,
 ) -> list[Place]:
-    """Every open position in the rows in `slots` whose logits are finite."""
+    """Returns every open position in the rows in `slots` whose logits are finite."""
     rows = jnp.asarray(slots, jnp.int32)
     canvas = state.canvas
     is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
@@ -142,9 +145,9 @@ class HostLoop:
     """Runs a program step by step, with host samplers and read-back for some rows.
 
     Samplers are arguments of `step` and can change between steps. Two programs are compiled for the
-    parts of a step before and after the proposal, plus two small programs for the rows that the
-    host reads. Rows that the host does not read cost the same as in `Advance`. ``compiled`` lists
-    the compiled shapes, and ``program`` is the static part of all programs.
+    parts of a step before and after the host's choices, and two small programs for the rows that
+    the host reads. Rows that the host does not read take as long as in `Advance`. ``compiled``
+    lists the compiled shapes, and ``program`` is the static part of all programs.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -174,8 +177,8 @@ class HostLoop:
         return state, look(self.program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Bytes of temporary memory in the first half of a step, without its arguments. The call
-        compiles the first half.
+        """Returns the bytes of temporary memory in the first half of a step, without its arguments.
+        The call compiles this half.
         """
         plan: Any = self._look.lower(params, state).compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
@@ -191,15 +194,16 @@ class HostLoop:
         names: Sequence[int] | None = None,
         failed: dict[int, Exception] | None = None,
     ) -> tuple[State, list[Written]]:
-        """The state after one step, and the read-back records. The old state is donated.
+        """Returns the state after one step and the read-back records. The old state is donated.
 
         Args:
           params: parameters of the program's network.
-          state: on one device, or replicated.
-          samplers: host samplers by row. If a sampler has `reset`, it is called before the first
-            step of its row; if it has `accept`, it is called after a step for each committed token.
-          read_back: rows whose commits are returned, row by row and from left to right. The
-            positions are those before the edits of the step.
+          state: the state, on one device or replicated.
+          samplers: host samplers by row. The `reset` method of a sampler, if defined, is called
+            before the first step of its row. The `accept` method, if defined, is called after a
+            step for each committed token.
+          read_back: rows whose commits are returned, row by row and from left to right. Positions
+            refer to the canvas before the edits of the step.
           max_candidates: maximum number of candidates per position that are copied to the host.
           names: number of each row for host samplers and errors; None uses the slot index.
           failed: receives the exceptions of failed samplers by row. A row with a failed sampler
@@ -267,14 +271,16 @@ class HostLoop:
         max_candidates: int,
         failed: dict[int, Exception] | None,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
-        """The inputs with the host samplers' choices at `places`, and the read-back records."""
+        """Returns the inputs with the host samplers' choices at `places`, and the read-back
+        records.
+        """
         size = min(max_candidates, self.program.network.vocab_size)
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
-        # At padding positions of the chunk, the token may have probability 0.
+        # At padding positions of the chunk, the token can have probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):
@@ -317,13 +323,15 @@ def _call_hook(
 
 
 def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
-    """The inputs without commits in these rows. The rows end like rows without finite logits."""
+    """Removes the commits of the given rows. The rows end like rows without finite logits."""
     is_finite_B = inputs.filled.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
     return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """The remaining candidates at `place`, which is entry `number` of the arrays in `left`."""
+    """Returns the remaining candidates at `place`, which is entry `number` of the arrays in
+    `left`.
+    """
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -360,8 +368,8 @@ def _survivors(
     *,
     size: int,
 ) -> _Survivors:
-    """The `size` largest logits after the chain at each position, and the token that the device
-    drew.
+    """Returns the `size` largest logits after the chain and the token that the device drew at each
+    position.
     """
     at = _at(inputs, places_P, is_real_P)
     clean_PV = inputs.output.logits(program.network, params, places_P)
@@ -390,7 +398,7 @@ def _choose(
     ids_P: jax.Array,
     final_logprob_P: jax.Array,
 ) -> StepInputs:
-    """The inputs with proposals from the host, scored like device proposals."""
+    """Returns the inputs with proposals from the host, scored like device proposals."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
     old = inputs.filled.proposal
@@ -405,23 +413,24 @@ PATIENCE = 10.0
 
 
 def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
-    """A host sampler that constrains a row to full matches of `pattern`.
+    """Returns a host sampler that constrains a row to full matches of `pattern`.
 
-    At each position, a candidate is allowed if the text that ends with it is still a prefix of a
-    match. `Candidates.choose` selects one of them according to the temperature and seed of the row.
-    At the last position, and for any id without text, such as EOS, the text must be a full match.
-    There is no look-ahead, so an error is raised if the pattern needs more or fewer tokens than
-    remain in the row. Given tokens at the start of the row are not part of the text.
+    At each position, a candidate is allowed if the text up to and including it is a prefix of a
+    match. `Candidates.choose` selects one of the allowed candidates according to the temperature
+    and seed of the row. At the last position, and for any id without text, such as EOS, the text
+    must be a full match. The sampler does not look ahead, so it raises an error if the pattern
+    needs more or fewer tokens than remain in the row. Given tokens at the start of the row are not
+    part of the text.
 
-    A row with such a sampler needs ``order="left_to_right"`` and one step for every new token.
-    If a token is only part of a character, the unfinished character is read as U+FFFD.
+    A row with such a sampler needs ``order="left_to_right"`` and one step for every new token. If a
+    token decodes to part of a character, the incomplete character is decoded as U+FFFD.
 
     Args:
-      pattern: regular expression of the module `regex`, which accepts the syntax of `re`.
-      decode: maps ids to text, like `Tokenizer.decode`.
+      pattern: regular expression for the module `regex`, which accepts the syntax of `re`.
+      decode: a function that maps ids to text, like `Tokenizer.decode`.
 
-    For some patterns, such as ``(a|a)*[bc]``, the matching time doubles with every character. The
-    matching time is limited to `PATIENCE` seconds per position.
+    For some patterns, such as ``(a|a)*[bc]``, the matching time doubles with every character. It is
+    limited to `PATIENCE` seconds per position.
     """
     try:
         compiled = regex.compile(pattern)

@@ -1,6 +1,6 @@
 """Converts JSON schemas (JSON Schema 2020-12) to regular expressions.
 
-A pattern matches a subset of the texts that the schema allows: properties keep the order of the
+A pattern matches a subset of the texts that the schema allows: properties are in the order of the
 schema, and no other properties are added. ``oneOf`` is treated as ``anyOf``. An unsupported keyword
 raises an error with the path of the keyword in the schema.
 """
@@ -67,14 +67,14 @@ _BOUNDS = {"minimum": max, "maximum": min, "exclusiveMinimum": max, "exclusiveMa
 
 
 def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> str:
-    """The regular expression for texts that a JSON schema allows.
+    """Returns a regular expression for the texts that a JSON schema allows.
 
     Args:
       schema: the schema.
       depth: maximum depth to which a recursive reference is expanded.
 
     Raises:
-      ValueError: the schema has an unsupported keyword or value, or matches nothing.
+      ValueError: the schema has an unsupported keyword or value, or allows no text.
     """
     try:
         pattern = _Schema(schema, depth).value(schema, "#")
@@ -86,7 +86,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
 
 
 def regex_of_objects() -> str:
-    """The regular expression for JSON objects nested up to two levels deep."""
+    """Returns a regular expression for JSON objects nested up to two levels deep."""
     text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
     plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
     value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
@@ -103,8 +103,8 @@ def _refused(where: str, why: str) -> ValueError:
 
 
 class _Schema:
-    """Converts the parts of a schema to patterns. The pattern of a part that matches no text within
-    the depth is None.
+    """Converts the parts of a schema to patterns. The pattern is None if a part matches no text
+    within the maximum depth.
     """
 
     def __init__(self, root: Any, depth: int):
@@ -125,7 +125,7 @@ class _Schema:
         if schema is True or schema == {}:
             return _any_value(_ANY_DEPTH)
         if not isinstance(schema, Mapping):
-            raise _refused(where, f"{json.dumps(schema)[:60]} is no schema")
+            raise _refused(where, f"{json.dumps(schema)[:60]} is not a schema")
         if "$ref" in schema:
             return self._referred(schema, where)
         if "allOf" in schema:
@@ -161,7 +161,9 @@ class _Schema:
         return _either([self._typed(kind, schema, where) for kind in kinds])
 
     def _guessed(self, schema: Mapping[str, Any]) -> list[str]:
-        """The types of a schema without ``type``: those that its keywords imply, or else all."""
+        """Returns the types of a schema without ``type``: the types that its keywords imply, or all
+        types.
+        """
         found = [
             kind
             for kind, names in _OF_TYPE.items()
@@ -195,7 +197,7 @@ class _Schema:
             self._followed.pop()
 
     def _resolved(self, schema: Any, where: str) -> Any:
-        """The schema that a reference in a conjunction resolves to."""
+        """Resolves the references of a schema in a conjunction."""
         for _ in range(_MOST_LINKS):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
@@ -212,7 +214,7 @@ class _Schema:
             try:
                 found = found[int(part) if isinstance(found, list) else part]
             except (KeyError, IndexError, ValueError, TypeError):
-                raise _refused(where, f"$ref {name!r} leads nowhere") from None
+                raise _refused(where, f"$ref {name!r} does not exist") from None
         return found
 
     def _constant(self, schema: Mapping[str, Any], where: str) -> str | None:
@@ -304,7 +306,8 @@ class _Schema:
                 pairs = [(pair, True) for pair, _ in pairs]
             else:
                 raise _refused(
-                    where, "minProperties or maxProperties select properties; remove them"
+                    where,
+                    "minProperties or maxProperties restrict optional properties; remove them",
                 )
         return _sequence(pairs)
 
@@ -313,7 +316,7 @@ _MOST_LINKS = 32
 
 
 def _any_value(depth: int) -> str:
-    """A pattern for JSON values that are nested up to a limited depth."""
+    """Returns a pattern for JSON values nested up to a limited depth."""
     plain = [_STRING, _NUMBER, "(true|false)", "null"]
     return (
         _either([*plain, _listing(_inner(depth), 0, None), _members(_inner(depth), 0, None)]) or ""
@@ -328,7 +331,7 @@ def _inner(depth: int) -> str:
 
 
 def _listing(item: str | None, low: int, high: int | None) -> str:
-    """A pattern for arrays with `low` to `high` items."""
+    """Returns a pattern for arrays with `low` to `high` items."""
     if item is None or high == 0:
         return r"\[[ ]?\]" if low == 0 else "[^\\s\\S]"
     rest = f"(,[ ]?{_grouped(item)}){_times(max(low - 1, 0), None if high is None else high - 1)}"
@@ -336,7 +339,7 @@ def _listing(item: str | None, low: int, high: int | None) -> str:
 
 
 def _members(value: str | None, low: int, high: int | None) -> str:
-    """A pattern for objects with `low` to `high` members, whose names are arbitrary."""
+    """Returns a pattern for objects with `low` to `high` members with arbitrary names."""
     if value is None or high == 0:
         return r"\{[ ]?\}"
     pair = f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
@@ -345,7 +348,9 @@ def _members(value: str | None, low: int, high: int | None) -> str:
 
 
 def _sequence(pairs: Sequence[tuple[str, bool]]) -> str:
-    """A pattern for objects with the given pairs in this order. Optional pairs may be missing."""
+    """Returns a pattern for objects with the given pairs in this order. Optional pairs may be
+    missing.
+    """
     rests = [""]
     for pair, is_needed in reversed(pairs):
         rests.append(f"([ ]?,{pair}){'' if is_needed else '?'}{rests[-1]}")
@@ -387,13 +392,13 @@ def _range(schema: Mapping[str, Any], low: str, high: str, where: str) -> tuple[
 
 
 def _joined(parts: Sequence[Any], where: str) -> Any:
-    """The conjunction of several schemas as one schema."""
+    """Returns the conjunction of several schemas as one schema."""
     made: dict[str, Any] = {}
     for part in parts:
         if part is False:
             return False
         if part is not True and not isinstance(part, Mapping):
-            raise _refused(where, f"{json.dumps(part)[:60]} is no schema")
+            raise _refused(where, f"{json.dumps(part)[:60]} is not a schema")
         for name, value in {} if part is True else part.items():
             if name in _NOTES:
                 continue
@@ -422,7 +427,7 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
                     return False
                 made[name] = left
             else:
-                raise _refused(where, f"two of {name!r} for one value are not supported; use one")
+                raise _refused(where, f"several {name!r} for one value are not supported; use one")
     return made
 
 
@@ -443,7 +448,7 @@ def _is_of(value: Any, kinds: Sequence[Any]) -> bool:
 
 
 def _literal(value: Any) -> str:
-    """A pattern for one JSON value, which allows spaces around commas and colons."""
+    """Returns a pattern for one JSON value. Spaces around commas and colons are allowed."""
     if isinstance(value, Mapping):
         pairs = [f"[ ]?{_literal(name)}[ ]?:[ ]?{_literal(one)}" for name, one in value.items()]
         return rf"\{{{'[ ]?,'.join(pairs)}[ ]?\}}"
@@ -453,7 +458,9 @@ def _literal(value: Any) -> str:
 
 
 def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | None:
-    """A pattern for numbers within the bounds of a schema. Bounded numbers have no exponent."""
+    """Returns a pattern for numbers within the bounds of a schema. Bounded numbers have no
+    exponent.
+    """
     bounds: dict[str, Decimal] = {}
     for name in _OF_TYPE["number"]:
         value = schema.get(name)
@@ -485,8 +492,8 @@ def _negated(bound: _Bound) -> _Bound:
 
 
 def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
-    """A pattern for the non-negative numbers between two bounds. Each bound is a number with a flag
-    that states whether this number is excluded.
+    """Returns a pattern for the non-negative numbers between two bounds. Each bound is a number and
+    a flag that excludes the number itself.
     """
     if low is None or low[0] < 0:
         low = Decimal(0), False
@@ -525,7 +532,7 @@ def _with(whole: int, fraction: str | None) -> str | None:
 
 
 def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """A pattern for a decimal point and fractional digits that are at least (`is_up`) or at most
+    """Returns a pattern for a decimal point and fractional digits of at least (`is_up`) or at most
     `digits`. The fraction may be missing if 0 satisfies the bound.
     """
     if is_up:
@@ -540,7 +547,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """A pattern for fractional digits of at least `digits`, or above them if `is_excluded`."""
+    """Returns a pattern for fractional digits of at least `digits`, or above if `is_excluded`."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -549,7 +556,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """A pattern for fractional digits of at most `digits`, or below them if `is_excluded`."""
+    """Returns a pattern for fractional digits of at most `digits`, or below if `is_excluded`."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]
@@ -561,7 +568,7 @@ def _down(digits: str, is_excluded: bool) -> str | None:
 
 
 def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
-    """A pattern for a decimal point and fractional digits between two bounds."""
+    """Returns a pattern for a decimal point and fractional digits between two bounds."""
     size = max(len(low), len(high))
     shared = 0
     low, high = low.ljust(size, "0"), high.ljust(size, "0")
@@ -583,7 +590,7 @@ def _within(low: str, no_low: bool, high: str, no_high: bool) -> str | None:
 
 
 def _between(low: int, high: int | None) -> str:
-    """A pattern for integers from `low` (at least 0) to `high`, without leading zeros."""
+    """Returns a pattern for integers from `low` (at least 0) to `high`, without leading zeros."""
     if high is None:
         if low <= 1:
             return "[1-9][0-9]*" if low else "(0|[1-9][0-9]*)"
@@ -599,7 +606,7 @@ def _between(low: int, high: int | None) -> str:
 
 
 def _same_size(low: str, high: str) -> str:
-    """A pattern for digit strings from `low` to `high`, which have the same length."""
+    """Returns a pattern for digit strings from `low` to `high`, which have the same length."""
     if low == high:
         return low
     size = len(low)
@@ -623,7 +630,7 @@ def _same_size(low: str, high: str) -> str:
 
 
 def _in_string(pattern: Any, where: str) -> str:
-    """A pattern for text inside quotes, where some characters are escaped."""
+    """Converts a pattern to match the JSON-escaped text inside quotes."""
     if not isinstance(pattern, str):
         raise _refused(where, "pattern must be a string")
     parser: Any = importlib.import_module("re._parser")
@@ -716,14 +723,16 @@ class _Printed:
                 found.append(f"[^{member}{_UNSAFE}]")
             elif kind == "CATEGORY":
                 member = self._member((kind, value))
-                # Match only the white space that a JSON string can contain without an escape.
+                # Match only whitespace that a JSON string can contain without an escape.
                 found.append(r"[^\S\x00-\x1F]" if member == r"\s" else member)
             else:
                 found.append(self._between(*value))
         return f"({'|'.join(found)})" if len(found) > 1 else found[0]
 
     def _between(self, low: int, high: int) -> str:
-        """A range of characters without quotes and backslashes, which are escaped separately."""
+        """Returns a pattern for a range of characters. Quotes and backslashes are matched in
+        escaped form.
+        """
         found, low = [], max(low, 0x20)
         for code in (0x22, 0x5C):
             if low <= code <= high:
@@ -747,6 +756,6 @@ class _Printed:
 
 
 def _code(code: int) -> str:
-    """A character as a pattern, escaped if it has a special meaning."""
+    """Returns a pattern for one character, escaped if it has a special meaning."""
     one = chr(code)
     return one if one.isalnum() or one in " _" or code > 0x9F else f"\\x{code:02x}"

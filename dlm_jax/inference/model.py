@@ -1,4 +1,4 @@
-"""A trained model: loaded from a run, from a single file, or shipped with the package."""
+"""A trained model, loaded from a run, a single file or this package."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ from dlm_jax.types import Network, Params
 class Model:
     """A network with its parameters, its tokenizer, and recommended sampling settings.
 
-    To sample from any other network, construct a `Model` from its functions; see
-    docs/own_rules.md.
+    To sample from a custom network, construct a `Model` from its functions (docs/own_rules.md).
 
     Attributes:
       network: the model as pure functions.
@@ -61,7 +60,7 @@ class Model:
       more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
       presets: named sets of settings, such as those for the decoding loops in the reference code
         of a published model. `PRESETS` are available for every model.
-      chat: chat template of an instruction-tuned model; None if there is none.
+      chat: chat template of an instruction-tuned model; None for other models.
       family: the family of a published model; empty for other models.
       untrained: heads, as in `heads`, that are not trained yet.
       corpus_sha256: checksum of the training text (`dlm_jax.data.Corpus`); empty if unknown.
@@ -87,7 +86,7 @@ class Model:
         check_settings()
 
     def preset(self, name: str) -> dict[str, Any]:
-        """The settings of a preset, either of this model or common to all models."""
+        """Returns the settings of a preset of this model or of `PRESETS`."""
         known = {**PRESETS, **self.presets}
         if name not in known:
             raise SettingError("preset", name, "is unknown", f"this model has {', '.join(known)}")
@@ -100,7 +99,7 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """Whether ``fill="auto"`` resolves to ``wavefront``, which requires a trained sampler
+        """True if ``fill="auto"`` resolves to ``wavefront``. This requires a trained sampler
         head.
         """
         return "sampler" in self.heads and "sampler" not in self.untrained
@@ -118,13 +117,13 @@ class Model:
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
-        """Ids that the forward process may use as noise."""
+        """Ids that the forward process can use as noise."""
         return noise_ids(self.tokenizer)
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that are never written: MASK, ids that the tokenizer bans, and ids of logits that
-        have no token.
+        """Ids that are never written: MASK, ids banned by the tokenizer, and ids of logits without
+        a token.
         """
         beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
         return tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond)))
@@ -135,7 +134,7 @@ class Model:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """A fingerprint of the tokenizer, as 16 hex digits."""
+        """A fingerprint of the tokenizer with 16 hex digits."""
         told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
         return hashlib.sha256(told).hexdigest()[:16]
 
@@ -203,21 +202,21 @@ def load(
         dlm_jax.export``; a directory in Hub layout with config.json, safetensors and a tokenizer
         (docs/published.md); the name of a model that ships with the package; or a Hub id,
         ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
-        precedence over the Hub. None loads ``shakespeare``.
+        precedence over the Hub. The default is ``shakespeare``.
       mesh: devices over which the parameters and the sampled rows are sharded, or the number of
         devices along each axis. Each shard of a parameter is read directly onto its device. None
         uses a single device.
       dtype: dtype of the parameters, one of `DTYPES`. A published model also computes in this
-        dtype. None means float32, or the stored dtype of a published model.
-      quantize: stores the matrices of the blocks in 8 bits for sampling and scoring: ``int8``, or
+        dtype. The default is float32, or the stored dtype for a published model.
+      quantize: 8-bit format of the matrices of the blocks for sampling and scoring: ``int8``, or
         ``int8_dynamic``, which also rounds the inputs of the matrix products. The matrices of a
         published directory are quantised one at a time as they are read.
-      report: called with one line for each damaged checkpoint that is skipped, and with one line
-        that lists the recommended settings of a published directory.
+      report: function that is called with one line for each skipped damaged checkpoint, and with
+        one line that lists the recommended settings of a published directory.
 
     Raises:
-      ValueError: the path has no usable model, the mesh does not fit the devices, the dtype is
-        unknown, or a JAX setting changes results. The message names the problem and the remedy.
+      ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is
+        unknown, or a JAX setting changes results. The message states the problem and the remedy.
     """
     check_settings()
     path = path_of_model(path)
@@ -260,7 +259,7 @@ def _as_it_is(path: str, parameter: jax.Array) -> jax.Array:
 
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
-    """The heads that start training after this step; empty if the step is unknown."""
+    """Returns the heads whose training starts after this step; empty if the step is unknown."""
     begins = {head.key: getattr(config.heads, head.start) for head in HEADS if head.start}
     return () if step is None else tuple(name for name, at in begins.items() if step <= at)
 
@@ -297,7 +296,7 @@ def _published(
 def _placed(
     name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
 ) -> jax.ShapeDtypeStruct:
-    """The dtype and sharding with which a stored parameter is loaded."""
+    """Returns the target dtype and sharding of a stored parameter."""
     kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
     sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
     return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)
@@ -329,8 +328,8 @@ def export(
     Args:
       model: a published model, or a run initialised from one, as loaded by `dlm_jax.load`.
       path: path of the directory, which must not exist yet.
-      family: output family (`docs/published.md`). None selects the family of the loaded model, or
-        otherwise the first family that can express all settings of the model.
+      family: output family (`docs/published.md`). None selects the family of the loaded model. If
+        the model has no family, the first family that can express all its settings is selected.
       max_shard_bytes: maximum size in bytes of a weights file.
     """
     if model.config is None:

@@ -1,4 +1,4 @@
-"""Custom rules, and rules given as objects, in addition to settings by name."""
+"""Converts custom rules and rule objects to settings by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
 _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
-"""The kinds of rules that can be custom, by name."""
+"""The kinds of custom rules, by name."""
 
 
 RESERVED = frozenset((
@@ -25,7 +25,7 @@ RESERVED = frozenset((
     "prompts", "read_back", "refines", "remasks", "renoises", "report_chain", "rules", "seed",
     "table", "template", "tokens", "trace", "transforms", "version", "watch",
 ))  # fmt: skip
-"""Names that a request, `SampleConfig` or ``sample.py`` already uses."""
+"""Names that requests, `SampleConfig` or ``sample.py`` already use."""
 
 
 class OwnRules(NamedTuple):
@@ -49,7 +49,7 @@ class OwnRules(NamedTuple):
 
 
 def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
-    """The settings of the row with this index."""
+    """Returns the settings of the row with this index."""
     return {
         name: _plain(value[index]) if name in rules.rows else _plain(value)
         for name, value in rules.settings.items()
@@ -60,9 +60,9 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
     """Converts ``rules`` and the rule objects of a call into settings by name.
 
     Args:
-      layers: settings by name. Later layers take precedence. ``rules`` contains custom classes, or
-        is a module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
-        ``edit`` and ``renoise`` may be rule objects, whose fields contain one value for all rows or
+      layers: settings by name. Later layers take precedence. ``rules`` is a list of custom classes
+        or a module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
+        ``edit`` and ``renoise`` can be rule objects, whose fields contain one value for all rows or
         one per row.
       num_rows: number of rows.
     """
@@ -78,7 +78,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
     for name in sorted(rows):
         if len(settings[name]) != num_rows:
             raise ValueError(
-                f"{name} has {len(settings[name])} values for {num_rows} rows; pass one value, or "
+                f"{name} has {len(settings[name])} values for {num_rows} rows; pass one value or "
                 f"one per row"
             )
     own = tuple(name for name in table.transforms if name not in BUILT_IN.transforms)
@@ -86,7 +86,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
 
 
 def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
-    """Whether a scalar setting has one value per row."""
+    """Returns whether a scalar setting has one value per row."""
     setting = table.settings.get(name)
     if setting is None or setting.is_list:
         return False
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
-    """The rule objects among the settings of a layer, with their kinds."""
+    """Returns the rule objects among the settings of a layer, with their kinds."""
     found: list[tuple[str, Any]] = []
     for kind, (base, selector, _) in SLOTS.items():
         value: Any = layer.get(kind)
@@ -121,14 +121,14 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
                 )
             found.append((kind, given))
         if selector != kind and selector in layer:
-            raise ValueError(f"{kind} and {selector} both name a rule; pass only one")
+            raise ValueError(f"{kind} and {selector} both select a rule; pass only one")
     return found
 
 
 def _settings(
     table: RuleTable, layer: Mapping[str, Any], objects: Sequence[tuple[str, Rule]]
 ) -> dict[str, Any]:
-    """The settings of a layer by name, including those of its rule objects."""
+    """Returns the settings of a layer by name, including those of its rule objects."""
     taken = {"rules", "transforms", *(kind for kind, _ in objects)}
     settings = {name: value for name, value in layer.items() if name not in taken}
     chain: list[str] = []
@@ -138,7 +138,7 @@ def _settings(
         fields = given.as_settings()
         for name in fields:
             if name in layer and name != kind:
-                raise ValueError(f"{name} is given twice, also by {kind}; pass it once")
+                raise ValueError(f"{name} is also set by {kind}; pass it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
             # A field with the default value is ignored if another rule sets the same setting.
@@ -151,7 +151,7 @@ def _settings(
         told = fields | told
         if kind == "transforms":
             name = name_of(table, kind, type(given))
-            # A name may map to several settings, such as the two temperatures.
+            # A name can map to several settings, such as the two temperatures.
             if name not in chain or kinds.count(type(given)) > 1:
                 chain.append(name)
         elif SLOTS[kind].selector:
@@ -167,14 +167,16 @@ def _settings(
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message. Long values, such as rules with arrays, are shown by class."""
+    """Formats a value for an error message. Long values, such as rules with arrays, are shown by
+    class.
+    """
     if isinstance(value, str | int | float):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
-    """The rule classes in a sequence, or those that a module defines."""
+    """Returns the rule classes in a sequence or in a module."""
     if isinstance(rules, ModuleType):
         values = [value for value in vars(rules).values() if isinstance(value, type)]
         found = [
@@ -186,7 +188,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
         return found
     if rules is not None and not isinstance(rules, list | tuple):
         raise ValueError(
-            f"rules is {_shown(rules)}; pass a list of classes, or a module with classes"
+            f"rules is {_shown(rules)}; pass a list of classes or a module with classes"
         )
     for cls in rules or ():
         if not isinstance(cls, type) or not issubclass(cls, Rule):
@@ -200,7 +202,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
 
 @functools.lru_cache(maxsize=64)
 def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
-    """A table with the built-in rules and these rules."""
+    """Returns a table with the built-in rules and the given rules."""
     table = BUILT_IN
     for cls in classes:
         kind = _kind(cls)
@@ -213,7 +215,7 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
             )
         entry = (cls,) if kind == "transforms" else cls
         table = replace(table, **{kind: {**known, cls.name: entry}})
-    # A boolean setting also has a negated flag.
+    # Every boolean setting also has a negated flag.
     opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
     for name in table.settings:  # raises an error if a setting is declared twice
         is_taken = name in RESERVED or name in opposites or not name.isidentifier()
@@ -223,7 +225,7 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
 
 
 def name_of(table: RuleTable, kind: str, cls: type[Rule]) -> str:
-    """The name of a rule in its table; empty if it is not in the table."""
+    """Returns the name of a rule in a table; empty if it is not in the table."""
     for name, entry in getattr(table, kind).items():
         if cls is entry or (isinstance(entry, tuple) and cls in entry):
             return name

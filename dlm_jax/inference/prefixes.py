@@ -1,9 +1,9 @@
 """Prompt caching: keys and values of prompt chunks, looked up by a digest of the tokens.
 
 In a causal or block-causal model, the keys and values of a prefix depend only on its tokens. Keys
-and values are computed in chunks of a fixed size, by one program for each canvas length, and cached
-under the digest of all tokens up to the end of the chunk. A row therefore starts from bitwise
-identical keys and values, whether its chunks were cached or computed.
+and values are computed in chunks of a fixed size, by one program for each canvas length. Each chunk
+is cached under the digest of all tokens up to its end. Cached and newly computed keys and values
+are bitwise identical.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Prefixes:
         """Writes the keys and values of `tokens` to the start of a slot's row in `kept`.
 
         Args:
-          params: parameters, as `CachedTrunk.ready` returns them.
-          kept: the cache of all slots, which is donated.
+          params: parameters returned by `CachedTrunk.ready`.
+          kept: the cache of all slots; donated.
           slot: index of the row.
-          tokens: int32; their number is a multiple of the network's block length.
+          tokens: int32 ``[n]``, where n is a multiple of the network's block length.
           canvas: number of positions per row of `kept`.
         """
         row, digest = self._init(params, 1, canvas), np.int64(canvas).tobytes()
@@ -87,7 +87,7 @@ class Prefixes:
 
 @functools.lru_cache(maxsize=16)
 def _programs(cached: CachedTrunk, size: int) -> tuple[Callable[..., Any], ...]:
-    """The compiled functions of a network, shared by all of its `Prefixes` objects."""
+    """Returns the compiled functions of a network, shared by all its `Prefixes` objects."""
 
     def piece(
         params: Params,

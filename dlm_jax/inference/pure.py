@@ -52,7 +52,8 @@ class Sampled(NamedTuple):
       tokens: int32 ``[B, L]``, PAD beyond the length of each row.
       lengths: int32 ``[B]``, number of tokens up to and including the first generated EOS.
       logprobs: float32 ``[B, L]``, log-probabilities in nats under the clean logits.
-      committed: int32 ``[B, L]``, index of the step that wrote each token; -1 if no step did.
+      committed: int32 ``[B, L]``, index of the step that wrote each token; -1 for tokens that no
+        step wrote.
       steps: int32 ``[B]``, number of steps taken.
       status: int32 ``[B]``, value of `dlm_jax.Status`.
       counters: counters of each row, int32 ``[B]`` each.
@@ -71,7 +72,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """Pure functions over pytrees that sample with the settings of `sampler`.
+    """Pure functions over pytrees that sample with the settings passed to `sampler`.
 
     The functions run the same steps as the engine and return the same texts as `dlm_jax.generate`.
     The functions compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True``
@@ -79,7 +80,8 @@ class Sampler:
     and through `step`, including in a ``lax.scan``.
 
     Attributes:
-      model: provides network, tokenizer and recommended settings; its parameters are not used.
+      model: the model, which provides the network, tokenizer and recommended settings. Its
+        parameters are not used.
       program: static part of the compiled functions.
       request: the settings of every row.
     """
@@ -96,13 +98,14 @@ class Sampler:
         return compiler.options("sample", self.program.rows, self.model.compiler_options)
 
     def init(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None = None) -> State:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Args:
           tokens: int32 ``[B, L]``, MASK at holes. Values beyond the length of a row are ignored.
           lengths: int32 ``[B]``.
           seeds: uint32 ``[B]``.
-          is_draft: bool ``[B, L]``, True at tokens that may be rewritten; None if there are none.
+          is_draft: bool ``[B, L]``, True at draft tokens, which can be rewritten. None means that
+            there are no draft tokens.
 
         Raises:
           ValueError: shapes do not match, or a concrete row does not fit the settings.
@@ -130,7 +133,7 @@ class Sampler:
         return with_cache(self.program, self.model.params, state)
 
     def step(self, params: Params, state: State) -> State:
-        """The state after one step of every running row."""
+        """Returns the state after one step of every running row."""
         before, fixed = state, jax.lax.stop_gradient(params)
         state = step(self.program, ready(self.program, fixed, state), state)[0]
         if state.records is None:
@@ -138,7 +141,9 @@ class Sampler:
         return with_gradient_of_step(self.program, params, before, state)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
-        """The state after at most `steps` more steps of each row; `steps` may be traced."""
+        """Returns the state after at most `steps` more steps of each row; `steps` may be a traced
+        array.
+        """
         before, fixed = state, jax.lax.stop_gradient(params)
         loose = jax.lax.stop_gradient(state)
         state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
@@ -147,7 +152,7 @@ class Sampler:
         return with_gradient(self.program, params, before, state)
 
     def finish(self, state: State) -> Sampled:
-        """The current rows, truncated after their first generated EOS."""
+        """Returns the current rows, truncated after their first generated EOS."""
         canvas, eos_ids = state.canvas, jnp.array(self.program.eos_ids, jnp.int32)
         place_1L = jnp.arange(canvas.tokens_BL.shape[1])[None]
         is_live_BL = place_1L < canvas.length_B[:, None]
@@ -169,9 +174,9 @@ class Sampler:
         )
 
     def trace(self, state: State) -> Trace:
-        """The trace of the current rows. `Trace.trimmed` makes a trace cheaper to replay."""
+        """Returns the trace of the current rows. `Trace.trimmed` makes replay cheaper."""
         if state.records is None:
-            raise SettingError("trace", False, "keeps no draws", "use sampler(..., trace=True)")
+            raise SettingError("trace", False, "records no draws", "use sampler(..., trace=True)")
         return trace_of(self.program, state, self.model.vocabulary)
 
     def _check(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None) -> None:
@@ -187,7 +192,7 @@ class Sampler:
             )
         if self.request.capacity > shape[1]:
             raise SettingError(
-                "tokens", UNSET, f"have {shape[1]} positions, but a row may grow to "
+                "tokens", UNSET, f"have {shape[1]} positions, but a row can grow to "
                 f"{self.request.capacity}", "pad them, or pass a lower max_length to sampler()",
             )  # fmt: skip
         if any(isinstance(x, Tracer) for x in (tokens, lengths, is_draft)):
@@ -210,10 +215,10 @@ class Sampler:
 def sampler(
     model: Model, *, trace: bool = False, max_length: int | None = None, **settings: Any
 ) -> Sampler:
-    """Pure sampling functions with these settings for every row.
+    """Returns pure sampling functions that use these settings for every row.
 
     Args:
-      model: from `dlm_jax.load`, or custom.
+      model: a model from `dlm_jax.load`, or a custom one.
       trace: whether all draws are recorded (`Trace`).
       max_length: maximum number of tokens per row after edits. Default: ``model.max_length``.
       **settings: as for `dlm_jax.generate`, one value for all rows.
@@ -243,24 +248,23 @@ def sampler(
 def replay(
     model: Model | Network, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
-    """Log-probabilities under `params` of the tokens written in a trace, float32 ``[B, S, L]`` in
-    nats.
+    """Returns the log-probabilities under `params` of the tokens written in a trace, float32 ``[B,
+    S, L]`` in nats.
 
     With the parameters that sampled the trace, the result equals ``trace.logprobs`` where
     ``trace.is_written`` is True, and is 0 elsewhere. The equality is bitwise in float32 on CPU with
     the same number of rows as in sampling. Otherwise, for example in a ``jax.jit`` without
-    `Sampler.compiler_options`, the equality holds up to rounding. The function is differentiable
-    with respect to `params` and compiled once per shape. Each step is one forward pass of all rows,
-    which is recomputed for the gradient, so memory does not grow with the number of steps.
+    `Sampler.compiler_options`, it holds up to rounding. The function is differentiable with respect
+    to `params` and compiled once per shape. Each step is one forward pass of all rows, which is
+    recomputed for the gradient, so memory does not grow with the number of steps.
 
     Args:
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
       params: parameters of the network. Rows are sharded if the parameters are sharded.
-      trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether to include discarded draws. These are part of the probability of a trace
-        if draws determine which tokens are written (for example
-        ``order="low_confidence"``) or if other draws are conditioned on them
-        (``fill="wavefront"``).
+      trace: a trace from ``generate(..., trace=True)`` or `Sampler.trace`.
+      every_draw: whether discarded draws are included. These are part of the probability of a trace
+        if draws determine which tokens are written (for example ``order="low_confidence"``) or if
+        other draws are conditioned on them (``fill="wavefront"``).
 
     Raises:
       ValueError: the trace has a different vocabulary, needs a head that the model lacks, or has
@@ -284,7 +288,7 @@ def replay(
 def _compiled(
     program: Program, every_draw: bool, compiler_options: tuple[str, ...]
 ) -> Callable[[Params, Trace], jax.Array]:
-    """`replayed`, compiled like the loop of the engine."""
+    """Compiles `replayed` with the compiler options of the engine."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
         with devices.used(program.rows):
@@ -309,7 +313,7 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
         is_same = trace.vocabulary in ("", model.vocabulary)
         if not is_same or trace.mask_id != model.tokenizer.mask_id:
             raise ValueError(
-                "the trace was made with a different tokenizer from the model's; "
+                "the trace was recorded with a tokenizer other than the model's; "
                 "replay it with the model that sampled it"
             )
     if trace.rules.fill.needs_sampler and "sampler" not in network.heads:
@@ -329,14 +333,14 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
 
 
 def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
-    """Hidden vectors and attention weights of every block for the given canvases.
+    """Returns the hidden vectors and attention weights of every block for the given canvases.
 
     The attention maps contain ``B E H L^2`` numbers. With a trace,
     ``inside(model, trace.canvas[:, 0])`` analyses the first forward pass; guidance and caches are
     not applied.
 
     Args:
-      model: model whose `dlm_jax.Network` has `inside`, as all networks of this package do.
+      model: a model whose `dlm_jax.Network` has `inside`, as all networks of this package do.
       tokens: int ``[B, L]``, canvases with MASK at holes.
       lengths: int ``[B]``, number of live positions in each row; None if all are live.
 
@@ -357,7 +361,7 @@ def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
         raise ValueError(f"tokens has ids outside the vocabulary; use 0 to {vocab_size - 1}")
     length_B = np.full(num_rows, num_positions) if lengths is None else np.asarray(lengths)
     if length_B.shape != (num_rows,) or length_B.min() < 1 or length_B.max() > num_positions:
-        raise ValueError(f"lengths={lengths} must be 1 to {num_positions} for each row")
+        raise ValueError(f"lengths={lengths} must be from 1 to {num_positions} for each row")
     arrays = tokens_BL.astype(np.int32), length_B.astype(np.int32)
     return _inside_compiled(model.network)(model.params, *arrays)
 

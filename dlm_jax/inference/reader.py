@@ -1,4 +1,4 @@
-"""Streams the settled text of a row, cut at stop strings."""
+"""Streams the settled text of a row, truncated at stop strings."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """The text of one row as it grows.
+    """The text of one row while it is decoded.
 
-    *Settled* tokens no longer change. If nothing is rewritten, these are the tokens before the
-    first hole. In rows that remask or resample, they are the tokens of finished blocks. A running
-    row with edits has no settled tokens.
+    *Settled* tokens no longer change. In rows that rewrite no tokens, these are the tokens before
+    the first hole. In rows that remask or resample, they are the tokens of finished blocks. A
+    running row with edits has no settled tokens.
 
     Args:
       model: the model of the row.
@@ -46,7 +46,7 @@ class Reader:
       keeps_stop: whether the text includes the stop string.
 
     Attributes:
-      start: position of the first token that was not given.
+      start: position of the first token that is not given.
       is_infill: whether given tokens follow generated ones.
     """
 
@@ -68,7 +68,7 @@ class Reader:
 
     @property
     def _block_ends(self) -> tuple[int, int]:
-        """The end of the first block, and the length of later blocks. The length is 0 if there is
+        """The end of the first block and the length of later blocks. The length is 0 if there is
         only one block.
         """
         length = self._sample.block_length
@@ -76,7 +76,7 @@ class Reader:
         return first + length, length
 
     def settled(self, row: Row) -> int:
-        """The number of settled positions."""
+        """Returns the number of settled positions."""
         if row.status != Status.RUNNING:
             return row.tokens.size
         if self._sample.edits or (self._changes and self.is_infill):
@@ -88,7 +88,7 @@ class Reader:
         return int(holes[0]) if holes.size else row.tokens.size
 
     def pieces(self, row: Row) -> list[Piece]:
-        """New text since the last call: one piece for each finished block.
+        """Returns the new text since the last call, one piece for each finished block.
 
         Without blocks, the text is streamed token by token if the row is decoded left to right.
         Otherwise it is returned when the row ends.
@@ -114,7 +114,7 @@ class Reader:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
-            # The cut may be in an earlier block. Text after the cut is not returned.
+            # The cut can be in an earlier block. Text after the cut is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
@@ -125,8 +125,8 @@ class Reader:
         return found
 
     def whole(self, row: Row) -> tuple[str, range, bool]:
-        """The text of a row, the positions of its tokens, and whether a stop string or EOS ended
-        it.
+        """Returns the text of a row, the positions of its tokens, and whether a stop string or EOS
+        ended it.
         """
         tokens, is_ended = self._upto_eos(row, row.tokens.size)
         text = self._tokenizer.decode(tokens[self.start :])
@@ -135,11 +135,12 @@ class Reader:
         return text[:cut], range(self.start, end), is_ended or cut is not None
 
     def parts(self, row: Row, end: int | None = None) -> list[tuple[str, int | None]]:
-        """Splits the canvas from `start` on into runs of tokens that were written at the same step.
+        """Splits the canvas from `start` on into runs of tokens that were written in the same step.
 
-        The texts of the runs concatenate to the text of the canvas. Each run has the step that
-        wrote it, -1 for tokens that no step wrote, and None for a hole, which is shown as `HOLE`. A
-        character whose tokens were written at several steps belongs to the run of its last token.
+        The texts of the runs concatenate to the text of the canvas. Each run is paired with the
+        step that wrote it, -1 for tokens that no step wrote, or None for holes, which are shown as
+        `HOLE`. A character whose tokens were written in several steps belongs to the run of its
+        last token.
         """
         tokens, ages = row.tokens[self.start : end], row.committed[self.start : end]
         ages = np.where(tokens == self._mask_id, -2, ages)
@@ -158,7 +159,9 @@ class Reader:
     def _ages(
         self, tokens: np.ndarray, ages: np.ndarray, runs: Sequence[tuple[int, int]]
     ) -> list[tuple[str, int | None]]:
-        """The runs between two holes, as texts that concatenate to the text between the holes."""
+        """Decodes the runs between two holes into texts that concatenate to the text between the
+        holes.
+        """
         if not runs:
             return []
         begin, end = runs[0][0], runs[-1][1]
@@ -171,7 +174,7 @@ class Reader:
         return [(text, int(ages[first])) for text, (first, _) in zip(texts, runs, strict=True)]
 
     def filled(self, row: Row) -> list[str]:
-        """The generated texts, one for each run of tokens that were not given."""
+        """Returns the generated texts, one for each run of tokens that are not given."""
         is_free = ~row.is_frozen
         edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
         runs = zip(edges[::2], edges[1::2], strict=True)
@@ -185,12 +188,12 @@ class Reader:
         return (tokens[: ends[0] + 1], True) if ends.size else (tokens, False)
 
     def _ends(self, settled: int) -> list[int]:
-        """Ends of the settled blocks."""
+        """Returns the ends of the settled blocks."""
         end, length = self._block_ends
         return list(range(end, settled + 1, length)) if length else []
 
     def _stop(self, text: str) -> int | None:
-        """The index at which a text is cut, before or after its first stop string."""
+        """Returns the index at which a text is cut, before or after its first stop string."""
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if not found:
             return None
@@ -198,7 +201,7 @@ class Reader:
         return place + len(stop) if self._keeps_stop else place
 
     def _held_back(self, text: str) -> int:
-        """The length of the prefix that can be returned before the rest is known."""
+        """Returns the length of the prefix that can be returned before the rest is known."""
         size = len(text.rstrip(_UNFINISHED))
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):
@@ -208,7 +211,7 @@ class Reader:
         return size
 
     def _covering(self, tokens: np.ndarray, end: int, cut: int | None) -> int:
-        """The end of the tokens whose text contains the stop string at `cut`."""
+        """Returns the end of the shortest run of tokens that contains the stop string at `cut`."""
         if cut is None:
             return end
         low, high = self.start, end

@@ -29,8 +29,8 @@ class Work(NamedTuple):
       tokens: number of tokens that these rows generated.
       steps: number of steps that rows took.
       slot_steps: number of slots times number of steps, including idle slots.
-      taken: the part of `steps` that was taken while requests waited in the same queue.
-      offered: the part of `slot_steps` that was available while requests waited in the same queue.
+      taken: number of steps that rows took while requests waited in the same queue.
+      offered: number of slot steps that passed while requests waited in the same queue.
       counters: counters, summed over all rows.
     """
 
@@ -75,7 +75,5 @@ class Report(NamedTuple):
 
     @property
     def occupancy(self) -> float:
-        """Fraction of slot steps that rows used while requests waited in the same queue; 1 if no
-        request waited.
-        """
+        """Fraction of the offered slot steps that rows used; 1 if no request waited."""
         return self.work.taken / self.work.offered if self.work.offered else 1.0

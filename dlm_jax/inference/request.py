@@ -1,6 +1,6 @@
-"""Requests: prompts and settings, checked once and packed into arrays.
+"""Requests: prompts and settings, validated once and packed into arrays.
 
-Given tokens are frozen, MASK marks the holes, and the tokens of a draft may be rewritten.
+Given tokens are frozen, MASK marks holes, and draft tokens can be rewritten.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Given(NamedTuple):
 def make_canvas(
     tokenizer: Tokenizer, asked: Mapping[str, Any], *, gen_length: int, room: int
 ) -> Given:
-    """The canvas of a request.
+    """Returns the canvas of a request.
 
     Args:
-      tokenizer: converts text to ids.
+      tokenizer: the tokenizer of the model.
       asked: one of ``prompt`` (text before the generated tokens), ``template`` (text with `HOLE`
-        markers) or ``tokens`` (ids). If ``infill`` is true, MASK among the tokens is a hole and no
-        tokens are appended. ``draft`` is a text to refine that follows the prompt.
-      gen_length: number of new tokens after the prompt, and length of a gap without a number. 0
-        fills the remaining space, or adds no tokens after a draft.
+        markers) or ``tokens`` (ids). If ``infill`` is true, MASK tokens are holes and no tokens are
+        appended. ``draft`` is a text to refine after the prompt.
+      gen_length: number of new tokens after the prompt, and length of gaps without a number. With
+        0, the new tokens fill the remaining space; none are added after a draft.
       room: maximum number of tokens of the row.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
@@ -70,13 +70,11 @@ def make_canvas(
     if not isinstance(infill, bool):
         raise SettingError("infill", infill, "is not a bool", "use True or False")
     if infill and kinds != ["tokens"]:
-        raise SettingError(
-            "infill", UNSET, "means nothing without tokens", "pass tokens, or a template"
-        )
+        raise SettingError("infill", UNSET, "requires tokens", "pass tokens or a template")
     draft = asked.get("draft")
     if draft is not None and (infill or kinds == ["template"]):
         raise SettingError(
-            "draft", UNSET, "stands behind a prompt", "it is not supported with template or infill"
+            "draft", UNSET, "follows a prompt", "do not combine it with template or infill"
         )
     if kinds == ["template"]:
         text = _text("template", asked["template"])
@@ -96,7 +94,7 @@ def make_canvas(
             raise SettingError(
                 "tokens",
                 UNSET,
-                f"hold MASK ({tokenizer.mask_id})",
+                f"contain MASK ({tokenizer.mask_id})",
                 "set infill=True to fill it, or remove it",
             )
     else:
@@ -136,12 +134,14 @@ def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np
     for marker in _TYPO.finditer(text):
         if not HOLE.match(text, marker.start()):
             near = text[marker.start() : marker.start() + 12]
-            raise ValueError(f"template: {near!r} is not a gap; write <hole:8>, or <hole>")
+            raise ValueError(f"template: {near!r} is not a gap; write <hole:8> or <hole>")
     parts, end = [], 0
     for marker in HOLE.finditer(text):
         length = gen_length if marker[1] is None else int(marker[1])
         if length < 1:
-            remedy = "write <hole:8>, say" if marker[1] else "set gen_length, or write <hole:8>"
+            remedy = (
+                "write <hole:8>, for example" if marker[1] else "set gen_length, or write <hole:8>"
+            )
             raise ValueError(f"template: {marker[0]} is a gap of {length} tokens; {remedy}")
         if length > room:
             raise ValueError(
@@ -173,7 +173,7 @@ def _check_room(given: Given, room: int, what: str) -> Given:
 def _continued(
     tokenizer: Tokenizer, given: np.ndarray, gen_length: int, max_length: int
 ) -> np.ndarray:
-    """Ids of the prompt, then MASK at every token to generate."""
+    """Appends MASK to the ids of the prompt for every token to generate."""
     room = max_length - given.size
     if room < 1:
         raise SettingError(
@@ -195,7 +195,7 @@ def _continued(
 def _with_draft(
     tokenizer: Tokenizer, given: np.ndarray, text: str, gen_length: int, room: int
 ) -> Given:
-    """Ids of the prompt, ids of the draft, and the requested holes."""
+    """Concatenates the ids of the prompt, the ids of the draft, and the requested holes."""
     draft = tokenizer.encode(text)
     if not draft.size:
         raise SettingError("draft", UNSET, "is empty", "pass text to refine, or remove it")
@@ -208,13 +208,15 @@ def _with_draft(
 def check_settings(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that are invalid for the model."""
     if "scorer" in model.network.heads:
-        raise ValueError("the model is a sequence scorer, which does not generate; load another")
+        raise ValueError(
+            "the model is a sequence scorer, which does not generate; load another model"
+        )
     if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
         raise SettingError(
             "max_new_tokens",
             sample.max_new_tokens,
             "is the target length of edits, which requires edit=True and a length_target_mode",
-            f"without them use gen_length={sample.max_new_tokens} and max_new_tokens=0",
+            f"otherwise, use gen_length={sample.max_new_tokens} and max_new_tokens=0",
         )
     facts = model.facts
     if facts.block_length:
@@ -241,7 +243,7 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
             "block_length",
             sample.block_length,
             f"is neither the training value {facts.block_length} nor a divisor of it",
-            "use 0 for the same value",
+            "use 0 for the training value",
         )
     if sample.edits:
         raise SettingError(
@@ -257,14 +259,14 @@ def _check_canvases(facts: ModelFacts, sample: SampleConfig, *, renews: bool) ->
         raise SettingError(
             "order",
             sample.order,
-            "fills holes, and the canvases of this model hold random tokens",
+            "fills holes, but the canvases of this model contain random tokens",
             "use order='entropy_renoise'",
         )
     if not 1 <= sample.block_length <= facts.canvas_length:
         raise SettingError(
             "block_length",
             sample.block_length,
-            f"is more than the {facts.canvas_length} positions of a canvas",
+            f"is outside the range 1 to {facts.canvas_length}, the canvas length",
             "use 0 for whole canvases",
         )
 
@@ -276,14 +278,14 @@ def check_trace(sample: SampleConfig) -> None:
 
 
 def check_draft(sample: SampleConfig, given: Given) -> None:
-    """Raises ValueError if no rule refines the draft."""
+    """Raises ValueError if no enabled rule refines the draft."""
     renews = sample.table.commit[sample.order].renews
     needs = 1 if sample.resample or sample.edits or sample.renoises or renews else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise SettingError(
             "draft",
             UNSET,
-            "requires remasking, resampling, re-noise or edits, and none is enabled",
+            "requires remasking, resampling, re-noising or edits, but none of them is enabled",
             "for example, use remask=scheduled, schedule=all and steps=8",
         )
 
@@ -296,16 +298,16 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
             UNSET,
             f"contains the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
             "-inf, ignore_eos, or ids without text)",
-            "remove them, or lift the ban",
+            "remove them or lift the ban",
         )
 
 
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     """Raises ValueError if the canvas does not match the settings and the model.
 
-    Possible causes are fewer steps than blocks with holes or draft tokens, banned ids in a draft,
-    given tokens after a hole in a block-causal model, or a fill or cache rule that does not support
-    the canvas.
+    Possible causes are too few steps for the blocks with holes or draft tokens, banned ids in a
+    draft, given tokens after a hole in a block-causal model, or a fill or cache rule that does not
+    support the canvas.
     """
     sample = request.sample
     check_structure(sample, request.tokens, is_draft=request.is_draft, mask_id=mask_id)
@@ -352,11 +354,11 @@ class Request:
     Attributes:
       tokens: int ``[n]``, the whole canvas: given tokens, the draft, and MASK at holes.
       sample: settings of the row, with at least one step for each block with holes. In a `Request`,
-        ``fill="auto"`` means the parallel fill, because `make_requests` and `generate` have already
-        resolved it according to the heads of the model.
+        ``fill="auto"`` is the parallel fill, because `make_requests` and `generate` resolve
+        ``auto`` according to the heads of the model.
       seed: random seed of the row, in [0, 2**32).
       is_draft: True at draft tokens; None if there are no draft tokens.
-      host_sampler: selects the tokens of the row from the candidates that remain after its chain.
+      host_sampler: function that selects the tokens of the row from the candidates after its chain.
       read_back: whether the candidates of each token are recorded.
       capacity: maximum number of tokens of the row after edits; 0 means its current length.
       trace: whether each step is recorded.
@@ -378,7 +380,7 @@ class Request:
 
     @property
     def needs_host(self) -> bool:
-        """Whether Python must read the row at every step."""
+        """True if Python must read the row at every step."""
         return self.read_back or self.host_sampler is not None
 
     def is_open(self, mask_id: int) -> np.ndarray:
@@ -388,7 +390,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
-            raise SettingError("seed", self.seed, "is outside [0, 2**32)", "use a smaller one")
+            raise SettingError(
+                "seed", self.seed, "is outside [0, 2**32)", "use a seed in this range"
+            )
         if self.tokens.ndim != 1 or self.tokens.size == 0:
             raise SettingError(
                 "tokens", UNSET, f"have shape {self.tokens.shape}", "pass one non-empty row"
@@ -419,7 +423,7 @@ class Request:
 
 
 class Static(NamedTuple):
-    """The static settings. Rows whose static settings are equal can run together."""
+    """The static settings. Rows with equal static settings can run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -438,10 +442,10 @@ def static_of(request: Request) -> Static:
 
 
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
-    """The parameters of requests with equal static settings, one row each.
+    """Returns the parameters of requests with equal static settings, one row per request.
 
     The parameters are host arrays, which are passed directly to compiled functions. Separate
-    transfers to the device would dominate the time to refill a slot.
+    transfers to the device would take most of the time needed to refill a slot.
 
     A row ends at its EOS, because tokens after EOS would be discarded. Edits can still move EOS, so
     a row with edits ends at EOS only with ``stop_at_eos``.
@@ -458,7 +462,7 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
 
 
 def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
-    """Indices of the requests that can run in the same program, by static settings."""
+    """Groups the indices of requests that can run in the same program by static settings."""
     groups: dict[Static, list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(static_of(request), []).append(index)
@@ -466,11 +470,11 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 
 
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
-    """The requests with unused parts of their chains removed.
+    """Removes the unused parts from the chains of the requests.
 
     A part is unused if no request with the same chain uses it. Unused parts have no effect, and a
     shorter chain compiles faster. Unused transforms that read ids after a truncation to a few
-    candidates are kept. Without them, the rest of the chain would run on only those candidates and
+    candidates are kept. Without them, the rest of the chain would process only those candidates and
     draw other tokens, so a row would depend on the other rows of its batch.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
@@ -480,7 +484,7 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
         (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
-    # Requests that share a settings object still share one afterwards.
+    # Requests that share a settings object also share the shortened one.
     shorter = {id(r.sample): r.sample for r in requests}
     shorter = {
         place: replace(sample, chain=kept[sample.table, sample.chain])
@@ -490,7 +494,9 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
 
 
 def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
-    """The names of transforms in a chain that read ids after a truncation to a few candidates."""
+    """Returns the names of transforms in a chain that read ids after a truncation to a few
+    candidates.
+    """
     found: set[str] = set()
     is_cut = False
     for name in chain:
@@ -510,15 +516,14 @@ def make_requests(
     num_rows: int | None = None,
     known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
-    """The requests for one prompt. `first` is added to the seed unless the prompt has its own seed.
+    """Returns the requests for one prompt. `first` is added to the seed unless the prompt has its
+    own seed.
 
     `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
     other prompts with the same `model` and `common`.
     """
     if not isinstance(prompt, str | Mapping):
-        raise SettingError(
-            "prompt", prompt, "is neither a string nor a mapping", "put it in quotes"
-        )
+        raise SettingError("prompt", prompt, "is neither a string nor a mapping", "pass a string")
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
@@ -526,9 +531,7 @@ def make_requests(
     room = room_of(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
     if "trace" in own:
-        raise SettingError(
-            "trace", own["trace"], "applies to all rows or none", "pass it to the call"
-        )
+        raise SettingError("trace", own["trace"], "applies to all rows", "pass it to the call")
     trace = asked.get("trace", False)
     layers = [{k: v for k, v in layer.items() if k not in _NOT_RULES} for layer in (common, own)]
     rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
@@ -557,22 +560,22 @@ def make_requests(
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """A key for the settings of a prompt, including their types and whether the host reads its
-    rows. None if a setting is not a plain value.
+    """Returns a key for the settings of a prompt, which includes their types and whether the host
+    reads its rows. The key is None if a setting is not a plain value.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
         return None
-    # A string, because 1, 1.0 and True are equal.
+    # `repr` distinguishes 1, 1.0 and True, which are equal.
     return any(host.values()), tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
 def settings_of_call(
     model: Model, settings: Mapping[str, Any], *, needs_host: bool = False
 ) -> SampleConfig:
-    """The settings of the first row of a call.
+    """Returns the settings of the first row of a call.
 
-    `needs_host` states whether the rows have a host sampler or read-back.
+    `needs_host` is True if the rows have a host sampler or read-back.
     """
     asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
     rules = own_rules(asked, num_rows=1)
@@ -582,7 +585,7 @@ def settings_of_call(
 def _settings(
     model: Model, rules: OwnRules, settings: dict[str, Any], *, needs_host: bool
 ) -> SampleConfig:
-    """The settings of a row, resolved and checked against the model."""
+    """Returns the settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
     recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
     if not model.process.is_masked:
@@ -605,7 +608,7 @@ def _settings(
         raise SettingError(
             "confidence_of",
             sample.confidence_of,
-            "reads state that host samplers and read-back do not keep",
+            "requires state that host samplers and read-back do not keep",
             "use confidence_of='clean'",
         )
     if needs_host and rules.table.commit[sample.order].renews:
@@ -625,8 +628,8 @@ def _settings(
 
 
 def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings for a model whose noise is not MASK: ``order="posterior"``, unless another order
-    is recommended or given.
+    """Adds ``order="posterior"`` for a model whose noise is not MASK, unless another order is
+    recommended or given.
     """
     own = {} if recommended["order"] != "random" else {"order": "posterior"}
     return own | dict(given)
@@ -635,15 +638,15 @@ def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 def _auto_fill(
     model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
 ) -> dict[str, Any]:
-    """The fill and order for a model without a recommended fill.
+    """Returns the fill and order for a model without a recommended fill.
 
-    Among random commit orders, ``random_filled`` gave the best texts at every number of steps
+    Among random commit orders, ``random_filled`` produced the best texts at every number of steps
     (benchmarks/results/sampler_head.md, "Comparison with training-free rules").
     """
     if not model.fills_in_waves:
         return {"fill": "parallel"}
     if needs_host:
-        _warn_of_parallel("'wavefront' of its sampler head", stacklevel=7)
+        _warn_of_parallel("default 'wavefront'", stacklevel=7)
         return {"fill": "parallel"}
     if "order" not in given and recommended["order"] == "random":
         return {"fill": "wavefront", "order": "random_filled"}
@@ -660,7 +663,7 @@ def _warn_of_parallel(replaced: str, *, stacklevel: int) -> None:
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise SettingError(name, value, "is not an integer", "use one")
+        raise SettingError(name, value, "is not an integer", "use an integer")
     return int(value)
 
 

@@ -25,15 +25,16 @@ class Row:
       tokens: int32 ``[n]``, MASK at holes.
       is_frozen: True at given tokens.
       logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens and holes.
+        logits from which it was drawn; 0 at given tokens and holes.
       committed: int32 ``[n]``, index of the step that wrote each token, starting at 0; -1 at given
         tokens, holes, draft tokens, and tokens written by an edit or re-noising.
       steps: number of steps taken so far.
-      block: index of the current block, starting at 0; blocks with nothing to write do not count.
+      block: index of the current block, starting at 0; blocks with nothing to write are not
+        counted.
       status: status of the row.
       counters: counters of the row.
-      origin: int32 ``[n]``, index of each position before the last call of the loop, or on the
-        canvas that was shown last; -1 for new positions. None without edits.
+      origin: int32 ``[n]``, index of each position before the last call of the loop, or on the most
+        recently shown canvas; -1 for new positions. None without edits.
       read_back: read-back records of the tokens, in commit order.
       error: exception of the host sampler or the program, or None.
       is_lost: whether the program raised `error`, so that the state of the row is lost.
@@ -63,9 +64,7 @@ class Row:
         return int((self.committed >= 0).sum())
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
-        """The row up to and including its first generated EOS; unchanged if given tokens follow
-        EOS.
-        """
+        """Truncates the row after its first generated EOS, unless given tokens follow the EOS."""
         is_eos = np.zeros(self.tokens.size, bool)
         for eos_id in eos_ids:
             is_eos |= self.tokens == eos_id
@@ -85,14 +84,14 @@ class Row:
 
 
 class Since:
-    """Maps positions of a row to positions on the canvas that was shown last."""
+    """Maps positions of a row to positions on the most recently shown canvas."""
 
     def __init__(self) -> None:
         self._origin: np.ndarray | None = None
 
     def add(self, row: Row) -> Row:
-        """The row after another call of the loop, with `origin` relative to the last shown
-        canvas.
+        """Returns the row after a call of the loop, with `origin` relative to the most recently
+        shown canvas.
         """
         before = self._origin
         if row.origin is not None and before is not None:
@@ -116,9 +115,9 @@ class Generation:
       lengths: int32 ``[R]``, number of live tokens in each row, including given tokens.
       steps: int32 ``[R]``, number of steps taken.
       counters: counters of each row, int32 ``[R]`` each.
-      status: ``[R]``, status with which each row ended.
+      status: ``[R]``, final status of each row.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens. For unchanged draft tokens it is the
+        logits from which it was drawn; 0 at given tokens. For unchanged draft tokens, it is the
         log-probability under the second-to-last forward pass.
       committed: int32 ``[R, L]``, index of the step that wrote each token, starting at 0; -1 at
         given tokens, draft tokens, and tokens written by an edit.
@@ -145,7 +144,7 @@ class Generation:
 
 
 def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
-    """The rows as arrays, padded to a canvas that fits the longest row."""
+    """Stacks the rows into arrays, padded to a canvas that fits the longest row."""
     width = canvas_size(max(row.tokens.size for row in rows))
 
     def table(name: str, fill: float, dtype: Any) -> np.ndarray:
@@ -171,8 +170,8 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
 
 
 def canvas_size(length: int, *, is_shared: bool = False) -> int:
-    """Static canvas length for `length` tokens: the next multiple of 64, so that few programs are
-    compiled.
+    """Returns the static canvas length for `length` tokens: the next multiple of 64, so that few
+    programs are compiled.
 
     If `is_shared` (for requests of any length), the canvas length is a power of two, so that even
     fewer programs are compiled.

@@ -1,9 +1,9 @@
-"""Assigns requests to slots of programs, without using devices or arrays.
+"""Assigns requests to slots of programs. This module uses no devices or arrays.
 
 Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
-and then by number. A queue is served by a program with enough slots for its requests. When a row
-ends, its slot takes the next request. Queues are served round robin. The number of programs is
-limited. To make room, the least recently used program is evicted; if all programs are busy, one
+and then by number. A queue runs in a program with enough slots for its requests. When a row ends,
+the next request fills its slot. Queues are served round robin. The number of programs is limited.
+When the limit is reached, the least recently used program is evicted; if all programs are busy, one
 queue is drained.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request that was submitted.
+    """The identifier of a submitted request.
 
     Attributes:
       number: number of the request in its engine, greater than all earlier numbers.
@@ -30,7 +30,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Entry:
-    """A submitted request, which runs in `slot`, or waits if `slot` is None."""
+    """A submitted request, which runs in `slot` or waits if `slot` is None."""
 
     ticket: Ticket
     request: Any
@@ -50,12 +50,12 @@ class Entry:
 
 
 class Counts(NamedTuple):
-    """Counts of the work in a queue.
+    """Numbers of requests and slots of a queue.
 
     Attributes:
       waiting: number of waiting requests.
       running: number of running requests.
-      fills: number of slots that waiting requests will fill.
+      fills: number of slots to be filled by waiting requests.
       evicted: number of slots whose request was cancelled.
     """
 
@@ -70,17 +70,17 @@ class Queue:
 
     Attributes:
       bucket: bucket of the requests, with a unique ``key``.
-      sizes: possible numbers of slots, ascending.
+      sizes: possible numbers of slots, in ascending order.
       is_reserved: whether `Engine.reserve` created the queue.
-      size: number of slots of its program; None if it has no program.
-      program: its program.
-      num_own: number of slots of its program in this process.
+      size: number of slots of the queue's program; None if it has no program.
+      program: program of the queue.
+      num_own: number of slots of the program in this process.
       slots: `Slots` object that runs the program.
       running: running requests by slot.
-      evicted: slots of cancelled requests, cleared when the queue is served next.
+      evicted: slots of cancelled requests. The slots are cleared when the queue is next served.
       totals: total work of all processes at the last call.
-      is_draining: whether new requests are held back to free the program for another queue.
-      since: time at which the queue got its program, counted in calls that served any queue.
+      is_draining: whether new requests wait so that another queue can use the program.
+      since: index of the call in which the queue received its program, counted over all queues.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -102,17 +102,17 @@ class Queue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request runs or waits in this process."""
+        """True if a request runs or waits in this process."""
         return bool(self.running or self.num_waiting)
 
     @property
     def size_wanted(self) -> int:
-        """Number of slots for all running and waiting rows, up to the largest size."""
+        """The number of slots for all running and waiting rows, up to the largest size."""
         wanted = len(self.running) + self.num_waiting
         return next((size for size in self.sizes if size >= wanted), self.sizes[-1])
 
     def counts(self) -> Counts:
-        """The work of this process."""
+        """Returns the work of this process."""
         free = self.sizes[-1] if self.size is None else self.num_own - len(self.running)
         fills = 0 if self.is_draining else min(self.num_waiting, free)
         return Counts(self.num_waiting, len(self.running), fills, len(self.evicted))
@@ -127,7 +127,7 @@ class Queue:
         if entry.slot is not None:
             return
         self.num_waiting -= 1
-        # Cancelled requests stay in the heap until they reach the front, or until there are many.
+        # Cancelled requests stay in the heap until they reach the front or their number is large.
         if len(self._heap) > 2 * self.num_waiting + 16:
             self._heap = [other for other in self._heap if not other.is_cancelled]
             heapq.heapify(self._heap)
@@ -139,7 +139,9 @@ class Queue:
         self.evicted.add(entry.slot)
 
     def admit(self) -> dict[int, Entry | None]:
-        """The slots that change, with their next requests; None where a slot becomes free."""
+        """Assigns waiting requests to free slots. Returns the changed slots with their new
+        requests; None marks a slot that becomes free.
+        """
         free = [slot for slot in range(self.num_own) if slot not in self.running]
         new = dict(zip([] if self.is_draining else free, self._pop(), strict=False))
         for slot, entry in new.items():
@@ -168,14 +170,14 @@ class Queue:
 
 
 class Scheduler:
-    """The queues with work, and their programs.
+    """The queues with work and their programs.
 
     Args:
-      load: creates the program for a bucket with the given number of slots.
+      load: function that creates the program for a bucket with the given number of slots.
       max_programs: maximum number of cached programs.
       num_processes: number of processes that share the slots of each program equally. `agree` keeps
         the order of queues identical in all processes.
-      is_together: whether there are several processes.
+      is_together: whether several processes share the programs.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class Scheduler:
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:
-        """Starts serving a queue until it has no work."""
+        """Adds a queue, which is served until it has no work."""
         if queue not in self._order:
             self._order.append(queue)
             self.is_busy = True
@@ -208,11 +210,11 @@ class Scheduler:
         self._programs.clear()
 
     def counts(self) -> list[Counts]:
-        """The work in each queue of this process."""
+        """Returns the work of this process in each queue."""
         return [queue.counts() for queue in self._order]
 
     def agree(self, everywhere: Iterable[Iterable[int]]) -> None:
-        """Sets the work in each queue, summed over all processes."""
+        """Sets the total work of all processes in each queue."""
         for queue, counts in zip(self._order, everywhere, strict=True):
             queue.totals = Counts(*counts)
             if not queue.totals.running:
@@ -220,7 +222,7 @@ class Scheduler:
         self.is_busy = any(any(queue.totals) for queue in self._order)
 
     def next(self) -> Queue | None:
-        """The next queue with work and a program, whose size may have changed."""
+        """Returns the next queue with work and a program. The program's size may have changed."""
         for _ in range(len(self._order)):
             queue = self._order[0]
             self._order.rotate(-1)
@@ -231,10 +233,11 @@ class Scheduler:
         return None
 
     def leave(self, queue: Queue) -> None:
-        """Releases the program of a queue without running requests; removes a queue without work.
+        """Releases the program of a queue without running requests and removes a queue without
+        work.
 
-        With several processes, this method does nothing, because `agree` releases a program once no
-        process runs a request with the program.
+        With several processes, this method has no effect, because `agree` releases a program when
+        no process runs a request in it.
         """
         if self.is_together:
             return
@@ -261,7 +264,9 @@ class Scheduler:
         return program is not None or now is not None
 
     def _program(self, queue: Queue, size: int) -> Any:
-        """The program of a queue; None if the limit is reached and all programs are in use."""
+        """Returns the program of a queue; None if the limit is reached and all programs are in
+        use.
+        """
         key = (queue.bucket.key, size)
         if key not in self._programs:
             in_use = {(q.bucket.key, q.size) for q in self._order if q is not queue}

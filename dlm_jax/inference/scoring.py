@@ -1,7 +1,7 @@
-"""Scores texts with a loaded model: nats per token and bits per character, with standard errors.
+"""Scores texts with a loaded model, in nats per token and bits per character with standard errors.
 
-A diffusion model gives an upper bound, estimated from random masks. An autoregressive model gives
-the exact value, so it can be used to evaluate texts that other models generated.
+The score under a diffusion model is an upper bound, estimated from random masks. The score under an
+autoregressive model is exact, so such a model can evaluate texts that other models generated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 Window = tuple[np.ndarray, int]
-"""The ids of a row, and the number of given ids at its start."""
+"""The ids of a row and the number of given ids at its start."""
 
 MOST_AT_ONCE = 1 << 16
-"""Maximum number of rows per batch, and maximum number of mask draws."""
+"""Maximum number of rows per batch and of mask draws."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Score:
       nats: float64 ``[N]``, cost of each text.
       tokens: int ``[N]``, number of scored tokens, without the prompt.
       characters: int ``[N]``, number of characters of the text without the prompt.
-      draw_error: float64 ``[N]``, standard error of the cost of each text due to the mask draws; 0
-        for exact likelihoods, NaN if a window of the text has only one draw.
+      draw_error: float64 ``[N]``, standard error of the cost of each text due to the random masks;
+        0 for exact likelihoods, NaN if a window of the text has only one draw.
       is_exact: whether ``nats`` is exact. If not, ``nats`` is an upper bound in expectation.
       num_draws: number of masks drawn per window.
     """
@@ -57,21 +57,21 @@ class Score:
 
     @property
     def nats_per_token(self) -> tuple[float, float]:
-        """Mean cost per token, and its standard error.
+        """The mean cost per token and its standard error.
 
-        Texts are treated as independent. For a single text, the error is that due to the mask
-        draws.
+        Texts are treated as independent. For a single text, the error is that due to the random
+        masks.
         """
         return self._per(self.tokens, 1.0)
 
     @property
     def bits_per_character(self) -> tuple[float, float]:
-        """Mean cost per character, and its standard error, as for `nats_per_token`."""
+        """The mean cost per character and its standard error, as for `nats_per_token`."""
         return self._per(self.characters, math.log(2.0))
 
     def interval(self, error: float) -> float:
-        """Half-width of the 95% confidence interval (Student's t) of a value with this standard
-        error.
+        """Returns the half-width of the 95% confidence interval (Student's t) of a value with this
+        standard error.
         """
         return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
 
@@ -91,15 +91,15 @@ def score(
     batch_size: int = 16,
     seed: int = 0,
 ) -> Score:
-    """The score of each text, given its prompt if there is one.
+    """Scores each text, conditioned on its prompt if there is one.
 
-    If a text without a prompt is longer than the model's canvas, it is cut into windows, each
+    If a text without a prompt is longer than the model's canvas, it is split into windows, each
     scored without the previous windows. The cost of the text is the sum over its windows.
 
     Args:
-      model: from `dlm_jax.load`, or custom.
-      texts: one or more texts, none of which is empty.
-      prompts: one per text, visible to the model but not scored.
+      model: a model from `dlm_jax.load`, or a custom one.
+      texts: one or more non-empty texts.
+      prompts: one prompt per text, visible to the model but not scored.
       num_draws: number of masks drawn per window; not used by a causal model.
       batch_size: number of windows per forward pass.
       seed: random seed of the masks.
@@ -147,12 +147,13 @@ def score_rows(
     batch_size: int = 16,
     seed: int = 0,
 ) -> Costs:
-    """Costs of N rows of tokens, float64 ``[N]`` arrays that do not depend on the batching.
+    """Returns the costs of N rows of tokens, float64 ``[N]`` arrays that do not depend on
+    `batch_size`.
 
     Args:
-      model: from `dlm_jax.load`, or custom.
+      model: a model from `dlm_jax.load`, or a custom one.
       rows: ``tokens`` int ``[N, L]``, ``length`` ``[N]`` and, if there are prompts, ``given``
-        ``[N]``, as from the data pipeline.
+        ``[N]``, as returned by the data pipeline.
       num_draws: number of masks drawn per row; not used by a causal model.
       batch_size: number of rows per forward pass.
       seed: random seed of the masks, in [0, 2**32).
@@ -169,14 +170,14 @@ def score_rows(
 
 
 def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
-    """Raises ValueError for a number of draws, a batch size or a seed that is out of range."""
+    """Raises ValueError if the number of draws, the batch size or the seed is out of range."""
     for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
         if value < 1:
             raise SettingError(name, value, "must be at least 1")
         if value > MOST_AT_ONCE:
-            raise SettingError(name, value, "is too large", f"use {MOST_AT_ONCE} at most")
+            raise SettingError(name, value, "is too large", f"use at most {MOST_AT_ONCE}")
     if not 0 <= seed < 2**32:
-        raise SettingError("seed", seed, "is outside [0, 2**32)", "use a smaller one")
+        raise SettingError("seed", seed, "is outside [0, 2**32)", "use a seed in this range")
 
 
 def _share(
@@ -189,7 +190,7 @@ def _share(
 def compiled(
     fn: Callable[..., Any], network: Network, given: tuple[str, ...], **static: Any
 ) -> Callable[..., Any]:
-    """`fn`, compiled with options as in `Model.compiler_options`."""
+    """Compiles `fn` with options as in `Model.compiler_options`."""
     options = compiler.options("sample", given=given)
     return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
 
@@ -219,7 +220,7 @@ def _in_batches(
 def _windows_of(
     texts: Sequence[str], cut: Callable[[int, str], Sequence[Window]]
 ) -> tuple[list[Window], list[int]]:
-    """The windows of all texts, and the text index of each."""
+    """Returns the windows of all texts and the text index of each window."""
     windows: list[Window] = []
     owners: list[int] = []
     for index, text in enumerate(texts):
@@ -235,7 +236,7 @@ def _windows_of(
 
 
 def _windows(model: Model, prompt: str, text: str) -> list[Window]:
-    """Rows of ids that contain a text, each with the number of its given tokens."""
+    """Splits a text into windows. A text with a prompt is a single window."""
     given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
@@ -263,15 +264,15 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
 
 
 def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
-    """Predicted fraction of wrong tokens in each text, float64 ``[N]`` in [0, 1].
+    """Returns the predicted fraction of wrong tokens in each text, float64 ``[N]`` in [0, 1].
 
-    A text that is longer than the scorer's canvas is cut into windows of equal length (within one
+    A text that is longer than the scorer's canvas is split into windows of equal length (within one
     token), each scored separately. The result for the text is the mean over the windows, weighted
     by their number of tokens.
 
     Args:
-      model: a sequence scorer, from `dlm_jax.load`.
-      texts: one or more texts, none of which is empty.
+      model: a sequence scorer from `dlm_jax.load`.
+      texts: one or more non-empty texts.
       batch_size: number of windows per forward pass.
     """
     _check_scorer(model)
@@ -294,12 +295,12 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
 def held_out_errors(
     model: Model, rows: Mapping[str, np.ndarray], *, batch_size: int = 16, seed: int = 0
 ) -> scorer.Errors:
-    """Errors of a scorer on N rows of true text, corrupted as in training.
+    """Returns the errors of a scorer on N rows of true text, corrupted as in training.
 
     Args:
-      model: a sequence scorer, from `dlm_jax.load`.
-      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as from the data pipeline;
-          N is a multiple of `batch_size`, and rows may be empty.
+      model: a sequence scorer from `dlm_jax.load`.
+      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as returned by the data
+        pipeline. N is a multiple of `batch_size`, and rows can be empty.
       batch_size: number of rows per forward pass. Wrong tokens are drawn from rows of the same
         batch.
       seed: random seed of the corruption. Seed 0 with the batch size of the training run
@@ -327,7 +328,7 @@ def _check_scorer(model: Model) -> None:
 
 
 def _scorer_windows(model: Model, text: str) -> list[Window]:
-    """The tokens of a text, split into the fewest windows of nearly equal length that fit the
+    """Splits the tokens of a text into the fewest windows of nearly equal length that fit the
     canvas.
     """
     if not isinstance(text, str):

@@ -40,16 +40,16 @@ Loop = Advance | HostLoop
 
 _LAST_USED = 64
 _ALONE = 4
-"""Traces are copied row by row if at most one in this number of rows has ended."""
+"""Traces are copied row by row if at most one row in four has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
 
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
-    """The loop for requests of a bucket with this number of slots.
+    """Returns the loop for requests of a bucket with this number of slots.
 
-    Equal arguments return the same loop as long as it is referenced or is one of the 64 most
-    recently used loops, so its program is not compiled again.
+    Equal arguments return the same loop while it is referenced or among the 64 most recently used
+    loops, so its program is not recompiled.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -74,13 +74,13 @@ _REMEMBERED = 512
 class Bucket:
     """Requests with the same static settings, canvas length, and list widths.
 
-    The parameters of all requests are packed to the same shapes, so a slot can run another request
-    without compilation. The widest request of the bucket sets these shapes.
+    The parameters of all requests are packed into the same shapes, so a slot can run another
+    request without recompilation. The widest request of the bucket determines these shapes.
 
     Args:
       requests: example requests with equal static settings. The longest list of a setting, such as
-        a bias, sets the width.
-      facts: properties of the model, for the rules.
+        a bias, determines the width.
+      facts: properties of the model that rules use.
       canvas: canvas length in positions.
 
     Attributes:
@@ -94,7 +94,7 @@ class Bucket:
         longest = max(request.room for request in requests)
         if canvas < longest:
             raise ValueError(
-                f"canvas={canvas} is less than the {longest} positions that a request may fill; "
+                f"canvas={canvas} is less than the {longest} positions that a request can fill; "
                 f"use {canvas_size(longest)}"
             )
         self.static, self.canvas, self._facts = static_of(requests[0]), canvas, facts
@@ -107,7 +107,7 @@ class Bucket:
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     def holds(self, request: Request) -> bool:
-        """Whether a request with equal static settings fits the canvas and the list widths."""
+        """Returns whether a request with equal static settings fits the canvas and list widths."""
         if request.room > self.canvas:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:
@@ -123,9 +123,10 @@ class Bucket:
         return found
 
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
-        """The parameters of the requests: host arrays with one row per request.
+        """Packs the parameters of the requests into host arrays, one row per request.
 
-        If `requests` is empty, the parameters are those of an arbitrary request, for idle slots.
+        For an empty sequence, the result contains the parameters of an arbitrary request, for idle
+        slots.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
@@ -134,7 +135,7 @@ class Bucket:
         return _shapes(columns(requests, self._facts))
 
     def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
-        """A subset of the requests that packs to the same shapes."""
+        """Returns a subset of the requests that packs into the same shapes."""
         if len(requests) == 1 or self._pack_shapes(requests[:1]) == shapes:
             return [requests[0]]
         middle = len(requests) // 2
@@ -148,7 +149,7 @@ class Bucket:
 
 
 def _shapes(packed: Any) -> Hashable:
-    """A hashable description of these arrays: their tree, shapes and dtypes, without the number of
+    """Returns a hashable description of the arrays: tree, shapes and dtypes, but not the number of
     rows.
     """
     leaves, tree = jax.tree.flatten(packed)
@@ -156,7 +157,8 @@ def _shapes(packed: Any) -> Hashable:
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
-    """Static number of slots for `rows` waiting rows: a power of two up to `batch_size`.
+    """Returns the static number of slots for `rows` waiting rows, a power of two up to
+    `batch_size`.
 
     The number is rounded up to a multiple of `shares`, the number of shards.
     """
@@ -165,10 +167,9 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 
 
 class Layout:
-    """Parameters, and their layout from `CachedTrunk.ready`.
+    """Parameters and the layout that `CachedTrunk.ready` computes from them.
 
-    There is a single `Layout` for each pair of network and parameter dict as long as the `Layout`
-    is referenced.
+    Each pair of network and parameter dict has a single `Layout` while the `Layout` is referenced.
     """
 
     def __init__(self, plain: Params, ready: Params):
@@ -179,7 +180,7 @@ _layouts: WeakValueDictionary[Hashable, Layout] = WeakValueDictionary()
 
 
 def layout_of(program: Program, params: Params) -> Layout:
-    """The parameter layout for the steps of a program with a cache."""
+    """Returns the parameter layout for the steps of a program with a cache."""
     cached = program.network.cached
     assert cached is not None, "the request was checked"
     if cached.ready is None:
@@ -196,8 +197,8 @@ def layout_of(program: Program, params: Params) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
-    """The arrays that `ready` adds or changes. Returning unchanged arrays would copy them, because
-    all outputs of a program are new arrays.
+    """Compiles a function that returns only the arrays that `ready` adds or changes. Unchanged
+    arrays would be copied, because all outputs of a program are new arrays.
     """
 
     def added(params: Params) -> Params:
@@ -232,8 +233,8 @@ class Changes(NamedTuple):
     """Compiled functions that change the rows of a state.
 
     Attributes:
-      begin: ``(arguments) -> state``, `start` compiled into one call, which is three times as fast
-        as separate operations.
+      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
+        operations.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
         the state.
       move: ``(state, index_B, is_held_B) -> state`` with the rows at ``index_B``, in this order;
@@ -251,7 +252,7 @@ _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
 
 
 def changes_of(loop: Advance | HostLoop) -> Changes:
-    """The `Changes` of a loop, whose compiled programs live as long as the loop."""
+    """Returns the `Changes` of a loop. Their compiled programs live as long as the loop."""
     if loop not in _of_loop:
         _of_loop[loop] = _changes(loop.program)
     return _of_loop[loop]
@@ -311,7 +312,7 @@ class Taken(NamedTuple):
 
     Attributes:
       ended: the slots whose rows have ended.
-      steps: int32 ``[B]``, number of steps that the row in each slot took.
+      steps: int32 ``[B]``, number of steps taken by the row in each slot.
       counted: counters summed over the rows.
     """
 
@@ -321,18 +322,18 @@ class Taken(NamedTuple):
 
 
 class Slots:
-    """A fixed number of rows of one program, each of which runs a request or is idle.
+    """A fixed number of rows of one program. Each row runs a request or is idle.
 
     The tokens of a row depend only on its request. Within a program, they are bitwise identical in
-    any slot and next to any other rows. A slot can run another request without compilation.
+    any slot and with any neighbours. A slot can run another request without recompilation.
 
     Args:
       loop: the compiled loop, or the single-step loop for host samplers and read-back.
       params: parameters of the loop's network.
       bucket: bucket to which all requests in these slots belong.
-      num_slots: number of rows that run together, a multiple of the number of devices that the rows
-        are sharded over. If the devices belong to several processes, the slots are divided equally
-        among the processes, and all processes must call `put` and `advance` together.
+      num_slots: number of rows that run together, a multiple of the number of devices over which
+        the rows are sharded. If the devices belong to several processes, the slots are divided
+        equally among the processes, and all processes must call `put` and `advance` together.
       max_candidates: maximum number of candidates per position that are copied to the host.
       prefixes: cache of prompt prefixes; if None, every row computes its own keys and values.
     """
@@ -403,8 +404,8 @@ class Slots:
         """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
         The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
-        with `Status.FAILED`. The row keeps its state before that step, or after that step if
-        `accept` failed.
+        with `Status.FAILED`. If `accept` failed, the row keeps the state after that step; otherwise
+        it keeps the state before it.
         """
         state = self._state
         assert state is not None
@@ -431,7 +432,7 @@ class Slots:
             self._jobs[slot], self._read_back[slot] = None, []
 
     def resized(self, loop: Loop, num_slots: int) -> Slots:
-        """Moves the running rows to a different number of slots, which must fit all of them.
+        """Moves the running rows to `num_slots` slots, which must be enough for all running rows.
 
         The old `Slots` object must not be used afterwards.
         """
@@ -506,7 +507,7 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """Traces of the slots whose rows have ended.
+        """Returns the traces of the slots whose rows have ended.
 
         If only a few rows have ended, only their traces are copied from the device.
         """
@@ -520,7 +521,9 @@ class Slots:
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
     def _with_prefixes(self, state: State, new: Mapping[int, Job | None]) -> State:
-        """The state with the keys and values of the new rows' prompts, cached where possible."""
+        """Adds the keys and values of the new rows' prompts to the state, from the cache if
+        possible.
+        """
         prefixes, rule, program = self._prefixes, state.rules.cache, self.loop.program
         if prefixes is None or rule is None or state.cache is None or program.is_guided:
             return state
@@ -536,16 +539,14 @@ class Slots:
         return state._replace(cache=state.cache._replace(kept=kept, valid_B=valid_B))
 
     def _params_read(self, state: State) -> Any:
-        """The parameters for the loop, in the cache layout if the loop has a cache."""
+        """Returns the parameters for the loop, in the cache layout if the loop has a cache."""
         if state.cache is None:
             return self._params
         self._layout = self._layout or layout_of(self.loop.program, self._params)
         return self._layout.ready
 
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
-        """Arguments of `start` as host arrays, with these requests in their slots and all other
-        slots idle.
-        """
+        """Returns the arguments of `start` as host arrays. Slots without a new request are idle."""
         num_slots, size = len(self._jobs), self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)

@@ -40,7 +40,7 @@ class Characters(NamedTuple):
     Attributes:
       class_of: class of each character of the alphabet.
       next_SK: int32 ``[S, K]``, next state for each character class; state 0 is dead.
-      is_final_S: bool ``[S]``, whether each state accepts.
+      is_final_S: bool ``[S]``, True at accepting states.
       start: state before the first character.
     """
 
@@ -51,20 +51,20 @@ class Characters(NamedTuple):
 
 
 def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Characters:
-    r"""The automaton that accepts the texts that a pattern matches in full.
+    r"""Returns the automaton that accepts exactly the full matches of a pattern.
 
     Args:
       pattern: regular expression in the syntax of `re`, without look-around and back-references.
         ``^`` and ``$`` at the ends of the pattern have no effect; ``\p{..}`` matches a general
         category of Unicode.
-      alphabet: the characters that texts may consist of.
+      alphabet: the characters that can occur in a text.
       most_states: maximum number of states.
     """
     parser: Any = importlib.import_module("re._parser")  # the only parser of Python's regex syntax
     try:
         parsed = parser.parse(_with_categories(pattern, alphabet))
         if parsed.state.flags & ~re.UNICODE:
-            raise ValueError("flags are not supported; express their meaning in the pattern")
+            raise ValueError("flags are not supported; write the pattern without flags")
         nodes = _Nodes(alphabet)
         end = nodes.new()
         start = nodes.sequence(without_anchors(parsed, is_first=True, is_last=True), end)
@@ -81,11 +81,11 @@ _SIGNS = {
     "AT": r"(?<!^)(?<!\[)[\^]|[$](?!$)|\\[bBAZ]", "ASSERT": r"\(\?<?=", "ASSERT_NOT": r"\(\?<?!",
     "GROUPREF": r"\\[1-9]|\(\?P=",
 }  # fmt: skip
-"""Expressions that find an unsupported item in a pattern, by the name of the item in `re`."""
+"""Expressions that locate an unsupported item in a pattern, keyed by the item's name in `re`."""
 
 
 class _Unknown(ValueError):
-    """An item of a pattern that automata do not support."""
+    """Raised for an item of a pattern that automata do not support."""
 
     def __init__(self, op: str):
         super().__init__(
@@ -109,7 +109,7 @@ _CATEGORY_NAMES = frozenset({
 
 
 def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
-    r"""The pattern with ``\p{..}`` and ``\P{..}`` replaced by characters of the alphabet."""
+    r"""Replaces ``\p{..}`` and ``\P{..}`` in a pattern by characters of the alphabet."""
     is_inside = False
 
     def written(found: re.Match[str]) -> str:
@@ -141,19 +141,19 @@ class _Nodes:
 
     def new(self) -> int:
         if len(self._silent) >= MOST_NODES:
-            raise ValueError("the pattern with expanded repeats is too large")
+            raise ValueError("the pattern is too large after its repeats are expanded")
         self._silent.append([])
         self._moves.append(None)
         return len(self._silent) - 1
 
     def sequence(self, items: list[tuple[Any, Any]], end: int) -> int:
-        """The first node of a sequence of items that ends at `end`."""
+        """Adds a sequence of items that ends at `end` and returns its first node."""
         for op, given in reversed(items):
             end = self._item(str(op), given, end)
         return end
 
     def determinized(self, start: int, end: int, most_states: int) -> Characters:
-        """The deterministic automaton with equivalent states merged."""
+        """Returns the deterministic automaton with equivalent states merged."""
         masks = np.array(self._masks or [np.zeros(len(self._alphabet), bool)])
         _, first, class_of = np.unique(masks, axis=1, return_index=True, return_inverse=True)
         class_of = class_of.reshape(-1)
@@ -191,7 +191,7 @@ class _Nodes:
         if op == "SUBPATTERN":
             _, add, remove, items = given
             if add or remove:
-                raise ValueError("flags are not supported; express their meaning in the pattern")
+                raise ValueError("flags are not supported; write the pattern without flags")
             return self.sequence(list(items), end)
         if op == "BRANCH":
             node = self.new()
@@ -226,7 +226,7 @@ class _Nodes:
         return node
 
     def _set(self, op: str, given: Any) -> np.ndarray:
-        """The characters that an item matches."""
+        """Returns the characters that an item matches."""
         if op == "ANY":
             return self._where(lambda c: c != "\n")
         if op == "IN":
@@ -250,7 +250,7 @@ class _Nodes:
         return np.fromiter(map(is_in, self._alphabet), bool, len(self._alphabet))
 
     def _closure(self, nodes: list[int]) -> frozenset[int]:
-        """The nodes reachable without consuming a character."""
+        """Returns the nodes that are reachable without consuming a character."""
         found, todo = set(nodes), list(nodes)
         while todo:
             for node in self._silent[todo.pop()]:
@@ -269,7 +269,7 @@ def _growing(subsets: list[frozenset[int]]):
 
 
 def _merged(found: Characters) -> Characters:
-    """The minimal automaton that accepts the same language. The dead state stays first."""
+    """Returns the minimal equivalent automaton. The dead state remains first."""
     label = found.is_final_S.astype(np.int64)
     while True:
         told = np.column_stack([label, label[found.next_SK]])
@@ -303,7 +303,7 @@ class Structures:
     """Automata over the vocabulary of a model, built once per pattern.
 
     Args:
-      tokenizer: provides the ids, which are the letters of the automata.
+      tokenizer: the tokenizer whose ids are the letters of the automata.
       vocab_size: number of logits that the network returns.
       eos_ids: ids that end a text.
       banned_ids: ids that are never written.
@@ -323,7 +323,7 @@ class Structures:
     def automaton(self, pattern: str) -> Automaton:
         if len(pattern) > LONGEST:
             raise SettingError(
-                "structure", UNSET, f"has {len(pattern)} characters", f"use {LONGEST} at most"
+                "structure", UNSET, f"has {len(pattern)} characters", f"use at most {LONGEST}"
             )
         with self._lock:
             found = self._known.get(pattern)
@@ -357,14 +357,14 @@ class Structures:
         return made
 
     def _walked(self, letters: Characters, pattern: str) -> np.ndarray:
-        """The next state for each state and token text, int16 ``[S, U]``."""
+        """Returns the next state for each state and token text, int16 ``[S, U]``."""
         num_states, num_classes = letters.next_SK.shape
         if num_states * len(self._texts) > _MOST_ENTRIES:
             raise SettingError(
                 "structure",
                 pattern[:100],
                 f"has {num_states} states, too many for a vocabulary of {len(self._texts)} texts",
-                "use a shorter one",
+                "use a shorter pattern",
             )
         longest = max(map(len, self._texts))
         codes_UK = np.full((len(self._texts), longest), num_classes, np.int32)
@@ -381,7 +381,9 @@ class Structures:
 
 
 def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
-    """The ids that decode to each text. Ids that decode to part of a character are skipped."""
+    """Maps each text to the ids that decode to it. Ids that decode to part of a character are
+    skipped.
+    """
     found: dict[str, list[int]] = {}
     if isinstance(tokenizer, ByteTokenizer):
         return {chr(id_): [id_] for id_ in range(128) if id_ not in left_out}
@@ -400,14 +402,14 @@ def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
 def check_structure(
     sample: RowSettings, tokens: np.ndarray, *, is_draft: np.ndarray | None, mask_id: int
 ) -> None:
-    """Raises ValueError if a request may violate its structure, or cannot complete it."""
+    """Raises ValueError if a request can violate its structure or cannot complete it."""
     automaton = sample.structure
     if not isinstance(automaton, Automaton):
         return
     (holes,) = np.nonzero(tokens == mask_id)
     if sample.table.named("fill", sample).holds_structure:
         if is_draft is not None:
-            raise SettingError("draft", UNSET, "may violate the structure", "remove one of them")
+            raise SettingError("draft", UNSET, "can violate the structure", "remove one of them")
         if holes.size:
             _check_reach(held(sample), tokens[holes[0] :], mask_id)
         return
@@ -415,9 +417,9 @@ def check_structure(
         raise SettingError(
             "structure",
             UNSET,
-            f"writes one token per step, which order={sample.order!r} with "
-            f"schedule={sample.schedule!r} does not",
-            "use order='left_to_right', say",
+            f"requires one token per step, which order={sample.order!r} with "
+            f"schedule={sample.schedule!r} does not guarantee",
+            "for example, use order='left_to_right'",
             others=["order"],
         )
     if not holes.size:
@@ -433,7 +435,7 @@ def check_structure(
 
 
 def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
-    """Whether the tokens of an ended row, starting at its first hole, violate its structure."""
+    """Returns whether the tokens of an ended row from its first hole violate its structure."""
     return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 
@@ -447,20 +449,20 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
                 "structure",
                 UNSET,
                 f"requires at least {fewest} new tokens, but gen_length={tokens.size}",
-                "allow more",
+                "increase gen_length",
                 others=["gen_length"],
             )
         return
     for token in tokens.tolist():
         states = automaton.after(states, None if token == mask_id else token)
     if not (states & automaton.is_final_S).any():
-        raise SettingError("structure", UNSET, "cannot match the given text with its gaps")
+        raise SettingError("structure", UNSET, "cannot match the given text and its holes")
 
 
 def _in_classes(
     pattern: str, table_SV: np.ndarray, is_final_S: np.ndarray, start: int
 ) -> Automaton:
-    """The automaton with this table of next states, indexed by state and id."""
+    """Builds the automaton from a table of next states, indexed by state and id."""
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 2**63, len(table_SV), dtype=np.uint64)
     marks = np.zeros(table_SV.shape[1], np.uint64)
@@ -474,13 +476,13 @@ def _in_classes(
     assert np.array_equal(next_SC[:, class_of], whole), "two marks collide"
     if next_SC.shape[1] > MOST_CLASSES:
         raise SettingError(
-            "structure", pattern[:100], "distinguishes too many tokens", "use a shorter one"
+            "structure", pattern[:100], "distinguishes too many tokens", "use a shorter pattern"
         )
     return Automaton(pattern, class_of[:-1].astype(np.int16), next_SC, is_final_S, start)
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text that can precede other tokens; empty if none is found."""
+    """Returns the ids of a short text to decode before a token; empty if no text can be encoded."""
     for text in ("a", "e", "0", " "):
         try:
             return tokenizer.encode(text).tolist()

@@ -1,9 +1,9 @@
 """Pairs of complementary masks: coupled-GRPO (DiffuCoder, Gong et al. 2025, section 5).
 
-On the first canvas of each of ``rl.masks`` pairs, a fraction ``t`` of the answer is masked, uniform
-on [0.2, 0.8]. The other tokens are masked on the second canvas, so that every token is masked once
-per pair. In an additional forward pass, the whole answer is masked. The log-probability of the k-th
-token is (equation 7)::
+There are ``rl.masks`` pairs of canvases. The first canvas of a pair masks a fraction ``t`` of the
+answer, uniform on [0.2, 0.8]. The second canvas masks the other tokens of the answer, so that every
+token is masked once per pair. An additional canvas masks the whole answer. The log-probability of
+the k-th token is (equation 7)::
 
     1 / (pairs + 1) ( log p(o_k | MASK ... MASK) + sum_pairs log p(o_k | o_t) / t_k ),
 
@@ -23,8 +23,9 @@ from dlm_jax.rl.policy import Estimator, Rollout, token_log_probs
 from dlm_jax.types import Network, Params
 
 Halves = tuple[jax.Array, jax.Array]
-"""(True where the first canvas of a pair hides a position, ``[B, pairs, L]``; the hidden fraction,
-``[B, pairs]``)"""
+"""True at the positions that the first canvas of a pair masks, ``[B, pairs, L]``, and the masked
+fraction, ``[B, pairs]``.
+"""
 
 
 def draw(rollout: Rollout, key: jax.Array, *, pairs: int) -> Halves:

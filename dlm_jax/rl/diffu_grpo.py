@@ -6,8 +6,8 @@ masked with probability ``rl.prompt_mask`` (equation 3 and algorithm 1). For the
 
     log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK),
 
-Prompt masks are redrawn for every update. Each token has the weight ``1 / |o|`` (equation 4). The
-estimate treats tokens as independent given the prompt, so the gradient is biased.
+The masks of the prompt are redrawn for every update. Each token has the weight ``1 / |o|``
+(equation 4). The estimate treats tokens as independent given the prompt, so the gradient is biased.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlm_jax.types import Network, Params
 
 
 def draw(rollout: Rollout, key: jax.Array, *, share: float, mask_id: int) -> jax.Array:
-    """The canvas ``[B, L]`` with MASK in place of the answer and part of the prompt."""
+    """The canvas ``[B, L]`` with the answer and part of the prompt masked."""
     is_chosen_BL = jax.random.uniform(key, rollout.tokens_BL.shape) < share
     is_prompt_BL = jnp.arange(is_chosen_BL.shape[1])[None] < rollout.given_B[:, None]
     is_hidden_BL = rollout.is_answer_BL() | (is_chosen_BL & is_prompt_BL)

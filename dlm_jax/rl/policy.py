@@ -1,4 +1,4 @@
-"""Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
+"""Common parts of the policy losses: samples, advantages, clipped ratios, and the reference KL.
 
 Each loss in `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions in a sample. All
 losses use the surrogate of PPO and GRPO::
@@ -26,7 +26,7 @@ from dlm_jax.types import Network, Params, live_positions
 
 
 class Rollout(NamedTuple):
-    """Samples for a step, as rows of a batch.
+    """The samples of a training step, as rows of a batch.
 
     Attributes:
       tokens_BL: int32, the whole canvas: prompt, answer, EOS after the answer, and PAD beyond
@@ -57,7 +57,7 @@ class Rollout(NamedTuple):
         return is_live_BL & (place_1L >= self.given_B[:, None])
 
     def token_weights_BL(self) -> jax.Array:
-        """``1 / |actions|`` at each action of a row, float32."""
+        """``1 / |actions|`` at each action of a row, as float32."""
         is_action_BL = self.is_action_BL()
         count_B1 = jnp.maximum(jnp.sum(is_action_BL, axis=1, keepdims=True), 1)
         return is_action_BL / count_B1.astype(jnp.float32)
@@ -68,8 +68,8 @@ class Estimator:
     """Estimator of the log-probabilities of the N actions in each row.
 
     Attributes:
-      draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` arrays or scalars with all masks.
-        The same masks are used for the trained, the sampling and the reference parameters.
+      draw: ``(rollout, key) -> noise``, a pytree with all masks. Each leaf is ``[B, ...]`` or a
+        scalar. The same masks are used for the trained, the sampling and the reference parameters.
       log_probs: ``(network, params, rollout, noise) -> log_probs_BN`` in nats.
       weights: ``(rollout) -> weights_BN``. The weights sum to 1 in each row, or to 0 in rows
         without actions.
@@ -96,11 +96,11 @@ def token_log_probs(
 
 
 def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjective:
-    """The policy objective: the clipped surrogate with the log-probabilities of an estimator.
+    """The policy objective: the clipped surrogate of the log-probabilities of an estimator.
 
     The metrics are ``clip_share``, the total weight of the actions whose ratio is clipped, and, if
-    ``rl.kl`` is not 0, ``kl``, the divergence from the reference in nats per action. Actions whose
-    probability is 0 under any of the parameters have weight 0.
+    ``rl.kl`` is not 0, ``kl``, the divergence from the reference in nats per action. Actions with
+    probability 0 under any of the parameters have weight 0.
     """
 
     def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
 
     def anchor(network: Network, params: Params, reference: Params, noise: Any) -> Any:
         found = {}
-        if settings.updates > 1:
+        if settings.updates > 1 or settings.asynchronous:
             found["old"] = log_probs(network, params, noise)
         if settings.kl > 0:
             found["reference"] = log_probs(network, reference, noise)
@@ -156,7 +156,7 @@ def clipped_gain(
 ) -> tuple[jax.Array, jax.Array]:
     """``min(r A, clip(r, 1 - c, 1 + c) A)``, and True where the ratio is clipped.
 
-    The formula is equation 7 of PPO (Schulman et al. 2017). The arrays are broadcast.
+    The formula is equation 7 of PPO (Schulman et al. 2017). The arguments are broadcast.
     """
     ratio = jnp.exp(log_ratio)
     free = ratio * advantage

@@ -1,9 +1,10 @@
-"""Samples and their rewards for a step of policy optimisation."""
+"""Sampling and scoring for the steps of policy optimisation."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -13,6 +14,8 @@ import numpy as np
 
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
+from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.generate import Texts, all_requests, texts_of
 from dlm_jax.inference.model import Model
@@ -26,11 +29,11 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 class RewardError(ValueError):
-    """Raised for an invalid sample or reward, which ends the run."""
+    """An error that ends a run with an invalid sample or reward."""
 
 
 def reward_function(name: str) -> Reward:
-    """The function that ``rl.reward`` names as ``module:function``.
+    """Returns the reward function that ``rl.reward`` names (``module:function``).
 
     Raises:
       SettingError: the function does not exist.
@@ -55,7 +58,7 @@ class Judge:
       name: name of the function, ``module:function``.
       leaves_out: whether samples without a valid reward are excluded. If False, the first such
         sample ends the run.
-      report: called with one line about the samples that a call excludes.
+      report: called with one line about excluded samples.
     """
 
     def __init__(self, name: str, *, leaves_out: bool, report: Callable[[str], None]):
@@ -142,61 +145,74 @@ class Rollouts:
         needs_trace: bool,
         report: Callable[[str], None],
     ):
-        if jax.process_count() > 1:
+        if setup.config.rl.asynchronous and jax.process_count() > 1:
             raise SettingError(
-                "rl.reward", setup.config.rl.reward, "requires a single-process run", "start one"
+                "rl.asynchronous", True, "requires a single process", "use false, or one process"
             )
         self._setup, self._network, self._needs_trace = setup, network, needs_trace
-        self._report = report
         settings = setup.config.rl
+        batch_size = setup.config.train.batch_size
+        self._share = share_of_batch(batch_sharding(setup.mesh, batch_size), batch_size)
         self._judge = Judge(
             settings.reward, leaves_out=settings.bad_reward == "leave_out", report=report
         )
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for settings that do not allow sampling."""
+        """Raises ValueError if the settings do not allow sampling."""
         model = self._model(params)
         all_requests(model, [""], 1, {"trace": self._needs_trace, "steps": model.sample.steps})
 
     def make(
         self, params: Params, step: int, rows: Mapping[str, np.ndarray]
     ) -> tuple[Rollout, dict[str, float]]:
-        """The samples of a step (counted from 0) as host arrays, and values for the metrics.
+        """Returns the samples of a step as host arrays, and the values of metrics.
 
         Args:
           params: parameters of the policy.
-          step: step of the run.
-          rows: P rows of the corpus. The given tokens of each row are its prompt.
+          step: step of the run, counted from 0.
+          rows: the P rows of the corpus that this process provides. The given tokens of each row
+            are its prompt.
         """
         settings = self._setup.config.rl
         made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)
-        prompts, answers = self._texts(made, rows, settings.group)
-        rewards_B, is_left_B = self._judge.rewards(prompts, answers), ~_is_whole(made)
-        if is_left_B.all():
-            raise RewardError("no sample of a step was finished; raise sample.steps")
-        rewards_B[is_left_B] = np.nan
-        if not np.isfinite(rewards_B).any():
-            raise RewardError("no sample of a step has a reward; raise sample.steps")
+        is_whole_B = _is_whole(made)
+        rewards_B = np.where(is_whole_B, self._rewards(made, rows, settings.group), np.nan)
+        is_kept_B = np.isfinite(rewards_B)
         advantage_B = advantages(rewards_B.reshape(-1, settings.group), settings.advantage)
-        rollout = self._rollout(made, rows, advantage_B.reshape(-1), np.isfinite(rewards_B))
+        rollout = self._rollout(made, rows, advantage_B.reshape(-1), is_kept_B)
         is_action_BL = rollout.step_BL >= 0
-        kept = rewards_B[np.isfinite(rewards_B)]
         logprobs_BL = made.logprobs[:, : is_action_BL.shape[1]]
+        logprobs = logprobs_BL[is_action_BL[:, : logprobs_BL.shape[1]]]
+        rewards_N, is_whole_N, logprobs_M = map(
+            np.concatenate, zip(*self._parts((rewards_B, is_whole_B, logprobs)), strict=True)
+        )
+        if not is_whole_N.any():
+            raise RewardError("no sample of a step was finished; raise sample.steps")
+        kept = rewards_N[np.isfinite(rewards_N)]
+        if not kept.size:
+            raise RewardError("no sample of a step has a reward; raise sample.steps")
         figures = {
             "reward": float(kept.mean()),
             "reward_deviation": float(kept.std()),
-            "length": float(is_action_BL.sum() / kept.size),
-            "entropy": -float(logprobs_BL[is_action_BL[:, : logprobs_BL.shape[1]]].mean()),
-            "left_out": float(rewards_B.size - kept.size),
+            "length": logprobs_M.size / kept.size,
+            "entropy": -float(logprobs_M.mean()),
+            "left_out": float(rewards_N.size - kept.size),
         }
         return rollout, figures
 
     def measured(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The mean reward of one sample per prompt, with fixed seeds."""
+        """The mean reward of one sample per prompt, with fixed seeds.
+
+        All processes pass the same rows.
+        """
+        part, parts = self._share
         is_there = np.asarray(rows["length"]) > 0
-        rows = {name: np.asarray(column)[is_there] for name, column in rows.items()}
+        rows = {
+            name: np.array_split(np.asarray(column)[is_there], parts)[part]
+            for name, column in rows.items()
+        }
         made = self._sampled(params, rows, 1, -1, trace=False)
-        rewards = self._judge.rewards(*self._texts(made, rows, 1))
+        rewards = np.concatenate(self._parts(self._rewards(made, rows, 1)))
         found = rewards[np.isfinite(rewards)]
         error = float(found.std(ddof=1) / math.sqrt(found.size)) if found.size > 1 else math.nan
         figures = {"reward": float(found.mean())}
@@ -216,10 +232,15 @@ class Rollouts:
     def _sampled(
         self, params: Params, rows: Mapping[str, np.ndarray], group: int, step: int, *, trace: bool
     ) -> Texts:
-        prompts = [
+        """The samples for these rows, with the seeds that a single process uses."""
+        parts = self._parts([
             {"tokens": tokens[:given]} if given else {"prompt": ""}
             for tokens, given in zip(rows["tokens"], rows["given"], strict=True)
-        ]
+        ])  # fmt: skip
+        part = self._share[0]
+        prompts = list(itertools.chain(*parts))
+        first = group * sum(map(len, parts[:part]))
+        own = range(first, first + group * len(parts[part]))
         train = self._setup.config.train
         number = len(prompts) * group
         drawn = np.random.SeedSequence([train.seed, step + 1]).generate_state(1, np.uint64)[0]
@@ -230,17 +251,28 @@ class Rollouts:
             # The same program runs for all steps, on a canvas as long as a row of the corpus.
             with Engine(
                 model,
+                batch_size=train.batch_size,
                 sizes=[train.batch_size],
                 canvases=[self._setup.config.data.seq_len],
                 max_waiting=None,
             ) as engine:
-                made = dict(engine.results(requests))
+                if jax.process_count() > 1:
+                    engine.reserve(requests)
+                owners = {engine.submit(requests[place]): place for place in own}
+                made = {owners[ticket]: row for ticket, row in engine}
         except ValueError as error:
             raise RewardError(f"samples of step {step + 1} cannot be generated: {error}") from None
         for row in made.values():
             if row.error is not None:
                 raise row.error
         return texts_of(model, made)
+
+    def _parts(self, own: Any) -> list[Any]:
+        """The values of all processes, in the order of their rows in the batch."""
+        return [part for _, part in sorted(dict(gathered((self._share[0], own))).items())]
+
+    def _rewards(self, made: Texts, rows: Mapping[str, np.ndarray], group: int) -> np.ndarray:
+        return self._judge.rewards(*self._texts(made, rows, group))
 
     def _texts(
         self, made: Texts, rows: Mapping[str, np.ndarray], group: int
@@ -284,9 +316,9 @@ class Rollouts:
         return Rollout(*columns)
 
     def _fixed(self, trace: Trace) -> Trace:
-        """The trace, padded to the maximum numbers of steps and positions of the run.
+        """Pads a trace to the maximum numbers of steps and positions of the run.
 
-        All traces are then replayed by one program, and a resumed run gives the same results.
+        One program then replays all traces, and a resumed run gives the same results.
         """
         config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
         num_positions, num_steps = config.data.seq_len, config.sample.steps
@@ -310,7 +342,7 @@ class Rollouts:
 
 
 def _is_whole(made: Texts) -> np.ndarray:
-    """True ``[B]`` at rows without holes."""
+    """True at rows without holes, ``[B]``."""
     return np.array([status in (Status.DONE, Status.CANVAS_FULL) for status in made.status])
 
 

@@ -1,5 +1,5 @@
-"""The whole answer as one action, whose log-likelihood is estimated by its ELBO: ESPO (Ou et al.
-2025).
+"""ELBO estimates of the log-likelihood of whole answers: ESPO (Ou et al. 2025). The answer is a
+single action.
 
 The log-probability of an answer with N positions is estimated with ``rl.masks`` masks. Each mask
 hides a uniformly random set of ``l`` positions, where ``l`` is uniform on 1..N. The ratio is
@@ -8,10 +8,9 @@ normalised per token::
     L(o | q) = E_l E_set [ N / l sum_{k in set} log p(o_k | o without the set, q) ]
     r = exp( (L(o | q) - L_old(o | q)) / N ).
 
-The values of ``l`` are stratified over the masks of a row. The EOS tokens after an answer count as
-part of the answer, as in training with ``data.tail = "eos"``. The ELBO is below the log-likelihood,
-so the gradient is biased unless the bound is tight. Ou et al. use k2 for the KL
-(``rl.kl_estimator``).
+The values of ``l`` are stratified over the masks of a row. The EOS tokens after an answer are part
+of it, as in training with ``data.tail = "eos"``. The ELBO is below the log-likelihood, so the
+gradient is biased unless the bound is tight. Ou et al. use k2 for the KL (``rl.kl_estimator``).
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Exact log-probabilities of the sampled trajectory: TraceRL (Wang et al. 2025, equation 3).
 
-The log-probability of every token is computed under the distribution of its draw, given the canvas
-of its step::
+The log-probability of each token is computed under the distribution from which it was drawn, given
+the canvas of its step::
 
     log pi(o_k | q) = log p( o_k | the canvas before the step that wrote it ),
 
-after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). A random choice of
-positions does not depend on the parameters. The actions of a row are all
-written tokens, including those after EOS, because later tokens depend on them. In orders that
-select among candidates, all candidates are actions. The sum over the actions is the exact
-log-probability of the policy. Without clipping, the gradient equals that of the expected reward up
-to the factor ``1 / |actions|``, which all losses in this package have (TraceRL divides by the
-number of tokens in each step instead).
+after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). Random choices of
+positions do not depend on the parameters. The actions of a row are all written tokens. Tokens after
+EOS are included, because later tokens depend on them. In orders that select among candidates, all
+candidates are actions. The sum over the actions is the exact log-probability of the policy. Without
+clipping, the gradient equals that of the expected reward up to the factor ``1 / |actions|``, which
+all losses in this package have (TraceRL divides by the number of tokens in each step instead).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""An HTTP server with the OpenAI protocol, on top of the engine (docs/serving.md)."""
+"""An HTTP server with the OpenAI protocol (docs/serving.md)."""

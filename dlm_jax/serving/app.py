@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the rows that routes run, and Prometheus metrics."""
+"""The HTTP application: routes, their rows, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Metrics:
             "first_event_seconds", "Seconds to the first event.", buckets=_SECONDS, **names
         )
         self.waited = prometheus_client.Histogram(
-            "waited_seconds", "Seconds that a row spent in the queue.", buckets=_SECONDS, **names
+            "waited_seconds", "Seconds that a row waited in the queue.", buckets=_SECONDS, **names
         )
         self.tokens = prometheus_client.Counter(
             "tokens", "Prompt and generated tokens.", ("kind",), **names
@@ -106,9 +106,9 @@ class _EngineFigures(prometheus_client.registry.Collector):
     def collect(self) -> Iterable[Metric]:
         report = self._engine.report()
         gauges = {
-            "rows_running": ("Rows that run.", report.running),
-            "rows_waiting": ("Rows that wait for a slot.", report.waiting),
-            "slots": ("Rows that could run now.", report.slots),
+            "rows_running": ("Running rows.", report.running),
+            "rows_waiting": ("Rows waiting for a slot.", report.waiting),
+            "slots": ("Slots of the running programs.", report.slots),
             "programs": ("Compiled programs in the cache.", len(report.programs)),
         }
         for name, (text, value) in gauges.items():
@@ -118,7 +118,7 @@ class _EngineFigures(prometheus_client.registry.Collector):
             value = getattr(report.work, name)
             yield CounterMetricFamily(f"dlm_jax_{name}", text, value)
         prefix = CounterMetricFamily(
-            "dlm_jax_prefix_positions", "Positions of prompts with reusable values.", labels=["how"]
+            "dlm_jax_prefix_positions", "Prompt positions in reusable prefixes.", labels=["how"]
         )
         prefix.add_metric(["found"], report.prefix_found)
         prefix.add_metric(["computed"], report.prefix_computed)
@@ -126,16 +126,16 @@ class _EngineFigures(prometheus_client.registry.Collector):
 
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends an event, waiting for a slow reader."""
+"""Sends an event; waits for a slow reader."""
 
 _REMEDIES = {
     Status.NON_FINITE: "the model's logits are not finite",
-    Status.CANCELLED: "the server stops",
+    Status.CANCELLED: "the server is shutting down",
 }
 
 
 class Service:
-    """A model and the engine that runs it."""
+    """A model and its engine."""
 
     def __init__(self, planner: Planner, engine: AsyncEngine, capacity: int):
         self.planner, self.engine, self.capacity = planner, engine, capacity
@@ -147,7 +147,7 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int):
-        """A context that reserves `count` rows."""
+        """Reserves `count` rows within the context."""
         if self.num_rows + count > self.capacity:
             raise ApiError(
                 429,
@@ -162,13 +162,13 @@ class Service:
             self.num_rows -= count
 
     async def whole(self, answer: Answer) -> list[Done]:
-        """All choices of an answer, after the last one has ended."""
+        """Returns all choices of an answer after the last choice has ended."""
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
     async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
-        """All choices of an answer; events are emitted as the choices grow."""
+        """Returns all choices of an answer; events are emitted during generation."""
         outbox = Outbox()
 
         async def run(index: int, request: Request) -> Done:
@@ -218,7 +218,7 @@ class Service:
     async def _growing(
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
-        """Yields a growing row, its reader, its new text, and at the end the choice."""
+        """Yields the current row, its reader, its new text and, at the end, the choice."""
         reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
@@ -229,7 +229,7 @@ class Service:
                 yield row, reader, pieces, self._of(request, reader, row) if is_over else None
 
     def _of(self, request: Request, reader: Reader, row: Row) -> Done:
-        """A finished choice; the row may still be running."""
+        """Returns a finished choice. The row can still be running."""
         text, places, is_stopped = reader.whole(row)
         if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
             raise ApiError(500, "the text violates its structure", code="structure")
@@ -244,9 +244,9 @@ class Service:
 
 
 class Outbox:
-    """A queue between the writers of events and the sender.
+    """A queue from the writers of events to the sender.
 
-    An event may replace the previous event of the same choice, so the queue for a slow reader
+    An event can replace the previous event of the same choice, so the queue of a slow reader
     remains short.
     """
 
@@ -263,7 +263,7 @@ class Outbox:
         self._news.set()
 
     def put(self, events: Sequence[dict[str, Any]], replaces: int | None = None) -> None:
-        """Adds events; with `replaces`, they replace queued events of the same choice."""
+        """Adds events; with `replaces`, queued events of the same choice are replaced."""
         if replaces is not None:
             self._events = [entry for entry in self._events if entry[0] != replaces]
         self._events += [(replaces, event) for event in events]
@@ -281,7 +281,7 @@ class Outbox:
 
 
 class _Group(asyncio.TaskGroup):
-    """A task group that raises the first error itself, not an exception group."""
+    """A task group that raises its first error instead of an exception group."""
 
     async def __aexit__(self, *exception: Any) -> bool | None:
         try:
@@ -312,9 +312,9 @@ class Options:
     Attributes:
       name: name under which the model is served.
       limits: limits of requests.
-      key: API key that requests must have; None if no key is required.
+      key: API key that requests must contain; None if no key is required.
       defaults: default settings of requests.
-      length: default number of new tokens of a completion or infill; None means 16.
+      length: default number of new tokens in completions and infills; None uses 16.
       logs_texts: whether prompts and texts are logged.
       warms_up: whether programs for common requests are compiled at startup.
       calibration: scales or temperatures of decisions, by order and task.
@@ -333,7 +333,7 @@ class Options:
 def make_app(
     model: Model, engine: Engine, options: Options, *, slots: int, steps_per_call: int = 2
 ) -> Starlette:
-    """The application, which steps the engine while running and closes it at the end.
+    """Creates the application, which steps the engine while running and closes it at the end.
 
     Args:
       model: the engine's model.
@@ -368,7 +368,7 @@ def make_app(
 
 
 class _Server:
-    """State shared by the routes."""
+    """The handlers of the routes and their shared state."""
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
         self._options, self._async, self._slots = options, engine, slots
@@ -405,7 +405,9 @@ class _Server:
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A route that checks the key, counts requests, and returns errors as protocol objects."""
+        """Wraps a handler in a route that checks the key, counts requests, and returns errors as
+        objects.
+        """
 
         async def route(request: HttpRequest) -> Response:
             began = time.perf_counter()
@@ -447,7 +449,7 @@ class _Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
-        """The model object, or a list that contains it."""
+        """Returns the model object, or a list that contains it."""
         name = request.path_params.get("name")
         told = {
             "id": self._options.name, "object": "model", "created": self._began,
@@ -466,7 +468,7 @@ class _Server:
         is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
         if not is_shaped and not has_tools:
             answer = make(asked)
-        else:  # building an automaton takes time, so it is built in a thread
+        else:  # building an automaton is slow, so it runs in a thread
             answer = await asyncio.to_thread(make, asked)
         path, began = request.url.path, time.perf_counter()
         if asked.stream:
@@ -482,7 +484,7 @@ class _Server:
         is_over = threading.Event()
 
         async def work() -> dict[str, Any]:
-            async with self._deciding:  # one decision at a time, so that each has the whole machine
+            async with self._deciding:  # one at a time, so that each uses the whole machine
                 make = self._service.planner.decide
                 return await asyncio.to_thread(make, asked, lambda: not is_over.is_set())
 
@@ -498,7 +500,7 @@ class _Server:
         planner = self._service.planner
         planner.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
-            raise refused("give prompt, or messages", "prompt")
+            raise refused("pass either prompt or messages", "prompt")
         if asked.messages is not None:
             ids = planner.chat_ids(asked.messages, asked)
         else:
@@ -566,7 +568,7 @@ class _Server:
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:
-    """The error object for an unknown path or method, with the exception's headers."""
+    """Returns the error object for an unknown path or method, with the exception's headers."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     code = HTTPStatus(error.status_code).name.lower()
@@ -576,5 +578,5 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _defect(request: HttpRequest, error: Exception) -> Response:
-    """The error object for a bug, whose traceback is logged."""
+    """Returns the error object for a bug, whose traceback is logged."""
     return error_response(ApiError(500, "internal server error; see the log of the server"))

@@ -1,4 +1,4 @@
-"""HTTP of the server: request bodies, errors, event streams, logs as JSON lines, and the socket."""
+"""The HTTP layer: request bodies, errors, event streams, logs in JSON lines, and the socket."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs() -> None:
-    """Starts logging for the server, the engine and uvicorn to standard error, as JSON lines."""
+    """Starts logging of the server, the engine and uvicorn to standard error as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     names = {LOGGER.name: logging.INFO, "dlm_jax.inference": logging.WARNING,
@@ -72,7 +72,7 @@ _EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 
 
 def encoded(value: Any) -> bytes:
-    """A value as ASCII JSON, which can represent any text, even with lone surrogates."""
+    """Encodes a value as ASCII JSON, which can represent any text, including lone surrogates."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -98,10 +98,12 @@ async def read_body(request: Request, limit: int) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
-            415, f"content-encoding={encoding[:40]!r} is not supported; send the body without it",
+            415, f"content-encoding={encoding[:40]!r} is not supported; send the body unencoded",
             code="unsupported_encoding",
         )  # fmt: skip
-    too_large = ApiError(413, f"the body has more than {limit} bytes; send fewer", code="too_large")
+    too_large = ApiError(
+        413, f"the body has more than {limit} bytes; send a smaller one", code="too_large"
+    )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
@@ -114,16 +116,18 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
-        raise ApiError(408, "the body did not arrive in time; send it without delay") from None
+        raise ApiError(408, "the body did not arrive in time; send it faster") from None
     return b"".join(parts)
 
 
 def parsed(kind: type[M], body: bytes) -> M:
     if _depth(body) > _DEEPEST:
-        raise refused(f"the body is nested more than {_DEEPEST} levels deep; use fewer", None)
+        raise refused(
+            f"the body is nested more than {_DEEPEST} levels deep; use fewer levels", None
+        )
 
     def constant(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not valid JSON")
 
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=constant)
@@ -138,7 +142,7 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 
 def check_key(request: Request, key: str | None) -> None:
-    """Raises ApiError unless the request has the key; keys are compared in constant time."""
+    """Raises ApiError if the request lacks the key. Keys are compared in constant time."""
     if key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -148,7 +152,7 @@ def check_key(request: Request, key: str | None) -> None:
 
 
 def _depth(body: bytes) -> int:
-    """The nesting depth of lists and objects in a JSON text."""
+    """Returns the nesting depth of lists and objects in a JSON text."""
     depth = deepest = 0
     for found in _BRACKETS.finditer(body):
         depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
@@ -157,7 +161,7 @@ def _depth(body: bytes) -> int:
 
 
 async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled on a disconnect or at the time limit."""
+    """Returns the result of `work`, which is cancelled on a disconnect or at the time limit."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
     try:
@@ -188,12 +192,12 @@ async def _gone(receive: Receive) -> None:
 class Events(Response):
     """A stream of server-sent events that ends with ``[DONE]`` or an error object.
 
-    The ``type`` of an event, if present, becomes the event's name, as in ``/v1/responses``.
+    The ``type`` of an event, if present, is the event's name, as in ``/v1/responses``.
 
     Args:
-      run: called with a function; sends the events by calling that function.
+      run: coroutine function that calls its argument to send each event.
       ended: called at the end with the status: 200, 499 for a disconnected client, or the status of
-          an error.
+        the error.
       seconds: time limit.
       ends_with_done: whether ``[DONE]`` is sent at the end.
     """
@@ -244,19 +248,19 @@ class Events(Response):
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _LAST_WORDS = 5.0
-"""Seconds for sending errors to clients whose requests were cancelled."""
+"""Time limit in seconds for sending errors to clients whose requests were cancelled."""
 
 
 class Server(uvicorn.Server):
-    """A server on a socket. When stopped, it refuses new requests and finishes running requests.
+    """A server on a socket. When stopped, it rejects new requests and finishes running requests.
 
-    A signal or ``should_exit`` stops the server; a second signal ends it immediately.
+    A signal or ``should_exit`` stops the server; a second signal terminates it immediately.
 
     Args:
       app: the ASGI application.
       sock: a socket from `listening`.
-      drain: seconds that running requests have to finish after a stop.
-      listens: called once the server accepts requests.
+      drain: time in seconds for running requests to finish after a stop.
+      listens: called when the server accepts requests.
     """
 
     def __init__(
@@ -284,7 +288,7 @@ class Server(uvicorn.Server):
             self._listens()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new requests, and returns once running requests have an answer or an error."""
+        """Rejects new requests and returns when all running requests have an answer or an error."""
         await super().shutdown(sockets)
         tasks = set(self.server_state.tasks)
         if tasks and not self.force_exit:
@@ -292,7 +296,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles the signals that stop the server, without raising them again afterwards."""
+        """Handles the signals that stop the server and does not raise them again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

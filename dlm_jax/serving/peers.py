@@ -19,7 +19,7 @@ Fields = dict[str, Any]
 
 
 class _No(ValueError):
-    """Raised, with the problem and the remedy, for a value without an equivalent."""
+    """Raised with the problem and the remedy for a value without an equivalent."""
 
     def __init__(self, why: str, remedy: str):
         super().__init__(why, remedy)
@@ -33,8 +33,8 @@ class Peer(NamedTuple):
       of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
       ours: the corresponding field or setting, or the closest one.
       does: the documented effect, or the remedy for a refused name.
-      read: converts a value to fields of this server; raises `_No` for a value without an
-        equivalent. None means that every value is refused.
+      read: function that converts a value to fields of this server; raises `_No` for a value
+        without an equivalent. None means that every value is refused.
     """
 
     of: str
@@ -57,7 +57,7 @@ def _unread(of: str, does: str) -> Peer:
 
 
 def _neutral(of: str, ours: str, value: Any, remedy: str) -> Peer:
-    """A field with one neutral value; requests with any other value are refused."""
+    """Returns a field with one neutral value. Requests with any other value are refused."""
 
     def read(given: Any) -> Fields:
         if type(given) is not type(value) or given != value:
@@ -89,7 +89,7 @@ def _of_regex(value: Any) -> Fields:
 def _of_choice(value: Any) -> Fields:
     is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
     if not is_list or not all(value):
-        raise _No("is not a list of strings", "pass at least one, none of them empty")
+        raise _No("is not a list of strings", "pass at least one non-empty string")
     return _of_regex("|".join(map(re.escape, value)))
 
 
@@ -132,7 +132,7 @@ PEERS: Mapping[str, Peer] = {
     "truncate_prompt_tokens": _refused("v", "max_length", "shorten the prompt; see /tokenize"),
     "n_keep": _refused("l", "max_length", "prompts are never truncated; shorten the prompt, see "
     "/tokenize"),
-    "t_max_predict_ms": _refused("l", "max_tokens", "use a lower max_tokens, or close the stream"),
+    "t_max_predict_ms": _refused("l", "max_tokens", "use a lower max_tokens or close the stream"),
     # Settings of the sampler.
     "repeat_penalty": _same("l", "repetition_penalty"),
     "repeat_last_n": _same("l", "penalty_last_n"),
@@ -140,11 +140,11 @@ PEERS: Mapping[str, Peer] = {
     "samplers": _refused("l", "chain", "use chain, with the names in docs/settings.md"),
     "bad_words": _neutral("v", "logit_bias", [], "use logit_bias with -100 for each id"),
     "allowed_token_ids": _refused("v", _SHAPED, "use response_format or logit_bias"),
-    "best_of": _neutral("v", "n", 1, "use n, and select by logprobs"),
+    "best_of": _neutral("v", "n", 1, "use n and select by logprobs"),
     "use_beam_search": _neutral("v", "order", False, "rows are sampled; use temperature=0"),
     "length_penalty": _neutral("v", "max_tokens", 1.0, "beam search is not supported; remove it"),
     "logits_processors": _refused("v", "rules", "the server sets the rules; see docs/settings.md"),
-    "custom_logit_processor": _refused("s", "rules", "rules are the server's"),
+    "custom_logit_processor": _refused("s", "rules", "the server sets the rules"),
     # Information in the answer.
     "n_probs": _refused("l", "logprobs", "use logprobs (and top_logprobs in a chat)"),
     "prompt_logprobs": _refused("v", "logprobs", "only generated tokens have logprobs"),
@@ -152,11 +152,11 @@ PEERS: Mapping[str, Peer] = {
     "return_tokens_as_token_ids": _neutral(
         "v", "return_token_ids", False, "use return_token_ids"
     ),
-    "return_hidden_states": _neutral("s", "", False, "it has no counterpart; remove it"),
+    "return_hidden_states": _neutral("s", "", False, "remove it"),
     "skip_special_tokens": _neutral(
         "vs", "return_token_ids", True, "texts have no special tokens; use return_token_ids"
     ),
-    "spaces_between_special_tokens": _unread("vs", "texts have no specials"),
+    "spaces_between_special_tokens": _unread("vs", "texts have no special tokens"),
     "add_special_tokens": _neutral("v", "prompt", False, "pass the ids as prompt"),
     # Conversations.
     "chat_template": _refused("v", "--chat-template", "it is a flag of the server"),
@@ -168,16 +168,16 @@ PEERS: Mapping[str, Peer] = {
     "priority": _neutral("v", "", 0, "requests are served in order; remove it"),
     "request_id": _unread("v", "answers have their own ids"),
     "rid": _unread("s", "answers have their own ids"),
-    "timings_per_token": _unread("l", "`usage` has the counts"),
+    "timings_per_token": _unread("l", "see the counts in `usage`"),
     "lora_path": _refused("s", "--checkpoint", "a server has one model; export a merged model"),
     "lora": _neutral("l", "--checkpoint", [], "a server has one model; export a merged model"),
     "session_params": _refused("s", "messages", "pass all turns in messages"),
 }  # fmt: skip
-"""Fields of other servers by name. A field of the endpoint with the same name takes precedence."""
+"""Fields of other servers by name. An endpoint's field with the same name takes precedence."""
 
 
 def table() -> list[str]:
-    """The rows of the table in docs/peers.md."""
+    """Returns the rows of the table in docs/peers.md."""
     rows = ["| name | of | here | what happens |", "| --- | --- | --- | --- |"]
     for name, peer in PEERS.items():
         of = ", ".join(SERVERS[one] for one in peer.of)
@@ -187,7 +187,7 @@ def table() -> list[str]:
 
 
 def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[Fields, Fields]:
-    """(the request in this server's names, a mapping from these names to the client's names).
+    """Returns the request in this server's names, and a mapping from these names to the client's.
 
     Args:
       given: the request.

@@ -1,6 +1,6 @@
-"""The protocol: request fields, their conversion to rows, and the objects in responses.
+"""The request fields, their conversion to rows, and the objects in responses.
 
-Each field is declared once, in the class of its endpoint or in `Sampled`; every setting is also a
+Each field is declared once, in the class of its endpoint or in `Sampled`. Every setting is also a
 field (docs/settings.md). `Planner` and `Answer` implement the fields.
 """
 
@@ -41,11 +41,11 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A refused or failed request.
+    """Raised for a rejected or failed request.
 
     Attributes:
       status: HTTP status.
-      message: one line with the remedy.
+      message: one line with the problem and the remedy.
       param: the invalid field, if any.
       code: a machine-readable code, if any.
     """
@@ -71,12 +71,14 @@ def refused(message: str, param: str | None) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """The error for a request that is still running at the end of the grace period."""
+    """Returns the error for a request that is still running at the end of the grace period."""
     return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
-    """The ApiError for pydantic's first error; `names` maps this server's names to the client's."""
+    """Converts pydantic's first error to an ApiError; `names` maps this server's names to the
+    client's.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
     name = names.get(str(name), name)
@@ -89,13 +91,13 @@ def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) ->
 def of_value(
     error: ValueError, other: str, named: Mapping[str, str] = {}, **names: str
 ) -> ApiError:
-    """The ApiError for a request that the library rejects.
+    """Converts an error of the library to an ApiError.
 
     Args:
       error: an error about a setting or about `other`.
       other: the field to report if the error does not name a setting.
-      named: the client's field names, by this server's names.
-      names: the protocol's names for settings other than ``gen_length``.
+      named: maps this server's field names to the client's.
+      names: maps names of settings other than ``gen_length`` to the protocol's.
     """
     if not isinstance(error, SettingError):
         return refused(_in_fields(str(error)), other)
@@ -108,7 +110,9 @@ def of_value(
 
 
 def _in_fields(message: str) -> str:
-    """A message of the library on one line, with the protocol's name for ``gen_length``."""
+    """Joins a message of the library into one line and replaces ``gen_length`` with the protocol's
+    name.
+    """
     return " ".join(message.split()).replace("gen_length", "max_tokens")
 
 
@@ -120,13 +124,13 @@ Stop = str | list[str]
 
 
 class Fields(pydantic.BaseModel):
-    """An object with strictly typed fields; unknown fields are refused."""
+    """An object with strictly typed fields; unknown fields are rejected."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Fields):
-    """Options of a stream: whether a final event has the usage."""
+    """Options of a stream. With `include_usage`, a final event contains the usage."""
 
     include_usage: bool | None = None
 
@@ -141,7 +145,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The format of the answer; the regular expression of ``regex`` matches the whole answer."""
+    """The format of the answer. The regular expression `regex` matches the whole answer."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -152,8 +156,8 @@ class Conversation(Fields):
     """Options of the chat template, as in vLLM and SGLang.
 
     Attributes:
-      add_generation_prompt: whether to append the header of the answer to the turns; true by
-          default.
+      add_generation_prompt: whether the header of the answer is appended to the turns; true by
+        default.
       continue_final_message: whether the answer continues the last turn.
       chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
     """
@@ -164,7 +168,7 @@ class Conversation(Fields):
 
 
 class Sampled(pydantic.BaseModel):
-    """Fields that all sampling requests have; other names are settings (docs/settings.md).
+    """Fields of all sampling requests; other names are settings (docs/settings.md).
 
     Names of other servers (`peers`) are converted to these fields.
 
@@ -177,14 +181,14 @@ class Sampled(pydantic.BaseModel):
       max_tokens: number of new tokens.
       max_length: maximum number of tokens per row, including the prompt.
       n: number of rows per prompt.
-      seed: random seed of the first row; drawn at random by default.
+      seed: seed of the first row; random by default.
       stop: strings that end the answer and are excluded from it.
       include_stop_str_in_output: whether the answer includes the stop string that ended it.
-      return_token_ids: whether the answer has the ids of its own tokens and of the prompt.
+      return_token_ids: whether the answer contains the ids of its tokens and of the prompt.
       stream: whether the answer is a stream of events.
       stream_options: options of a stream.
       response_format: format of the answer.
-      diffusing: whether a stream shows the whole canvas as it is denoised.
+      diffusing: whether a stream shows the whole canvas during denoising.
       read_back: number of candidates per position to return, with their logits.
       user: ignored.
     """
@@ -214,7 +218,7 @@ class Sampled(pydantic.BaseModel):
     @pydantic.model_validator(mode="wrap")
     @classmethod
     def _of_peers(cls, given: Any, make: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
-        """The request with this server's names; errors use the client's names."""
+        """Converts a request to this server's names; errors use the client's names."""
         if not isinstance(given, Mapping):
             return make(given)
         try:
@@ -230,7 +234,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def named(self) -> Mapping[str, str]:
-        """Names of other servers used in the request, by field."""
+        """The names of other servers in the request, by field."""
         return self._theirs
 
     @property
@@ -239,14 +243,14 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def rivals(self) -> int | None:
-        """Number of alternatives to return per token; None without log-probabilities."""
+        """The number of alternatives to return per token; None without log-probabilities."""
         return getattr(self, "logprobs", None)
 
     @property
     def stops(self) -> tuple[str, ...]:
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > MOST_STOPS:
-            raise ValueError(f"stop has {len(found)} texts; use {MOST_STOPS} at most")
+            raise ValueError(f"stop has {len(found)} texts; use at most {MOST_STOPS}")
         if any(not 1 <= len(text) <= _LONGEST_STOP for text in found):
             raise ValueError(f"stop has a string that is empty or longer than {_LONGEST_STOP}")
         return found
@@ -258,9 +262,9 @@ class Completion(Sampled):
     Attributes:
       prompt: a string, several strings, ids, or several lists of ids.
       suffix: text after the gap.
-      draft: text after the prompt, to refine.
+      draft: text to refine after the prompt.
       echo: whether the answer begins with the prompt.
-      logprobs: number of alternatives to return per token; 0 means only the token itself.
+      logprobs: number of alternatives to return per token; 0 returns only the token itself.
     """
 
     content, prefix_of_id = "prompt", "cmpl"
@@ -294,7 +298,9 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A chat turn. Assistant turns may have calls instead of text; tool turns have call results."""
+    """A chat turn. Assistant turns can have calls instead of text; tool turns contain the results
+    of calls.
+    """
 
     role: str
     content: str | list[Part] | None = None
@@ -306,12 +312,12 @@ class Message(Fields):
     def _has_content(self) -> Self:
         if self.content is None and not (self.tool_calls and self.role == "assistant"):
             raise refused(
-                "messages: content is missing; pass it, or the tool_calls of an assistant",
+                "messages: content is missing; pass content, or tool_calls of an assistant",
                 "messages",
             )
         if self.tool_calls and self.role != "assistant":
             raise refused(
-                "messages: only assistant turns may have tool_calls; remove them", "messages"
+                "messages: only assistant turns can have tool_calls; remove them", "messages"
             )
         try:
             for call in self.tool_calls or ():
@@ -328,7 +334,7 @@ class Message(Fields):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn as passed to the chat template, with the arguments of calls as objects."""
+        """The turn for the chat template, with the arguments of calls as objects."""
         told: dict[str, Any] = {"role": self.role, "content": self.text}
         for name in ("name", "tool_call_id") if self.role == "tool" else ():
             told |= {} if getattr(self, name) is None else {name: getattr(self, name)}
@@ -343,7 +349,9 @@ class Message(Fields):
 
 
 class Function(Fields):
-    """A function that the model may call; `strict` is ignored: calls always match the schema."""
+    """A function that the model can call. `strict` is ignored, because calls always match the
+    schema.
+    """
 
     name: str = Field(pattern=f"^{tools.NAME.pattern}$")
     description: str | None = None
@@ -371,12 +379,12 @@ class Chat(Sampled, Conversation):
     Attributes:
       messages: the turns so far.
       max_completion_tokens: newer name of `max_tokens`.
-      draft: draft of the answer, to refine.
-      logprobs: whether to return the log-probabilities of tokens.
+      draft: draft of the answer to refine.
+      logprobs: whether the log-probabilities of tokens are returned.
       top_logprobs: number of alternatives to return per token.
-      tools: functions that the model may call, with JSON schemas of their arguments.
+      tools: functions that the model can call, with JSON schemas of their arguments.
       tool_choice: ``none``, ``auto`` (the default: text or a call), ``required`` or one function.
-      parallel_tool_calls: whether an answer may have several calls; false by default.
+      parallel_tool_calls: whether an answer can have several calls; false by default.
     """
 
     model_config = Sampled.model_config
@@ -394,14 +402,14 @@ class Chat(Sampled, Conversation):
 
     @property
     def functions(self) -> dict[str, dict[str, Any] | None]:
-        """The functions that the answer may call, with their schemas."""
+        """The functions that the answer can call, with their schemas."""
         for name in ("tool_choice", "parallel_tool_calls"):
             if self.tools is None and getattr(self, name) not in (None, "none"):
-                raise refused(f"{name} has no effect without tools; pass some, or remove it", name)
+                raise refused(f"{name} has no effect without tools; pass tools or remove it", name)
         given = [one.function for one in self.tools or ()]
         known = {one.name: one.parameters for one in given}
         if len(known) < len(given):
-            raise refused("tools has a function twice; remove one of them", "tools")
+            raise refused("tools contains a function twice; remove one of them", "tools")
         if isinstance(self.tool_choice, OneTool):
             name = self.tool_choice.function.name
             if name not in known:
@@ -452,11 +460,11 @@ class Responses(Sampled, Conversation):
     """A request to ``/v1/responses``; nothing is stored.
 
     Attributes:
-      input: a string, or the turns so far.
-      instructions: system turn before the input.
+      input: a string or the turns so far.
+      instructions: text of a system turn before the input.
       max_output_tokens: this endpoint's name for `max_tokens`.
       text: format of the answer.
-      metadata: data that the answer repeats.
+      metadata: data that is copied to the answer.
       store: must be false, because responses are never stored.
       background: must be false.
       truncation: must be ``disabled``, because prompts are never truncated.
@@ -513,7 +521,8 @@ class Infill(Sampled):
     Attributes:
       prefix: text before the gap.
       suffix: text after the gap.
-      template: text with gaps, written ``<hole:8>``, or ``<hole>`` for a gap of `max_tokens`.
+      template: text with gaps, written ``<hole:8>``, or ``<hole>`` for a gap of `max_tokens`
+        tokens.
       logprobs: as in `Completion`.
     """
 
@@ -548,11 +557,11 @@ class Decide(Fields):
       model: name of the model; optional.
       prompt: one or several strings, with ``<slot:NAME>`` for named choices.
       messages: a chat instead of a prompt; the labels are possible answers.
-      choices: labels, or labels by slot; by default yes and no.
+      choices: labels, or labels by slot; yes and no by default.
       order: decoding order of a label's tokens.
       temperature: temperature applied to the probabilities.
-      length_penalty: power of a label's number of tokens by which its log-probability is divided.
-      task: name of a task in the server's ``--calibration`` file; the task's scale is used.
+      length_penalty: exponent of the number of tokens in the divisor of a label's log-probability.
+      task: name of a task in the server's ``--calibration`` file, whose scale is used.
       num_draws: number of combinations to draw if they are not enumerated.
       seed: random seed of the draws.
       user: ignored.
@@ -689,10 +698,10 @@ class Planner:
         return self._answer(asked, [content], asked.max_tokens)
 
     def decide(self, asked: Decide, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """The response body of ``/v1/decide``; `goes_on` is as in `decisions.answers`."""
+        """Returns the response body of ``/v1/decide``; `goes_on` is as in `decisions.answers`."""
         self.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
-            raise refused("give prompt, or messages", "prompt")
+            raise refused("pass either prompt or messages", "prompt")
         prompts: list[Any] = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
         if asked.messages is not None:
             prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
@@ -705,14 +714,14 @@ class Planner:
         try:
             if asked.task is not None:
                 for name, value in given.items():
-                    raise SettingError(name, value, "belongs to the task", "remove it")
+                    raise SettingError(name, value, "is set by the task", "remove it")
                 known = {} if self.calibration is None else self.calibration
                 scale = decisions.scale_of(asked.task, known.get(order, {}))
             choices = decisions.YES_NO if asked.choices is None else asked.choices
             questions = [decisions.question(self.model, one, choices) for one in prompts]
             most = max(min(one.num_joint, decisions.MOST_JOINT) for one in questions)
             if most > self.limits.steps:
-                raise refused(f"choices have {most} combinations; use {self.limits.steps} at most",
+                raise refused(f"choices have {most} combinations; use at most {self.limits.steps}",
                               "choices")  # fmt: skip
             found = decisions.answers(
                 self.model, questions, order=order, goes_on=goes_on, seed=asked.seed or 0,
@@ -733,7 +742,9 @@ class Planner:
         }
 
     def usual(self) -> Iterator[Request]:
-        """Requests with defaults for each canvas length, with and without a response format."""
+        """Yields requests with defaults for each canvas length, with and without a response
+        format.
+        """
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
         for length in sorted(lengths | {longest}):
@@ -743,10 +754,10 @@ class Planner:
                     yield from self.answer(asked).requests
 
     def chat_ids(self, messages: Sequence[Message], asked: Conversation) -> list[int]:
-        """Ids of a conversation, up to the start of the answer."""
+        """Returns the ids of a conversation up to the start of the answer."""
         if self.model.chat is None:
             raise refused(
-                "the model has no chat template; use /v1/completions, or pass one to the server",
+                "the model has no chat template; use /v1/completions or pass one to the server",
                 "messages",
             )
         continues = bool(asked.continue_final_message)
@@ -764,7 +775,7 @@ class Planner:
             )
         for name in sorted(RESERVED & more.keys()):
             raise refused(
-                f"chat_template_kwargs sets {name}, which the server sets; remove it",
+                f"chat_template_kwargs contains {name}, which the server sets; remove it",
                 "chat_template_kwargs",
             )
         if offered:
@@ -819,7 +830,7 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), "stop") from None
         if structure and stops:
-            raise refused(f"stop could truncate a structure; remove it, or {shape}", "stop")
+            raise refused(f"stop can truncate a structure; remove it or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
         requests: list[Request] = []
@@ -848,12 +859,13 @@ class Planner:
             raise of_value(error, content, asked.named, **names) from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
-                f"steps={made[0].sample.steps} exceeds {self.limits.steps}; use fewer", "steps"
+                f"steps={made[0].sample.steps} exceeds {self.limits.steps}; use fewer steps",
+                "steps",
             )
         return made
 
     def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
-        """The settings of a request by name; each is validated separately."""
+        """Returns the settings of a request by name. Each setting is validated separately."""
         given = {name: value for name, value in (asked.model_extra or {}).items()
                  if value is not None}  # fmt: skip
         if length is not None:
@@ -875,7 +887,7 @@ class Planner:
         return self._defaults | given
 
     def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings by which a request with a structure can run, unless it sets others."""
+        """Returns default settings with which a request with a structure can run."""
         model, size = self.model, asked.max_tokens or self._room(asked)
         fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
         if fill is not None and fill.holds_structure:
@@ -887,17 +899,19 @@ class Planner:
         return needed | {"steps": steps}
 
     def _structure(self, asked: Sampled) -> dict[str, Any]:
-        """The settings that enforce the format of an answer."""
+        """Returns the settings that enforce the format of an answer."""
         form = asked.response_format
         if isinstance(asked, Chat) and (functions := asked.functions):
             return self._calling(asked, functions)
         if form is None or form.type == "text":
             return {}
         if "structure" in (asked.model_extra or {}):
-            raise refused("structure is another name of response_format; use one", "structure")
+            raise refused(
+                "structure is another name of response_format; pass only one of them", "structure"
+            )
         missing = {"json_schema": form.json_schema, "regex": form.regex}
         if missing.get(form.type, "") is None:
-            raise refused(f"response_format lacks {form.type}; give it", "response_format")
+            raise refused(f"response_format lacks {form.type}; add it", "response_format")
         try:
             if form.json_schema is not None:
                 pattern = regex_of_schema(form.json_schema.schema_)
@@ -911,7 +925,9 @@ class Planner:
     def _calling(
         self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
     ) -> dict[str, Any]:
-        """The settings that constrain an answer to calls, or with ``auto`` to calls or text."""
+        """Returns the settings that constrain an answer to calls, or to calls or text with
+        ``auto``.
+        """
         form = asked.response_format
         shaped = form is not None and form.type != "text"
         if shaped or "structure" in (asked.model_extra or {}):
@@ -935,7 +951,9 @@ class Planner:
         return asked.max_length or self.model.max_length
 
     def _gap(self, ids: Sequence[int], suffix: str, length: int, name: str) -> dict[str, Any]:
-        """The tokens of a canvas with one gap of `length` tokens between `ids` and `suffix`."""
+        """Returns the tokens of a canvas with one gap of `length` tokens between `ids` and
+        `suffix`.
+        """
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
@@ -952,14 +970,14 @@ class Planner:
             raise refused(f"{name}: {error}", name) from None
 
     def text(self, ids: Sequence[int], name: str = "prompt") -> str:
-        """The text of the ids that a client passed in the field `name`."""
+        """Decodes the ids that a client passed in the field `name`."""
         try:
             return self.model.tokenizer.decode(ids)
         except (ValueError, IndexError, OverflowError) as error:
             raise refused(f"{name}: {error}", name) from None
 
     def props(self, slots: int) -> dict[str, Any]:
-        """The response body of ``/props``: the model and its defaults."""
+        """Returns the response body of ``/props``: the model and its defaults."""
         model = self.model
         sample = settings_of_call(model, self._defaults)
         shown = {name: getattr(sample, name, None) for name in self._settings}
@@ -983,7 +1001,9 @@ _MOST_TOLD = 128
 
 
 def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
-    """The object of a decision: its slots and, if there are several, the likeliest combinations."""
+    """Returns the object of a decision: its slots and, with named slots, the most likely
+    combinations.
+    """
     slots = {}
     for name, labels in made.choices.items():
         slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
@@ -1005,7 +1025,7 @@ def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
-    """Number of new tokens, from `max_tokens` or the endpoint's other name for it."""
+    """Returns the number of new tokens from `max_tokens` or the endpoint's alias for it."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
     if len(lengths) > 1:
         raise refused(f"max_tokens and {other} differ; pass only one of them", "max_tokens")
@@ -1028,7 +1048,7 @@ _LEAST = -9999.0
 
 
 class Done(NamedTuple):
-    """A finished choice; for an infill, also the text in each gap and the whole text."""
+    """A finished choice. For an infill, it includes the text in each gap and the whole text."""
 
     text: str
     row: Row
@@ -1045,7 +1065,7 @@ class Done(NamedTuple):
 
 @dataclass
 class Answer:
-    """The rows to run for a request, and the objects that form the answer.
+    """The rows to run for a request and the objects that form the answer.
 
     Attributes:
       asked: the request.
@@ -1076,7 +1096,7 @@ class Answer:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
 
     def reader(self, model: Model, request: Request) -> Reader:
-        """A reader for the text of a growing choice."""
+        """Returns a reader for the text of a choice."""
         keeps_stop = bool(self.asked.include_stop_str_in_output)
         return Reader(model, request, self.stops, keeps_stop=keeps_stop)
 
@@ -1086,21 +1106,21 @@ class Answer:
         return told | (self._prompt_ids(0) if self._is_chat else {})
 
     def begin(self) -> list[dict[str, Any]]:
-        """The first events: the role of each choice in a chat."""
+        """Returns the first events: the role of each choice in a chat."""
         delta = {"role": "assistant", "content": ""}
         choices = range(len(self.requests) if self._is_chat else 0)
         ids = self._prompt_ids(0) if self._is_chat else {}
         return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
-        """The event that echoes the prompt of a choice, if requested."""
+        """Returns the event that echoes the prompt of a choice, if requested."""
         is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
         return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
 
     def grown(
         self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
     ) -> list[dict[str, Any]]:
-        """The new events of a growing choice; a canvas event replaces the previous one."""
+        """Returns the new events of a choice. A canvas event replaces the previous one."""
         reason = None if done is None else done.finish_reason
         if self.asked.diffusing:
             return [self._canvas(index, row, reader, done)]
@@ -1130,13 +1150,13 @@ class Answer:
         return event
 
     def _ids(self, row: Row, places: range) -> dict[str, Any]:
-        """The ids of the tokens at `places`, if requested."""
+        """Returns the ids of the tokens at `places`, if requested."""
         if not self.asked.return_token_ids:
             return {}
         return {"token_ids": row.tokens[places.start : places.stop].tolist()}
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        """The ids of a choice's prompt (the tokens before its first hole), if requested."""
+        """Returns the ids of a choice's prompt (the tokens before its first hole), if requested."""
         if not self.asked.return_token_ids or isinstance(self.asked, Infill):
             return {}
         (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
@@ -1144,9 +1164,9 @@ class Answer:
         return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
 
     def _canvas(self, index: int, row: Row, reader: Reader, done: Done | None) -> dict[str, Any]:
-        """An event with the whole canvas of a choice, which replaces the previous one.
+        """Returns an event with the whole canvas of a choice. It replaces the previous event.
 
-        The last event has the answer's text, without anything after the end of the answer.
+        The last event contains only the text of the answer.
         """
         parts = reader.parts(row, None if done is None else done.places.stop)
         holes = sum(len(text) for text, step in parts if step is None)
@@ -1166,7 +1186,9 @@ class Answer:
         return [told] if self.asked.has_usage else []
 
     def usage(self, done: Sequence[Done]) -> dict[str, Any]:
-        """Usage of an answer; forward passes and the first seed extend OpenAI's protocol."""
+        """Returns the usage of an answer. Forward passes and the first seed extend OpenAI's
+        protocol.
+        """
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
         written = sum(len(one.places) for one in done)
         return {
@@ -1179,7 +1201,7 @@ class Answer:
 
     @property
     def replaces(self) -> bool:
-        """Whether each event of a choice replaces the previous one."""
+        """True if each event of a choice replaces the previous one."""
         return bool(self.asked.diffusing)
 
     @property
@@ -1222,19 +1244,21 @@ class Answer:
         return choice | {"text": echo + done.text}
 
     def _read_back(self, row: Row, places: range) -> dict[str, Any]:
-        """Candidates of the tokens at `places`, in commit order, if requested."""
+        """Returns the candidates of the tokens at `places` in commit order, if requested."""
         if not self.asked.read_back:
             return {}
         return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
 
     def _record(self, written: Written) -> dict[str, Any]:
-        """A written token, and the candidates that remain after the chain, most likely first."""
+        """Returns a written token and the candidates after the chain, most likely first."""
         told = written.to_json(self.asked.read_back or 0)
         texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
         return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
 
     def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
-        """The log-probabilities of written tokens, and of their alternatives if requested."""
+        """Returns the log-probabilities of written tokens and, if requested, of their
+        alternatives.
+        """
         if self.asked.rivals is None:
             return None
         written = [place for place in places if not row.is_frozen[place]]
@@ -1259,7 +1283,7 @@ class Answer:
         return {"token": text, "logprob": number, "bytes": data}
 
     def _table(self, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Log-probabilities as parallel lists, the form of ``/v1/completions``."""
+        """Returns log-probabilities as parallel lists, as in ``/v1/completions``."""
         offsets, end = [], 0
         for one in told:
             offsets.append(end)
@@ -1275,7 +1299,9 @@ class Answer:
 
 @dataclass
 class ResponseAnswer(Answer):
-    """The response object and the events of ``/v1/responses``: one message with one text."""
+    """The response object and the events of ``/v1/responses``. A response is one message with one
+    text.
+    """
 
     ends_with_done = False
     _count: int = 0

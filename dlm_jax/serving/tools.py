@@ -1,7 +1,7 @@
-"""Function calls in answers: the pattern that allows calls, and their parser.
+"""Function calls in answers: the pattern that allows calls, and a parser.
 
-A call is a JSON object, ``{"name": "f", "arguments": {...}}``, on a line of its own. A text that
-does not begin with a brace is not a call.
+A call is a JSON object, ``{"name": "f", "arguments": {...}}``, on a separate line. A text that does
+not begin with a brace is not a call.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _TEXT = r"(?:[^{][\s\S]*)?"
 def pattern_of(
     functions: Mapping[str, Mapping[str, Any] | None], *, is_parallel: bool, may_talk: bool
 ) -> str:
-    """A regular expression for answers that call these functions.
+    """Returns a regular expression for answers that call these functions.
 
     Args:
-      functions: JSON schema of each function's arguments, by function name; None for no schema.
+      functions: JSON schemas of the arguments by function name; None for a function without a
+        schema.
       is_parallel: whether several calls are allowed.
       may_talk: whether texts that do not begin with a brace are also allowed.
 
     Raises:
-      ValueError: a schema cannot be used; the message names the function.
+      ValueError: a schema cannot be used; the message contains the name of the function.
     """
     calls = []
     for name, schema in functions.items():
@@ -49,7 +50,7 @@ def pattern_of(
 
 
 class Calls:
-    """The calls in a streamed text, as pieces of ``tool_calls``.
+    """Parses the calls in a streamed text into pieces of ``tool_calls``.
 
     Attributes:
       whole: the calls so far, in the form of a message's ``tool_calls``.
@@ -61,7 +62,7 @@ class Calls:
         self._depth, self._in_string, self._is_escaped, self._is_open = 0, False, False, False
 
     def grown(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
-        """The text, and the parts of calls, in the next piece of the answer."""
+        """Returns the text and the parts of calls in the next piece of the answer."""
         if self._is_talk:
             return piece, []
         self._rest += piece
@@ -97,7 +98,7 @@ class Calls:
             part["function"]["arguments"] += taken
 
     def _arguments(self) -> tuple[str, bool]:
-        """The arguments of a call in the remaining text, and whether they are complete."""
+        """Returns the arguments of a call in the remaining text and whether they are complete."""
         for place, c in enumerate(self._rest):
             if self._in_string:
                 ends = c == '"' and not self._is_escaped
@@ -115,11 +116,11 @@ class Calls:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of an earlier call as an object, for the chat template."""
+    """Parses the arguments of an earlier call into an object for the chat template."""
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"arguments={text[:60]!r} are not JSON ({error})") from None
+        raise ValueError(f"arguments={text[:60]!r} is not JSON ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"arguments={text[:60]!r} are no object")
+        raise ValueError(f"arguments={text[:60]!r} is not an object")
     return found

@@ -38,8 +38,8 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _opened(draws: Draws) -> tuple[str, str]:
-    """A prompt of 3 to 8 brackets, of which at least one is not closed, and the closing brackets
-    as the answer.
+    """A prompt of 3 to 8 brackets with at least one open bracket, and the closing brackets as the
+    answer.
     """
     text, closing = "", ""
     for _ in range(3 + draws.below(6)):
@@ -70,7 +70,7 @@ _UNITS = (
 
 
 def _solution(draws: Draws, cells: str = "") -> str | None:
-    """A solved grid that starts with these cells; None if there is no solution."""
+    """A solved grid that starts with the given cells; None if there is no solution."""
     if len(cells) == 16:
         return cells
     taken = {cells[c] for unit in _UNITS if len(cells) in unit for c in unit if c < len(cells)}
@@ -184,7 +184,7 @@ arithmetic = TextTask(
     "arithmetic", "sums of two two-digit numbers:  47+85=132", _sum_of_two, _is_sum
 )
 brackets = TextTask(
-    "brackets", "brackets, and the brackets that close them:  ([{}=])", _opened, _is_balanced
+    "brackets", "brackets, and the missing closing brackets: ([{}=])", _opened, _is_balanced
 )
 sudoku = TextTask(
     "sudoku",
@@ -202,9 +202,9 @@ sorting = TextTask(
 )
 records = TextTask(
     "records",
-    "a name and a city, and a record in JSON with an age, its group and the land: Ada Bell, "
+    "a name and a city, and a JSON record with an age, its group and the country: Ada Bell, "
     'Oslo={"name": "Ada Bell", "age": 30, "group": "adult", "home": {"city": "Oslo", "land": '
-    '"Norway"}}; the reward is the share of right fields',
+    '"Norway"}}; the reward is the share of correct fields',
     _record,
     _right_fields,
 )

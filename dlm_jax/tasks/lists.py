@@ -1,11 +1,11 @@
 """Operations on a short list, each in five wordings, such as ``reverse badce=ecdab``.
 
-The operations are those of ParallelBench (Kang et al. 2025). Some have one correct answer (copy,
-reverse, sort, and replace, insert and remove at a given place). The others have many correct
-answers (shuffle, and replace, insert and remove at any place), whose positions cannot be drawn
-independently. If all n items are drawn in parallel from the true marginals, the answer is correct
-with probability 1 for the first operations, ``n!/n^n`` for `shuffle`, which may return the given
-list here, and ``(1 - 1/n)^(n - 1)`` for `replace_any`.
+The operations are those of ParallelBench (Kang et al. 2025). Some operations have one correct
+answer (copy, reverse, sort, and replace, insert and remove at a given place). The other operations
+(shuffle, and replace, insert and remove at any place) have many correct answers, whose positions
+cannot be drawn independently. If all n items are drawn in parallel from the true marginals, the
+answer is correct with probability 1 for the first operations, ``n!/n^n`` for `shuffle` (which can
+return the given list here), and ``(1 - 1/n)^(n - 1)`` for `replace_any`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LETTER = "a-h"
 
 
 class Asked(NamedTuple):
-    """The operation that a prompt asks for, with its arguments.
+    """The operation in a prompt, with its arguments.
 
     Attributes:
       operation: name of the operation.
@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
 
 def _at(items: str, place: int, item: str, gone: int) -> str:
-    """The list with `item` inserted at `place`, where it replaces `gone` (0 or 1) items."""
+    """The list with `item` inserted at `place`, in place of `gone` (0 or 1) items."""
     return items[: place - 1] + item + items[place - 1 + gone :]
 
 
@@ -108,7 +108,7 @@ TEMPLATES = (
 
 
 def asked(what: Asked, template: str) -> str:
-    """The prompt in the wording of `template`, without the mark at its end."""
+    """The prompt in the wording of `template`, without the final mark."""
     arguments = [str(x) for x in (what.place, what.item) if x]
     fields = {
         "name": what.operation,
@@ -142,8 +142,8 @@ def _drawn(draws: Draws, operation: str) -> Asked:
 
 
 def example(draws: Draws, operation: str, template: str) -> tuple[str, str]:
-    """A prompt for an operation in the wording of `template`, and a random correct answer, drawn
-    uniformly.
+    """A prompt for an operation in the wording of `template`, and a uniformly random correct
+    answer.
     """
     what = _drawn(draws, operation)
     answers = sorted(OPERATIONS[operation].answers(*what[1:]))
@@ -157,7 +157,7 @@ def _any_example(draws: Draws) -> tuple[str, str]:
 
 def _pattern(operation: str, template: str) -> re.Pattern[str]:
     """A pattern for the prompts of an operation in the wording of `template`. The groups of the
-    pattern are named like the fields of `Asked`.
+    pattern are named after the fields of `Asked`.
     """
     about = OPERATIONS[operation].about
     groups = {"place": f"(?P<place>[1-{ITEMS}])", "item": f"(?P<item>[{_LETTER}])"}
@@ -175,7 +175,7 @@ def _pattern(operation: str, template: str) -> re.Pattern[str]:
 
 
 def _filled(template: str, fields: dict[str, str]) -> str:
-    """The template as a pattern, in which `fields` replace the fields of the template."""
+    """Returns the template as a pattern, with its fields replaced by `fields`."""
     parts = string.Formatter().parse(template)
     return "".join(re.escape(words) + fields.get(field or "", "") for words, field, _, _ in parts)
 

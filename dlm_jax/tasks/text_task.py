@@ -1,4 +1,4 @@
-"""Tasks with a reward function, and the random integers from which their examples are made."""
+"""Tasks with reward functions, and the random integers for their examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Draws", "TextTask"]
 
 
 class Draws:
-    """Random integers from a seed. The stream is the same with every version of NumPy.
+    """A stream of random integers from a seed, the same for every version of NumPy.
 
     Args:
       seed: at least 0.
@@ -64,7 +64,9 @@ class TextTask:
         return float(self.judge(prompt, answer)) if mark and answer else 0.0
 
     def __call__(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """The reward of each answer to its prompt: a reward function for ``rl.reward``."""
+        """The reward of each answer to its prompt. This method is a reward function for
+        ``rl.reward``.
+        """
         return [self.verify(p + answer) for p, answer in zip(prompts, answers, strict=True)]
 
     def examples(self, count: int, seed: int = 0) -> list[tuple[str, str]]:

@@ -67,12 +67,12 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
 
 
 def check_writable(setting: str, directory: Path) -> None:
-    """Raises if a local directory is not writable, without creating the directory."""
+    """Raises ValueError if a local directory is not writable, without creating the directory."""
     nearest = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     if not nearest.is_dir():
         raise ValueError(
             f"{setting}={directory} cannot be a directory, because {nearest} is a file; "
-            "choose another one"
+            "choose another directory"
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"{setting}={directory} is not writable; choose another directory")
@@ -98,7 +98,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises if settings or data would change the result of a resumed run.
+    """Raises ValueError if settings or data would change the result of a resumed run.
 
     Args:
       meta: metadata of this run, see `Run`.
@@ -123,7 +123,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     drawn, draws = saved["randomness"], meta["randomness"]
     if drawn["draws"] != draws["draws"]:
         there, here = (found["version of jax"] for found in (drawn, draws))
-        what = f"whose jax {there} draws different random numbers than jax {here} here"
+        what = f"that used jax {there}, which draws different random numbers from jax {here}"
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
@@ -146,7 +146,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"set {key}={there[key]!r}"
     # If the tokenizer file has changed, the tokenizers differ although the configs are equal.
     if saved["tokenizer"] != meta["tokenizer"]:
-        return "with a different tokenizer", "use that one"
+        return "with a different tokenizer", "use that tokenizer"
     for part in saved["own"] | meta["own"]:
         before, now = saved["own"].get(part), meta["own"].get(part)
         if before != now:
@@ -155,13 +155,14 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
 
 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
-    """Raises if the directory contains a run without checkpoints whose config differs.
+    """Raises ValueError if the directory contains a run without checkpoints and with another
+    config.
 
     A run with the same config restarts in the directory and discards the old metrics. A directory
-    without metrics may be reused.
+    without metrics can be reused.
 
     Args:
-      asked: config of the new run, before values that depend on the data are set.
+      asked: config of the new run, without values that depend on the data.
       out_dir: ``train.out_dir``.
 
     Raises:
@@ -184,8 +185,8 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
         key = differing[0]
         why = f"{config_path} has {key}={there[key]!r}, but this run has {here[key]!r}"
     raise ValueError(
-        f"train.out_dir={out_dir} holds metrics of another run without checkpoints ({why}); move "
-        f"{path} elsewhere, or use another train.out_dir"
+        f"train.out_dir={out_dir} contains metrics of another run without checkpoints ({why}); "
+        f"move {path} elsewhere, or use another train.out_dir"
     )
 
 

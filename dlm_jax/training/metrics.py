@@ -26,7 +26,7 @@ class MetricsLog:
     when the file is opened.
 
     A killed run may have logged steps that were not saved. A resumed run repeats these steps, so
-    the lines of these steps and a partial last line are removed first.
+    their lines and a partial last line are removed first.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
@@ -58,7 +58,8 @@ class MetricsLog:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a metrics file in order, without a partial last line; empty if missing.
+    """The records of a metrics file in order, without a partial last line; empty if there is no
+    file.
 
     Raises:
       ValueError: a line is not a record, or its checksum is wrong, because the file is damaged or
@@ -90,7 +91,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(path: Path, identity: str) -> None:
-    """Raises if the run with this identity cannot continue the metrics file.
+    """Raises ValueError if the run with this identity cannot continue the metrics file.
 
     Raises:
       ValueError: a line belongs to another run, or `read_records` raises.
@@ -98,8 +99,8 @@ def check_metrics(path: Path, identity: str) -> None:
     runs = {record.get("run", "") for record in read_records(path)}
     if others := runs - {identity}:
         raise ValueError(
-            f"{path} holds metrics of run {min(others) or 'unnamed'}, but the checkpoints belong "
-            f"to run {identity or 'unnamed'}; move the metrics of the other run elsewhere"
+            f"{path} contains metrics of run {min(others) or 'unnamed'}, but the checkpoints "
+            f"belong to run {identity or 'unnamed'}; move the metrics of the other run elsewhere"
         )
 
 
@@ -178,7 +179,9 @@ def _is_loss(name: str) -> bool:
 def loss_curves(
     records: list[dict[str, Any]], held_out: str
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """(steps, values) by label: the training loss, each of its parts, and the held-out metric."""
+    """The steps and values of each curve, keyed by label: the training loss, its parts, and the
+    held-out metric.
+    """
     curves: dict[str, tuple[list[int], list[float]]] = {}
 
     def add(label: str, step: int, value: float) -> None:
@@ -203,7 +206,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises if the package of a tracker is not installed.
+    """Raises ValueError if the package of a tracker is not installed.
 
     Raises:
       ValueError: the message names the tracker, the package and the extra that installs it.
@@ -211,13 +214,13 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
-                f"train.trackers={name} needs {_PACKAGES[name]}, which is not installed; "
+                f"train.trackers={name} requires {_PACKAGES[name]}, which is not installed; "
                 f"pip install 'dlm_jax[{name}]'"
             )
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers in a record under the names ``KIND/NAME``, without step and time."""
+    """The numbers in a record, except step and time, by name ``KIND/NAME``."""
     return {
         f"{record['kind']}/{name}": float(value)
         for name, value in record.items()
@@ -243,7 +246,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A Weights & Biases run named after the directory; a run with the same identity is resumed."""
+    """A Weights & Biases run named after the directory. A run with the same identity is resumed."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
         name = hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16]
@@ -263,15 +266,15 @@ _TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
 }
-"""Trackers by name: ``(out_dir, config, identity, step) -> tracker`` for a run that continues after
-`step`.
+"""Functions ``(out_dir, config, identity, step) -> tracker`` by tracker name, for a run that
+continues after `step`.
 
 Records of later steps are dropped. A tracker has the methods ``write(record)`` and ``close()``.
 """
 
 
 class Journal:
-    """Writes the records of a run to ``metrics.jsonl`` and trackers, only on the first process.
+    """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
 
     A failed tracker or plot is reported once and does not end the run.
 
@@ -336,7 +339,7 @@ class Journal:
                 self._guarded(tracker, tracker.close)
 
     def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Calls `act`. If it fails, the tracker is reported and disabled."""
+        """Calls `act`. If the call fails, the tracker is reported and disabled."""
         with self._reporting(f"{type(tracker).__name__} fails"):
             try:
                 act()

@@ -1,10 +1,10 @@
-"""The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
+"""The optimiser of a run: clipping, followed by Muon or AdamW with a warm-up and cosine schedule.
 
 The model and each of its heads are separate groups, each with its own clipping, schedule and state.
 
 Muon distributes the matrices over the devices, so that each matrix is orthogonalised only once. By
 default, the compiler would replicate the products of the Newton-Schulz iteration on every device,
-or compute each of them on sharded matrices with an all-reduce. Instead, every device receives some
+or compute each product on sharded matrices with an all-reduce. Instead, every device receives some
 whole matrices, in half precision on accelerators, and the results are resharded like the
 parameters.
 """
@@ -75,8 +75,7 @@ def _scaled_by_shape(update: jax.Array) -> jax.Array:
 
 
 def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
-    """Every matrix in the tree after the Newton-Schulz iteration, which runs on one device for each
-    matrix.
+    """Applies the Newton-Schulz iteration to every matrix in the tree, on one device per matrix.
 
     Args:
       updates: matrices ``[..., fan_in, fan_out]`` with norm at most 1, stacked by layers and
@@ -160,8 +159,8 @@ def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Arra
 
 
 def _iterated(x_NIO: jax.Array) -> jax.Array:
-    """The quintic Newton-Schulz iteration on whole matrices, with Gram matrices of the shorter
-    side.
+    """Applies the quintic Newton-Schulz iteration to whole matrices, with Gram matrices of the
+    shorter side.
     """
     is_tall = x_NIO.shape[1] > x_NIO.shape[2]
     x = x_NIO.swapaxes(1, 2) if is_tall else x_NIO
@@ -173,7 +172,8 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
 
 
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
-    """Learning rate by step: a linear increase to `peak`, then a cosine to ``final_ratio * peak``.
+    """The learning rate by step: a linear increase to `peak`, then a cosine to ``final_ratio *
+    peak``.
 
     The rate reaches the peak at step ``warmup_steps``. No step has a rate of 0, because the first
     step has a rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last
@@ -203,7 +203,7 @@ def _over_paths(params: Any, value: Any) -> Any:
 def rate_of(
     peak: float, config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None
 ) -> optax.Schedule:
-    """`learning_rate`, or `peak` times a custom schedule."""
+    """Returns `learning_rate`, or `peak` times a custom schedule."""
     if schedule is None:
         return learning_rate(peak, config, num_steps=num_steps)
     return lambda step: peak * schedule(step)
@@ -212,7 +212,7 @@ def rate_of(
 def make_optimizer(
     config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """Gradient transformation for a run of `num_steps` steps.
+    """Returns the gradient transformation for a run of `num_steps` steps.
 
     Gradients are clipped to a global norm of ``clip``. With ``muon`` (Jordan et al. 2024), Muon
     updates the matrices of the blocks, including those of each expert, and Adam updates the other
@@ -276,15 +276,16 @@ def make_grouped_optimizer(
     own: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Gradient transformation of a stage, with one group for the model and one per head.
+    """Returns the gradient transformation of a stage, with one group for the model and one per
+    head.
 
-    The main group contains the model and the heads that join it. This group uses `make_optimizer`,
-    or a custom optimiser whose updates are multiplied by the schedule. Every other head has a group
-    with its own optimiser. The default optimiser of a head is gradient clipping to a norm of
-    ``heads.clip`` and AdamW, with a warm-up and cosine that start when the training of the head
-    starts. With ``heads.train_main = false`` the model has no optimiser state, and with adapters
-    only the adapters have an optimiser state. The state has the same structure in every stage. The
-    state and parameters of groups that do not train are unchanged.
+    The main group contains the model and the heads with `joins_main`. This group uses
+    `make_optimizer`, or a custom optimiser whose updates are multiplied by the schedule. Every
+    other head has a group with its own optimiser. The default optimiser of a head is gradient
+    clipping to a norm of ``heads.clip`` and AdamW, with a warm-up and cosine that start when the
+    training of the head starts. With ``heads.train_main = false`` the model has no optimiser state,
+    and with adapters only the adapters have an optimiser state. The state has the same structure in
+    every stage. The state and parameters of groups that do not train are unchanged.
     """
     main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
     if own is not None and schedule is not None:
@@ -366,7 +367,7 @@ def _head_optimizer(
 
 
 def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation that leaves parameters and state unchanged, with the state of `group`."""
+    """A transformation with the state of `group` that leaves parameters and state unchanged."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(jnp.zeros_like, updates), state

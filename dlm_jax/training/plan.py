@@ -30,8 +30,8 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     """FLOP of one training step: forward and backward pass of the model, without recomputation.
 
     Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
-    head feature and visible pair of positions; a causal model has half as many pairs (PaLM,
-    Chowdhery et al. 2022, appendix B). A tied embedding table is counted once, as the LM head.
+    head feature and visible pair of positions. A causal model has half the pairs (PaLM, Chowdhery
+    et al. 2022, appendix B). A tied embedding table is counted once, as the LM head.
 
     Args:
       params: arrays or their shapes.
@@ -94,7 +94,7 @@ class Plan:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
 
     def utilisation(self, found: Cost) -> float:
-        """Estimated model FLOPs utilisation, as a fraction of the peak."""
+        """The estimated model FLOPs utilisation, as a fraction of the peak."""
         if self.chip is None or not found.seconds:
             return math.nan
         return self.flops / (self.chip.flops * found.seconds)
@@ -104,7 +104,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
     Args:
-      config: with ``model.vocab_size`` set.
+      config: config with ``model.vocab_size`` set.
       mesh: mesh of the devices, which need not exist.
       tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
 
@@ -229,7 +229,7 @@ def _times(found: Plan) -> list[str]:
 
 
 def _places(found: Plan) -> list[str]:
-    """The sharding of each parameter matrix and of each kind of activation, one line each."""
+    """The shardings of the parameter matrices and of the kinds of activations, one per line."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

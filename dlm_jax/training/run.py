@@ -86,12 +86,12 @@ def checkpoints_of(config: Config) -> str:
 def write_config(config: Config, out_dir: Path) -> None:
     """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
 
-    To resume, the config is read from the checkpoints instead, which have checksums.
+    Resumed runs read the config from the checkpoints instead, which have checksums.
     """
     header = (
         "The settings of this run.\n"
         "To resume: python train.py --resume DIRECTORY\n"
-        "To train the same from scratch: python train.py --config THIS_FILE --train.out_dir "
+        "To train the same model from scratch: python train.py --config THIS_FILE --train.out_dir "
         "ELSEWHERE"
     )
     text, path = configs.to_toml(config, header=header), out_dir / CONFIG
@@ -145,12 +145,13 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     """The config with ``[model]`` from the published directory in train.init_from, and its
     tokenizer.
 
-    Settings of ``[model]`` that have their default are read from the directory. Other settings must
-    match the directory. The config determines whether and how a causal model is converted to a
+    Settings of ``[model]`` with their default value are read from the directory. Other settings
+    must match the directory. The config determines whether and how a causal model is converted to a
     diffusion model.
 
     Returns:
-      The unchanged config and None if train.init_from is not a published directory.
+      The new config and the tokenizer, or the unchanged config and None if train.init_from is not a
+      published directory.
 
     Raises:
       ValueError: the directory is unusable, or the config describes a different model.
@@ -183,12 +184,12 @@ def tokenizer_of(
 ) -> str | Tokenizer | MakeTokenizer:
     """The tokenizer that ``data.tokenizer`` selects, as an argument for `load_corpus`.
 
-    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. If it is a
-    character tokenizer that lacks characters of the corpus, these are added and reported.
+    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. Missing characters
+    of the corpus are added to a character tokenizer and reported.
 
     Raises:
-      ValueError: the model does not exist, or the corpus has new characters that
-        ``data.new_characters`` refuses or that no parameter group would train.
+      ValueError: the model does not exist, or the corpus has new characters and
+        ``data.new_characters`` is ``refuse`` or ``heads.train_main`` is False.
     """
     if config.data.tokenizer != INIT:
         return config.data.tokenizer
@@ -219,7 +220,7 @@ def _extended(
         raise ValueError(f"{line}; remove them, or use data.new_characters=add")
     if not config.heads.train_main:
         raise ValueError(
-            f"{line}; heads.train_main=False would never train them: remove them, or set it to true"
+            f"{line}; heads.train_main=False would not train them; remove them, or set it to true"
         )
     report(f"{line}; added with fresh embeddings")
     return CharacterTokenizer("".join(sorted(known | set(new))))
@@ -228,7 +229,7 @@ def _extended(
 def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
     """The id in `ours` of each token of `theirs`, int32 ``[V]``.
 
-    The result is None if one of the two is not a character tokenizer, or if `ours` lacks some
+    The result is None if one of the tokenizers is not a character tokenizer, or if `ours` lacks
     characters of `theirs`.
     """
     if not isinstance(theirs, CharacterTokenizer) or not isinstance(ours, CharacterTokenizer):
@@ -243,8 +244,8 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """Trained parameters, with token vectors moved to new ids. The vectors of ids without a trained
-    vector are freshly initialised.
+    """The trained parameters, with the token vectors moved to the new ids. The vectors of ids
+    without a trained vector are freshly initialised.
 
     Args:
       params: trained parameters.
@@ -273,7 +274,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
-    """The config, with adopted settings and the vocabulary size of the corpus, and the corpus.
+    """The config with adopted settings and the vocabulary size of the corpus, and the corpus.
 
     Raises:
       ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.
@@ -309,10 +310,11 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
-    """The mesh of `config`. A value of 0 for ``mesh.fsdp`` is resolved from the size of the model.
+    """Returns the mesh of `config`. A value of 0 for ``mesh.fsdp`` is resolved from the size of the
+    model.
 
     Args:
-      config: with ``model.vocab_size`` set.
+      config: config with ``model.vocab_size`` set.
       devices: devices of all processes.
     """
     mesh = config.mesh
@@ -331,7 +333,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
 
 
 def state_bytes(config: Config) -> float:
-    """Bytes of the parameters and the optimiser state of the model in the config."""
+    """The size in bytes of the parameters and the optimiser state of the model in the config."""
     shapes = jax.eval_shape(build(config.model).init, key_of(0))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     copies = 3 + (config.optim.ema_decay > 0)
@@ -339,7 +341,7 @@ def state_bytes(config: Config) -> float:
 
 
 def device_bytes(device: Any) -> float:
-    """Memory of an accelerator in bytes; 0 for a CPU or if unknown."""
+    """The memory of an accelerator in bytes; 0 for a CPU and if unknown."""
     if device.platform == "cpu":
         return 0.0
     if device.device_kind in CHIPS:
@@ -359,13 +361,14 @@ def begin_with(
     report: Callable[[str], None],
     setting: str = "train.init_from",
 ) -> TrainState:
-    """The fresh `state` with the parameters of a trained model. Heads that the model lacks are
+    """The fresh `state` with the parameters of a trained model. Heads that are not in the model are
     freshly initialised.
 
     Args:
       source: ``train.init_from``, a run or a weights file; if empty, the state is unchanged.
       state: fresh training state.
-      tokenizer: tokenizer of the new run: that of the trained model, possibly with more characters.
+      tokenizer: tokenizer of the new run, which is that of the trained model, possibly with more
+        characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
       setting: setting that contains the path of the model. A teacher must have the tokenizer of the
@@ -388,7 +391,8 @@ def begin_with(
     if meta["tokenizer"] != tokenizer.to_json():
         if teaches:
             raise ValueError(
-                f"{where} has a different vocabulary from the run; use a model with the same one"
+                f"{where} has a different vocabulary from the run; use a model with the vocabulary "
+                "of the run"
             )
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
@@ -439,7 +443,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
-    """The initial `state` with these parameters, which also replace their moving averages."""
+    """The initial `state` with the given parameters, which also replace their moving averages."""
     return state.begun_with(state.params | params)
 
 
@@ -466,10 +470,10 @@ otherwise in ``train.out_dir``. The directory contains one checkpoint."""
 class Best:
     """Saves the parameters with the best evaluation to ``best`` in the directory of a run.
 
-    A resumed run keeps the best model of its earlier part if the evaluations use the same windows.
-    If the run resumes from a step before the best evaluation, it repeats the same steps. A new run
-    removes the best model of a run with the same config that has no checkpoint. Every process of a
-    run creates one instance and calls the same methods in the same order.
+    A resumed run keeps its best model if the evaluations use the same windows. If the run resumes
+    from a step before the best evaluation, it repeats the same steps. A new run removes the best
+    model of a run that has the same config and no checkpoints. Every process of a run creates one
+    instance and calls the same methods in the same order.
 
     Args:
       config: config of the run.
@@ -501,14 +505,14 @@ class Best:
             raise
 
     def begin(self) -> None:
-        """Removes the best model of an earlier run with the same config that has no checkpoint."""
+        """Removes the best model of an earlier run that has the same config and no checkpoints."""
         if self._is_stale:
             on_first_process(lambda: self._remove_from(0))
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the value at this step is the lowest so far. If so, a save of the parameters is
-        started.
+        """Starts a save of the parameters if the value at this step is the lowest so far, and
+        returns whether it is the lowest.
 
         Args:
           step: step of the evaluation.
@@ -529,12 +533,12 @@ class Best:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Stops all threads. A save without a later `wait` may be lost."""
+        """Stops all threads. A save without a later `wait` can be lost."""
         self._checkpoints.abandon()
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
-        """The value of the saved model; None if there is no saved model or if it was evaluated on
-        other windows.
+        """The value of the saved model; None if there is no saved model or if other windows were
+        used.
         """
         # Every process must read, because Orbax synchronises all of them.
         if not on_first_process(self._checkpoints.steps):
@@ -573,13 +577,13 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A prepared run: the resolved config and the objects made from it.
+    """A prepared run: the resolved config and the objects created from it.
 
     ``state`` is fresh or from the newest checkpoint, and ``saved`` contains the JSON metadata of
-    that checkpoint (empty if fresh). ``meta`` is saved with every state and describes the run:
-    ``meta`` contains a random identity, which is also stored in the best model and the metrics, the
-    names of custom parts (network, objective and heads), and the sources of randomness. The noise
-    of every step is derived from ``noise_key``.
+    that checkpoint (empty if fresh). ``meta`` is saved with every state. It contains a random
+    identity of the run (which is also stored in the best model and the metrics), the names of
+    custom parts (network, objective and heads), and the sources of randomness. The noise of all
+    steps is derived from ``noise_key``.
     """
 
     setup: Setup
@@ -700,7 +704,7 @@ class Problem:
     All heads are trained, and no files are written.
 
     Attributes:
-      setup: resolved config, tokenizer, mesh.
+      setup: resolved config, tokenizer and mesh.
       corpus: corpus of the config.
       task: task with its losses.
     """
@@ -726,15 +730,15 @@ class Problem:
           params: parameters, as returned by `init`.
           batch: rows, as yielded by `batches`.
           key: key for all noise of the run, from ``jax.random.key``.
-          step: step, counted from 0, which determines the noise and the weights of ramped losses.
+          step: step counted from 0, which determines the noise and the weights of ramped losses.
         """
         return self._parts(params, batch, key, step)[0](params)
 
     def gradient(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
     ) -> tuple[jax.Array, Params]:
-        """`loss` and its gradient with respect to `params`, which is zero for parameters that never
-        train.
+        """`loss` and its gradient with respect to `params`, which is zero for parameters that are
+        never trained.
         """
         compute, trained = self._parts(params, batch, key, step)
         loss, grads = jax.value_and_grad(compute)(trained)
@@ -742,7 +746,7 @@ class Problem:
         return loss, zeros | grads
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """An infinite iterator over the batches of the run, starting at a step."""
+        """An infinite iterator over the batches of the run that starts at `start_step`."""
         train = self.setup.config.train
         for rows in train_batches(
             self.corpus.train_rows, seq_len=self.setup.config.data.seq_len,
@@ -820,7 +824,7 @@ def _begun(
         for leaf in jax.tree.leaves(task.abstract_state())
     ]
     require_room(
-        sum(shares), mesh.devices.flat, "the state of the training",
+        sum(shares), mesh.devices.flat, "the training state",
         "use a smaller [model], or split it over more devices with mesh.fsdp",
     )  # fmt: skip
     fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
@@ -868,7 +872,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
     def check_still_new() -> None:
         if is_new and complete_steps(checkpoints):
             raise ValueError(
-                f"train.checkpoint_dir={checkpoints} holds checkpoints of a run that started at "
+                f"train.checkpoint_dir={checkpoints} contains checkpoints of a run that started at "
                 "the same time; restart"
             )
 
@@ -900,7 +904,7 @@ def _name(made: Any) -> str:
 
 
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:
-    """Names of custom parts, for checkpoints."""
+    """The names of custom parts, which checkpoints store."""
     own = {"network": network and _name(network), "objective": objective and _name(objective)}
     return {part: found for part, found in own.items() if found} | (
         {"heads": [_name(head) for head in heads]} if heads else {}
@@ -908,7 +912,7 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
 
 
 def _optimiser_names(task: Task, optimizer: Any) -> dict[str, str]:
-    """Names of a custom optimiser (with the types of its state) and of a custom schedule."""
+    """The names of a custom optimiser (with the types of its state) and of a custom schedule."""
     names = {} if task.schedule is None else {"schedule": _name(task.schedule)}
     if task.own_optimizer is None:
         return names

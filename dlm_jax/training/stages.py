@@ -1,7 +1,7 @@
-"""Staged training of a model and its heads: trained groups, and the loss of a stage.
+"""Staged training of a model and its heads: the trained groups and the loss of each stage.
 
-A stage is a static set of trained parameter groups, so the other groups add no cost. Within a
-stage, only the weights of the losses change.
+A stage is a static set of trained parameter groups, so frozen groups add no cost. Within a stage,
+only the weights of the losses change.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
 
 
 def teacher_of(params: Params, reference: Params | None) -> Params:
-    """All parameters of the teacher: those in `reference`, and otherwise those in `params`."""
+    """All parameters of the teacher, taken from `reference` if present and otherwise from
+    `params`.
+    """
     return jax.lax.stop_gradient(params) | (reference or {})
 
 
 class Drawn(NamedTuple):
-    """A batch with all of its noise, or some rows of such a batch.
+    """A batch with all its noise, or some rows of such a batch.
 
     The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
     """
@@ -78,7 +80,7 @@ class StageLoss:
         return [head for head in self.heads if self.stage.trains(head.group)]
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """The trained parameters and the others, each by top-level name."""
+        """The trained and the frozen parameters, each keyed by top-level name."""
         groups = {name: group_of(name, self.heads, adapts=self.stage.adapts) for name in params}
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
@@ -87,7 +89,7 @@ class StageLoss:
         """The batch with the noise of a step, which depends only on the key of the run and the
         step.
 
-        Each head has its own noise, so that the noise of the model does not depend on the heads.
+        Each head has separate noise, so that the noise of the model does not depend on the heads.
         """
         example = self.mixture.example(batch, jax.random.fold_in(key, step))
         noise = {
@@ -97,7 +99,7 @@ class StageLoss:
         return Drawn(example, noise)
 
     def anchored(self, drawn: Drawn, params: Params, reference: Params | None) -> Drawn:
-        """The batch with the results of `anchor`, for the parameters before a step and the
+        """The batch with the results of `anchor` for the parameters before a step and the
         reference.
         """
         noise = drawn.example.noise
@@ -120,8 +122,8 @@ class StageLoss:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The total loss, and the loss of each objective and head, for a batch or a part of it.
 
-        The unit of the loss is nats per token if the objectives and heads use it. `reference` is as
-        in `anchored`; objectives with a teacher read it.
+        The unit of the loss is nats per token if the objectives and heads use this unit.
+        `reference` is as in `anchored`; objectives with a teacher read it.
         """
         hidden_BLD = self._hidden(params, drawn.example)
         means: dict[str, jax.Array] = {}
@@ -153,7 +155,7 @@ class StageLoss:
         return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
 
     def _hidden(self, params: Params, example: MixedExample) -> jax.Array | None:
-        """The output of the trunk for the shown canvas; None if nothing reads it."""
+        """The output of the trunk for the shown canvas; None if no loss reads it."""
         is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
         if not is_read and not any(head.reads_hidden for head in self.trained_heads):
             return None

@@ -30,7 +30,13 @@ from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.training.optimisers import by_update, learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
-from dlm_jax.training.train_step import TrainState, abstract_state, init_state, keeping
+from dlm_jax.training.train_step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    keeping,
+    trailing,
+)
 from dlm_jax.types import Network, Params
 
 MakeNetwork = Callable[[ModelConfig], Network]
@@ -47,7 +53,7 @@ class Task:
       setup: inputs of the task.
       network: the model. Its `init` creates the parameters of all heads.
       mixture: objectives of the model itself.
-      heads: heads, in the order in which their losses are summed.
+      heads: heads, in the order in which their losses are added.
       measure: ``(params, batch, number_B, key)`` -> values for the held-out rows with indices
         ``number_B``, a pytree of ``[B]`` arrays. With `rollouts`, neither `measure` nor `summarize`
         is called.
@@ -58,8 +64,8 @@ class Task:
       is_gain: whether higher values of the figure are better.
       unit: unit of the figure and of the loss.
       writes_text: whether the model can generate samples.
-      next_command: suggested command for the trained model; ``{out_dir}`` is the directory of the
-        run.
+      next_command: suggested command for the trained model, with ``{out_dir}`` for the directory of
+        the run.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
       schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
         updates of a custom optimiser. None uses the warm-up and cosine, or a factor of 1 for a
@@ -113,9 +119,15 @@ class Task:
         )  # fmt: skip
         if self.mixture.needs_teacher:
             return keeping(made, self._taught)
-        if self.rollouts is None or not config.rl.kl:
+        if self.rollouts is None:
             return made
-        return keeping(made, lambda params: self.loss(stage).split(params)[0])
+
+        def trained(params: Params) -> Params:
+            return self.loss(stage).split(params)[0]
+
+        if config.rl.kl:
+            made = keeping(made, trained)
+        return trailing(made, trained) if config.rl.asynchronous else made
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
@@ -127,7 +139,7 @@ class Task:
         )  # fmt: skip
 
     def _taught(self, params: Params) -> Params:
-        """The parameters in the main group, which are those of the model that may train."""
+        """The parameters in the main group, which are the trainable parameters of the model."""
         adapts = self.setup.config.model.lora_rank > 0
         groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
         return {name: params[name] for name in params if groups[name] == MAIN}
@@ -191,7 +203,7 @@ def sequence_scorer(
 ) -> Task:
     """The task that trains on `objective`, or on the loss of the scorer head.
 
-    The model generates no text.
+    The model does not generate text.
     """
     if "scorer" not in network.heads:
         raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
@@ -230,7 +242,7 @@ def policy(
       ValueError: the run has heads, or a setting is incompatible.
     """
     if heads:
-        raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
+        raise ValueError(f"rl.reward does not train heads; remove {heads[0].name}")
     made = objective_of(setup) if objective is None else objective(setup)
     if not isinstance(made, NetworkObjective):
         raise ValueError("a custom objective of rl.reward must be a NetworkObjective of rollouts")
@@ -312,8 +324,8 @@ def make_mixture(setup: Setup) -> Mixture:
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """Returns a `Mixture` unchanged. For a single objective, rows are cut to random lengths as in
-    the config.
+    """The mixture of a custom objective. A custom `Mixture` is returned unchanged. With a single
+    objective, rows are cut to random lengths as in the config.
     """
     made = make(setup)
     if isinstance(made, Mixture):

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -60,7 +62,7 @@ taken. The next step overwrites the arrays of the state, so copy the arrays that
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
     ``run`` is the run, and ``params`` are its trained parameters. To sample from the trained model,
     use ``dlm_jax.Model(run.network, params, run.corpus.tokenizer,
@@ -102,11 +104,11 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` up to the last step. A second call resumes the run.
+    """Trains the model of `config` up to the last step. Another call resumes the run.
 
-    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
-    checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
-    passed again to resume.
+    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. Custom
+    networks, objectives, heads, optimizers and schedules must be passed again to resume;
+    checkpoints store only their names.
 
     Args:
       config: a `Config`, or the path of a TOML file.
@@ -118,11 +120,11 @@ def train(
         `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
       heads: custom heads in addition to those of the config: `Head` records, or functions of the
         `Setup` that create them.
-      optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
-        schedule: any optax transformation, or a function of the `Setup` that creates one. Heads
-        with an optimiser group keep their own optimiser, and the custom optimizer receives
-        `optax.MaskedNode` for the parameters of these heads. The labels of `optax.partition` should
-        be a function of the parameters.
+      optimizer: optax transformation that replaces the optimizer, the clipping and the schedule of
+        ``[optim]``, or a function of the `Setup` that creates one. Heads with an optimiser group
+        keep their own optimiser, and the custom optimizer receives `optax.MaskedNode` for the
+        parameters of these heads. The labels of `optax.partition` should be a function of the
+        parameters.
       schedule: ``step -> factor``, with steps counted from 0. The factor scales the learning rates
         of ``[optim]`` and replaces the warm-up and cosine. If `optimizer` is given, the factor
         scales the updates of that optimizer.
@@ -168,7 +170,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
             report(f"not default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
-        report(f"{run.out_dir} has already taken all {steps} steps; nothing to train")
+        report(f"{run.out_dir} has already completed all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
 
@@ -222,7 +224,7 @@ def run_loop(
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
-                    say(f"stopping {where} and saving; a second Ctrl-C exits at once")
+                    say(f"stopping {where} and saving; a second Ctrl-C exits immediately")
                     loop.checkpoint()
                     reason = "interrupted"
                     break
@@ -279,11 +281,13 @@ class _Loop:
         self._meter = Meter(run)
         self._profile = Profile(profile, run.out_dir / "profile")
         self._idle = 0.0
+        self._sampler = futures.ThreadPoolExecutor(1) if config.rl.asynchronous else None
+        self._sampling: futures.Future[Any] | None = None
         self._bar = Progress(
             "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
-        self._since = time.perf_counter()
+        self._first, self._since = self.step, time.perf_counter()
 
     def _compile_train_step(self, batch: Any) -> None:
         """Compiles the training step for the stage of the next step and batches of this shape."""
@@ -307,14 +311,14 @@ class _Loop:
         self._bar.close()
         self._profile.stop()
         self._journal.close()
+        if self._sampler is not None:
+            self._sampler.shutdown(cancel_futures=True)
         self._batches.close()
 
     def take_step(self) -> None:
         """Dispatches one step, and waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
-        with self._meter.waiting_for("input"):
-            local = next(self._batches)
-        batch, figures = self._batch_of(local)
+        batch, figures = self._next_batch()
         if self._run.task.stage(self.step) != self._stage:
             with self._off_the_clock():
                 self._compile_train_step(batch)
@@ -327,14 +331,31 @@ class _Loop:
         self._bar.update()
         self._profile.after(self.step, self._settle, say)
 
-    def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    def _next_batch(self) -> tuple[Any, dict[str, Any]]:
         """The batch of the next step (rows of the corpus, or samples) and its metrics."""
         task = self._run.task
         if task.rollouts is None:
+            local = self._next_rows()
             columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
             return Batch(*columns), {}
-        rollout, figures = task.rollouts.make(self.state.params, self.step, local)
+        if self._sampling is None:
+            rollout, figures = task.rollouts.make(
+                self.state.behaviour, self.step, self._next_rows()
+            )
+        else:
+            rollout, figures = self._sampling.result()
+            self._sampling = None
+        if self._sampler is not None and self.step + 1 < self._train.steps:
+            # The training step donates the current parameters.
+            params = jax.tree.map(jnp.copy, self.state.params)
+            self._sampling = self._sampler.submit(
+                task.rollouts.make, params, self.step + 1, self._next_rows()
+            )
         return jax.tree.map(lambda column: self._place(np.asarray(column)), rollout), figures
+
+    def _next_rows(self) -> dict[str, np.ndarray]:
+        with self._meter.waiting_for("input"):
+            return next(self._batches)
 
     def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
 
@@ -355,7 +376,8 @@ class _Loop:
         """Records the mean of the metrics since the last record."""
         self._settle()
         seconds = time.perf_counter() - self._since
-        clock, self._since = self._meter.figures(seconds), time.perf_counter()
+        clock = self._meter.figures(self.step - self._first, seconds)
+        self._first, self._since = self.step, time.perf_counter()
         means = {
             name: float(np.mean([figures[name] for figures in self._unlogged]))
             for name in self._unlogged[0]
@@ -381,14 +403,16 @@ class _Loop:
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
                 figures = ", ".join(f"{name} {metrics[name]}" for name in names)
                 say(
-                    f"step {step} is not finite: {figures}; stopped, the last checkpoint before "
-                    f"it is kept; lower the learning rate or optim.clip"
+                    f"step {step} is not finite: {figures}; training stopped, and the last "
+                    f"checkpoint before it is kept; lower the learning rate or optim.clip"
                 )
                 raise _NonFiniteError
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text. All evaluations use equal windows and noise."""
+        """Records an evaluation on held-out text. All evaluations use the same windows and
+        noise.
+        """
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -406,7 +430,7 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far. If so, the model is saved."""
+        """Saves the model if this evaluation is the best so far, and returns whether it is."""
         # Only one save runs at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
@@ -423,7 +447,7 @@ class _Loop:
             self._run.checkpoints.save(self.step, self.state, meta)
 
     def _place(self, local: np.ndarray) -> jax.Array:
-        """The global array with these rows on this process."""
+        """The global array whose rows on this process are `local`."""
         return jax.make_array_from_process_local_data(self._rows, local)
 
     @contextlib.contextmanager
@@ -471,7 +495,7 @@ def held_out(
       run: run with the held-out text.
       eval_step: compiled `Task.measure`.
       params: parameters to evaluate.
-      part: index of the part of the batch that this process has, and number of parts.
+      part: index of this process's part of the batch, and number of parts.
       place: creates the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
@@ -489,7 +513,7 @@ def held_out(
 
 
 class StopRequest:
-    """A request to stop the run, made by a signal."""
+    """A request by a signal to stop the run."""
 
     def __init__(self) -> None:
         self._signal_number = 0
@@ -555,11 +579,11 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 def _lost(checkpoints: Checkpoints) -> str:
     steps = checkpoints.steps()
     after = f"steps after {steps[-1]} are lost" if steps else "nothing was saved"
-    return f"stopped at once: {after}; the same command resumes from there"
+    return f"stopped immediately: {after}; the same command resumes from there"
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """First and last step of ``FIRST:LAST``, both counted from 1 as in the metrics.
+    """Parses the first and last step in ``FIRST:LAST``, both counted from 1 as in the metrics.
 
     Raises:
       ValueError: invalid span.
@@ -570,7 +594,7 @@ def parse_span(text: str) -> tuple[int, int]:
     span = int(first[:12]), int(last[:12])
     if not 1 <= span[0] <= span[1]:
         raise ValueError(
-            f"--profile {text!r}: steps start at 1, and the last must follow the first"
+            f"--profile {text!r}: steps start at 1, and the last must not precede the first"
         )
     return span
 
@@ -612,7 +636,7 @@ _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 def peak_flops(device: Any) -> float | None:
-    """Peak bfloat16 FLOP/s of a device; None if unknown, for example on a CPU."""
+    """The peak bfloat16 FLOP/s of a device; None if unknown, for example for a CPU."""
     if device.device_kind in CHIPS:
         return CHIPS[device.device_kind].flops
     return next((peak for name, peak in _GPUS.items() if name in device.device_kind), None)
@@ -637,19 +661,17 @@ class Meter:
         peak = peak_flops(devices[0])
         self._peak = None if peak is None else peak * len(devices)
         self._spent = {"input": 0.0, "device": 0.0}
-        self._steps = 0
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time spent in the context as time waiting for `what`: ``input`` (once per
-        step) or ``device``.
+        """Counts the time spent in the context as time waiting for `what`: ``input`` or
+        ``device``.
         """
-        self._steps += what == "input"
         start = time.perf_counter()
         yield
         self._spent[what] += time.perf_counter() - start
 
-    def figures(self, seconds: float) -> dict[str, float]:
+    def figures(self, steps: int, seconds: float) -> dict[str, float]:
         """Metrics of the steps since the last call, which took `seconds`, with times per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
@@ -659,7 +681,6 @@ class Meter:
         device of this process, if the backend reports it.
         """
         spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
-        steps, self._steps = self._steps, 0
         found = {
             "tokens_per_second": steps * self._tokens / seconds,
             "step_seconds": seconds / steps,

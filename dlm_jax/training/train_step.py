@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from dlm_jax.types import Network, Params
 
 
 class TrainState(NamedTuple):
-    """The state of training, and of a checkpoint.
+    """The training state, which checkpoints store.
 
     ``step`` is an int32 scalar: the number of steps taken, which is the index of the next batch.
     ``ema`` is the moving average of the parameters, or None.
@@ -44,18 +44,29 @@ class TrainState(NamedTuple):
         """The initial values of the trained parameters, or the parameters of a teacher, if a loss
         requires them.
         """
-        return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
+        state = self.opt_state.inner if isinstance(self.opt_state, Behind) else self.opt_state
+        return state.reference if isinstance(state, Kept) else None
+
+    @property
+    def behaviour(self) -> Params:
+        """The parameters that generate the samples of the next step: those before the last step if
+        sampling is asynchronous, otherwise the current parameters.
+        """
+        is_behind = isinstance(self.opt_state, Behind)
+        return self.params | self.opt_state.previous if is_behind else self.params
 
     def begun_with(self, params: Params) -> TrainState:
-        """The initial state with other parameters, which also replace the moving average and the
-        reference.
-        """
+        """The initial state with the given parameters, which also replace all copies."""
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
-        opt_state = self.opt_state
-        if isinstance(opt_state, Kept):
-            own = {name: jax.tree.map(jnp.copy, params[name]) for name in opt_state.reference}
-            opt_state = opt_state._replace(reference=own)
-        return self._replace(params=params, opt_state=opt_state, ema=ema)
+
+        def begun(state: Any) -> Any:
+            if isinstance(state, Behind):
+                return Behind(begun(state.inner), _copies(params, state.previous))
+            if isinstance(state, Kept):
+                return state._replace(reference=_copies(params, state.reference))
+            return state
+
+        return self._replace(params=params, opt_state=begun(self.opt_state), ema=ema)
 
     def taught_by(self, other: TrainState) -> TrainState:
         """The initial state with the reference of another state."""
@@ -72,7 +83,9 @@ class Kept(NamedTuple):
 def keeping(
     optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
 ) -> optax.GradientTransformation:
-    """`optimizer` with a state that also contains the initial values of selected parameters."""
+    """Returns `optimizer` with a state that also contains the initial values of selected
+    parameters.
+    """
 
     def init(params: Params) -> Kept:
         return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
@@ -82,6 +95,32 @@ def keeping(
         return updates, state._replace(inner=inner)
 
     return optax.GradientTransformation(init, update)
+
+
+class Behind(NamedTuple):
+    """The state of an optimiser, and the values of selected parameters before the last step."""
+
+    inner: Any
+    previous: Params
+
+
+def trailing(
+    optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
+) -> optax.GradientTransformation:
+    """`optimizer` with a state in which `make_train_step` stores the previous parameters."""
+
+    def init(params: Params) -> Behind:
+        return Behind(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, inner = optimizer.update(updates, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _copies(params: Params, names: Iterable[str]) -> Params:
+    return {name: jax.tree.map(jnp.copy, params[name]) for name in names}
 
 
 Metrics = dict[str, jax.Array]
@@ -99,7 +138,7 @@ update, does not detect these parameters.
 def abstract_state(
     network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the training state, without allocating it."""
+    """The shapes, dtypes and shardings of the training state, computed without allocating it."""
     shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -145,7 +184,7 @@ def make_train_step(
     """The compiled training step of a stage, ``(state, batch, key) -> (state, metrics)``. `state`
     is donated.
 
-    Parameters that do not train have a gradient of zero, and `optimizer` must leave them unchanged.
+    Parameters that are not trained have a gradient of zero, and `optimizer` must not change them.
 
     The noise of a step is drawn with ``fold_in(key, state.step)`` and depends only on the key and
     the step, so a resumed run draws the same noise as an uninterrupted run. The noise is drawn for
@@ -167,8 +206,13 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         with devices.used(mesh):
             if updates == 1:
-                return update(state, state.params, batch, key)
-            return _several(update, updates, state, batch, key)
+                new, metrics = update(state, state.behaviour, batch, key)
+            else:
+                new, metrics = _several(update, updates, state, batch, key)
+            if isinstance(new.opt_state, Behind):
+                previous = {name: state.params[name] for name in new.opt_state.previous}
+                new = new._replace(opt_state=new.opt_state._replace(previous=previous))
+            return new, metrics
 
     def update(
         state: TrainState, before: Params, batch: Batch, key: jax.Array
@@ -214,10 +258,10 @@ def _several(
     batch: Batch,
     key: jax.Array,
 ) -> tuple[TrainState, Metrics]:
-    """One step of several updates with the same batch. Metrics are means over the updates."""
+    """Takes one step of several updates with the same batch. Metrics are means over the updates."""
 
     def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
-        new, metrics = update(now, state.params, batch, jax.random.fold_in(key, number))
+        new, metrics = update(now, state.behaviour, batch, jax.random.fold_in(key, number))
         return new._replace(step=state.step), metrics
 
     last, metrics = jax.lax.scan(once, state, jnp.arange(updates))
@@ -225,7 +269,7 @@ def _several(
 
 
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
-    """``compute(params, part)`` summed over the parts of a batch, one part at a time.
+    """Sums ``compute(params, part)`` over the parts of a batch, one part at a time.
 
     Part p contains the rows p, p + num_parts, ..., so that each part is divided equally among the
     devices. Scalars are totals over the whole batch and are passed to every part.
@@ -256,7 +300,7 @@ def check_adds_up(
 ) -> None:
     """Raises ValueError if a loss differs between a batch and the same batch in two parts.
 
-    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign may cancel, so
+    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign can cancel, so
     the tolerance is relative to the magnitudes of the parts.
 
     Raises:
@@ -319,7 +363,7 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiles `Task.measure`. The results per row are replicated over all devices."""
+    """Compiles `Task.measure`. The per-row results are replicated over all devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):

@@ -266,7 +266,7 @@ def test_a_scale_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir, tmp_p
         (["--text", "x"], LABELLED, "--labelled excludes other sources"),
         (["--order", "best"], LABELLED, "order='best'"),
         ([], [LABELLED[0] | {"label": "cat"}], "line 1: label='cat' is not one"),
-        ([], [LABELLED[0] | {"choices": ["sat", ""]}], "holds an empty label"),
+        ([], [LABELLED[0] | {"choices": ["sat", ""]}], "contains an empty label"),
         ([], [LABELLED[0] | {"choices": ["sat", "sat"]}], "twice"),
         ([], [LABELLED[0] | {"more": 1}], "unexpected fields"),
         ([], [], "has no lines"),

@@ -129,7 +129,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--mesh.tensor", "2"], "do not multiply to 1, the number of devices"),
         (["--data.tokenizer", "charactre"], "did you mean 'character'?"),
         (["--data.tokenizer", "nowhere.json"], "nowhere.json does not exist"),
-        (["--data.tokenizer", "bpe:99"], "cannot hold the 256 bytes"),
+        (["--data.tokenizer", "bpe:99"], "cannot contain the 256 bytes"),
         (["--objective.schedule", "cosin"], "did you mean 'cosine'?"),
         (["--objective.patterns", "random,spam"], "did you mean 'span'?"),
         (["--objective.denoising_share", "0.01"], "leaves an objective without rows"),

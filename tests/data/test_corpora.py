@@ -157,7 +157,7 @@ def test_bad_sources_are_refused_in_one_line(tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             read_documents(tmp_path / name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="source names no files"):
+    with pytest.raises(ValueError, match="source contains no file names"):
         read_documents([])
 
 

@@ -256,5 +256,5 @@ def test_bad_validation_input_is_refused(tmp_path, path):
         with pytest.raises(ValueError, match=f"{field}=0 is less than 1"):
             validation_windows(path, **{"seq_len": 4, "pad_id": 0, field: 0})
     write_tokens(tmp_path / "none.npy", np.zeros(0, np.int32), vocab_size=4)
-    with pytest.raises(ValueError, match="holds no tokens; hold out more text"):
+    with pytest.raises(ValueError, match="has no tokens; hold out more text"):
         validation_windows(tmp_path / "none.npy", seq_len=4, pad_id=0)

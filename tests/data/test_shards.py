@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ('{"text": "a"}\n', [], "no documents are"),
         ('{"text": "a"}\n', ["--held-out", "1"], "--held-out=1.0 is outside"),
         ('{"text": "a"}\n', ["--shards", "0"], "--shards=0 is outside"),
-        ('{"text": "a"}\n', ["--tokenizer", "character"], "needs the whole text at once"),
+        ('{"text": "a"}\n', ["--tokenizer", "character"], "requires the whole text in memory"),
         ('{"text": "a"}\n', ["--tokenizer", "word"], "tokenizer='word' is unknown"),
         ('{"text": "a"}\n', ["--shard", "2"], "unrecognized arguments: --shard"),
         ('{"text": "a"}\n', ["--out", "/proc/x"], "--out=/proc/x cannot be created (No such file"),
@@ -323,5 +323,5 @@ def test_a_corpus_is_never_written_over(tmp_path, capsys):
     root = make(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
     assert shard.main([str(tmp_path / "corpus.jsonl"), "--out", str(root)]) == 2
-    assert "holds a corpus already" in capsys.readouterr().err
+    assert "already contains a corpus" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before

@@ -71,7 +71,7 @@ def test_a_damaged_shard_of_a_bucket_is_refused_and_its_copy_is_not_kept(made, t
 def test_a_corpus_in_a_bucket_is_not_written_over(made, capsys):
     url, _, source = made
     assert shard.main([str(source), "--out", url, "--workers", "1"]) == 2
-    assert f"--out={url} holds a corpus already" in capsys.readouterr().err
+    assert f"--out={url} already contains a corpus" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_the_path_of_a_file_gives_the_tokenizer_in_it(tmp_path):
 def test_a_tokenizer_with_more_ids_than_the_model_has_logits_is_refused():
     for size in (260, 300):
         check_fits(ByteTokenizer(), size)
-    with pytest.raises(ValueError, match="has 260 ids and the model 259; use the tokenizer that"):
+    with pytest.raises(ValueError, match="has 260 ids, but the model has 259 logits; use the"):
         check_fits(ByteTokenizer(), 259)
 
 
@@ -43,13 +43,13 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_logits_is_refused():
         (lambda: make_tokenizer("bpe:1e3", TEXT), "'bpe:1e3' has no size"),
         (
             lambda: make_tokenizer("bpe:259", TEXT),
-            "cannot hold the 256 bytes .* use at least bpe:260",
+            "cannot contain the 256 bytes .* use at least bpe:260",
         ),
         (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json does not exist; pass the path"),
         (lambda: from_json({"type": "bytes"}), "did you mean 'byte'"),
         (lambda: from_json(["byte"]), "tokenizer type=None is unknown; use one of byte, char"),
-        (lambda: from_json({"type": "byte", "size": 3}), r"no fields, found \['size'\]"),
-        (lambda: from_json({"type": "character"}), "stored as .* found the fields"),
+        (lambda: from_json({"type": "byte", "size": 3}), r"no fields, but the file has \['size'\]"),
+        (lambda: from_json({"type": "character"}), "stored as .* has the fields"),
         (lambda: from_json({"type": "subword", "tokenizer_json": {}}), "stored as .* the fields"),
         (lambda: from_json({"type": "subword", "tokenizer_json": "{"}), "tokenizer.json is broken"),
     ],

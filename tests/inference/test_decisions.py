@@ -180,22 +180,22 @@ def test_a_scale_has_a_mean():
 
 
 REFUSED = [
-    ({"choices": ["a", ""]}, "choices=.* holds an empty label; remove it"),
-    ({"choices": ["a", "t", "a"]}, "choices=.* holds 'a' twice; keep one"),
-    ({"choices": ["a"]}, "choices=.* has no two labels"),
+    ({"choices": ["a", ""]}, "choices=.* contains an empty label; remove it"),
+    ({"choices": ["a", "t", "a"]}, "choices=.* contains 'a' twice; keep one"),
+    ({"choices": ["a"]}, "choices=.* has fewer than two labels"),
     ({"choices": "at"}, "choices='at' are not a list"),
     ({"choices": ["a", "\u00e9"]}, "choices='\u00e9' cannot be written"),
-    ({"choices": {"x": ["a", "t"]}}, "disagree about the slot 'x'"),
+    ({"choices": {"x": ["a", "t"]}}, "do not agree on the slot 'x'"),
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
-    ({"prompts": []}, "prompts are none"),
+    ({"prompts": []}, "prompts are empty"),
     ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
     ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is limited to 8 tokens"),
     ({"temperature": 0}, "temperature=0 is not a number above 0"),
     ({"temperature": 10**400}, r"temperature=10+\.\.\. is not a number above 0"),
     ({"length_penalty": 2.5}, r"length_penalty=2.5 is not a number in \[0, 2\]"),
     ({"task": "mood", "calibration": {"mood": 2.0}, "length_penalty": 1},
-     "length_penalty=1 belongs to the task"),
-    ({"task": "mood"}, "task='mood' and calibration go together"),
+     "length_penalty=1 is set by the task"),
+    ({"task": "mood"}, "task='mood' and calibration must be passed together"),
     ({"task": "mood", "calibration": {"x": 1.0}}, "task='mood' has no temperature"),
     ({"num_draws": 1}, "num_draws=1 must be at least 2"),
     ({"batch_size": 0}, "batch_size=0 must be at least 1"),
@@ -289,7 +289,7 @@ def test_a_task_has_its_temperature_in_a_file_of_its_model(tmp_path):
         decide(MODEL, "A r", labels, task="mood", calibration=path, order="mean")
     told = json.loads(path.read_text()) | {"vocabulary": "0"}
     path.write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="belongs to another model"):
+    with pytest.raises(ValueError, match="was fitted to a different model"):
         decide(MODEL, "A r", labels, task="mood", calibration=path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not a calibration"):

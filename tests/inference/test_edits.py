@@ -186,7 +186,7 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"cooldown_distance": -1}, "cooldown_distance=-1 is outside"),
         ({"cooldown_distance": 0.5}, "cooldown_distance=0.5 is not an integer; use 1"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 is outside"),
-        ({"max_new_tokens": 9}, "requires edit=True and a length_target_mode; without them use"),
+        ({"max_new_tokens": 9}, "requires edit=True and a length_target_mode; otherwise, use"),
         ({"max_new_tokens": 9, "length_target_mode": "exact", "edit": False}, "requires edit=True"),
         ({"edit": "yes"}, "edit='yes' is not a bool; use False"),
         ({"resample": 1}, "resample=1 is not a bool; use False"),

@@ -267,7 +267,7 @@ def test_a_row_has_the_number_that_its_caller_gave():
             engine.submit(seen),
             engine.submit(seen, number=40),
         ]
-        with pytest.raises(ValueError, match="^number=40 is taken; use 41 or more$"):
+        with pytest.raises(ValueError, match="^number=40 is already used; use at least 41$"):
             engine.submit(seen, number=40)
         rows = _all(engine)
     assert [ticket.number for ticket in tickets] == [7, 8, 40] == sorted(rows)

@@ -71,7 +71,7 @@ def test_a_model_with_a_trained_sampler_head_is_filled_in_waves_unless_told_othe
 
 
 def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning():
-    with pytest.warns(UserWarning, match="^fill='parallel' replaces the 'wavefront' of its samp"):
+    with pytest.warns(UserWarning, match="^fill='parallel' replaces the default 'wavefront'"):
         sample = settings_of_call(MODEL, {}, needs_host=True)
     assert (sample.fill, sample.order) == ("parallel", "random")
 

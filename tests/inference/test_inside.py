@@ -63,7 +63,7 @@ def test_what_is_shown_leads_to_the_output_of_the_trunk(kind):
     [
         (TOKENS[0], None, r"tokens has shape \(8,\) of int64; use integers \[B, L\]"),
         (TOKENS + 100, None, "tokens has ids outside the vocabulary; use 0 to"),
-        (TOKENS, [8, 9], r"lengths=\[8, 9\] must be 1 to 8 for each row"),
+        (TOKENS, [8, 9], r"lengths=\[8, 9\] must be from 1 to 8 for each row"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tokens, lengths, message):

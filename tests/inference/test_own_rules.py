@@ -96,9 +96,12 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"commit": Threshold(0.5), "order": "random"}, "commit and order both name a rule"),
-        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given twice, also by commit"),
-        ({"transforms": [TopP(0.9)], "chain": ("top_p",)}, "transforms and chain both name a rule"),
+        ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
+        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is also set by commit"),
+        (
+            {"transforms": [TopP(0.9)], "chain": ("top_p",)},
+            "transforms and chain both select a rule",
+        ),
         (
             {"transforms": [TopP(0.9, 2), MinP(0.1, 3)]},
             "min_keep has different values in two rules",

@@ -228,11 +228,11 @@ def test_rows_are_refused_at_the_door():
         tiny().init(tokens, two, two, jnp.zeros(3, bool))
     with pytest.raises(ValueError, match="row 1 has length 4"):
         tiny().init(tokens, jnp.array([3, 4]), two)
-    with pytest.raises(SettingError, match="^trace=False keeps no draws"):
+    with pytest.raises(SettingError, match="^trace=False records no draws"):
         tiny(False).trace(begun(SEEDS, False))
     grows = dlm_jax.sampler(
         dataclasses.replace(enumerable.MODEL, max_length=9), edit=True, resample=True,
         schedule="all", edit_token="mask",
     )  # fmt: skip
-    with pytest.raises(SettingError, match="^tokens have 3 positions, but a row may grow to 9"):
+    with pytest.raises(SettingError, match="^tokens have 3 positions, but a row can grow to 9"):
         grows.init(tokens, two, two)

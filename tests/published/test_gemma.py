@@ -365,7 +365,7 @@ def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_pat
     ("settings", "message"),
     [
         ({"order": "random"}, "order='random' fills holes"),
-        ({"block_length": CANVAS + 1}, "block_length=6 is more than the 5 positions of a canvas"),
+        ({"block_length": CANVAS + 1}, "block_length=6 is outside the range 1 to 5"),
         ({"cache": "prefix"}, "cache='prefix' is not supported with order='entropy_renoise'"),
         ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
         ({"remask": "wino"}, "remask='wino' is not supported with"),

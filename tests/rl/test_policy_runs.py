@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -15,6 +17,10 @@ import tiny_run
 import dlm_jax.config as configs
 from dlm_jax.cli.ends import End
 from dlm_jax.cli.train import main
+from dlm_jax.data import Setup
+from dlm_jax.diffusion.losses import Loss
+from dlm_jax.diffusion.objectives import NetworkObjective
+from dlm_jax.rl import Rollouts, objective_of
 from dlm_jax.rl.rollouts import Judge, RewardError
 from dlm_jax.training import problem, train
 
@@ -66,6 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TRACED = {"rl__loss": "trace", "rl__updates": 2, "rl__kl": 0.1, "train__accumulate": 2}
 
 
+ASYNCHRONOUS = TRACED | {"rl__asynchronous": True}
+
+
 @functools.cache
 def _whole(folder: Path):
     return _train(folder / "whole", **TRACED)
@@ -76,15 +85,89 @@ def _lines(out_dir: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_ends_as_the_uninterrupted_one(folder, monkeypatch):
+@pytest.mark.parametrize("flags", [TRACED, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+def test_a_stopped_run_ends_as_the_uninterrupted_one(tmp_path, monkeypatch, flags):
     """Samples, several updates and the reference, bit for bit."""
+    whole = _train(tmp_path / "whole", **flags)
     with monkeypatch.context() as patch:
         tiny_run.stop_after(3, patch)
-        assert _train(folder / "stopped", **TRACED).reason == "interrupted"
-    resumed = _train(folder / "stopped", **TRACED)
+        assert _train(tmp_path / "stopped", **flags).reason == "interrupted"
+    resumed = _train(tmp_path / "stopped", **flags)
     assert resumed.run.first_step == 3
-    tiny_run.assert_same(resumed.state, _whole(folder).state)
-    assert tiny_run.records(folder / "stopped") == tiny_run.records(folder / "whole")
+    tiny_run.assert_same(resumed.state, whole.state)
+    assert tiny_run.records(tmp_path / "stopped") == tiny_run.records(tmp_path / "whole")
+
+
+def _total(params: Any) -> Any:
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
+
+
+def _with_total(setup: Setup) -> NetworkObjective:
+    """The loss of ``[rl]``, and the sum of the parameters that its ratios are relative to."""
+    inner = objective_of(setup)
+
+    def anchor(network: Any, params: Any, reference: Any, noise: Any) -> Any:
+        assert inner.anchor is not None
+        return inner.anchor(network, params, reference, noise) | {"total": _total(params)}
+
+    def loss(network: Any, params: Any, noise: Any) -> Loss:
+        found = inner.loss(network, params, noise)
+        figure = noise["total"] * noise["rows"], noise["rows"]
+        return found._replace(figures=found.figures | {"total": figure})
+
+    return NetworkObjective(inner.draw, loss, anchor)
+
+
+def test_asynchronous_samples_and_their_ratios_are_one_step_behind(tmp_path, monkeypatch):
+    make, used, now = Rollouts.make, {}, []
+
+    def noted(self: Rollouts, params: Any, step: int, rows: Any) -> Any:
+        used[step] = float(_total(params))
+        return make(self, params, step, rows)
+
+    monkeypatch.setattr(Rollouts, "make", noted)
+    with tiny_run.on_devices(1):
+        config = configs.load(None, _flags(tmp_path, rl__asynchronous=True))
+        outcome = train(
+            config, objective=_with_total, report=lambda line: None,
+            callbacks=[lambda run, state, record: now.append(float(_total(state.params)))],
+        )  # fmt: skip
+    first = float(_total(outcome.run.network.init(jax.random.split(jax.random.key(0))[0])))
+    behind = [first, first, *now[:2]]
+    np.testing.assert_allclose([used[step] for step in range(4)], behind, atol=1e-4)
+    records = [line["total"] for line in _lines(tmp_path)]
+    np.testing.assert_allclose(records, behind, atol=1e-4)
+    assert len({round(total, 3) for total in now}) == 4
+
+
+@pytest.mark.slow
+def test_two_processes_draw_the_samples_of_one(tmp_path):
+    rewards = "def digits(prompts, answers):\n    return [a.count('1') / 4 for a in answers]\n"
+    (tmp_path / "rewards.py").write_text(rewards)
+    changes = {"rl__reward": "rewards:digits", "rl__loss": "trace", "train__eval_every": 4,
+               "train__eval_windows": 15}  # fmt: skip
+
+    def started(name: str, *arguments: object, **more: Any) -> Any:
+        flags = _flags(tmp_path / name, **changes, **more)
+        return tiny_run.program(
+            *arguments, *(part for key, value in flags.items() for part in (f"--{key}", value)),
+            PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            TF_CPP_MIN_LOG_LEVEL="3",
+        )  # fmt: skip
+
+    place = "--distributed", "--coordinator", f"127.0.0.1:{tiny_run.free_port()}"
+    two = [started("two", *place, "--num-processes", 2, "--process-id", i, mesh__data=2)
+           for i in range(2)]  # fmt: skip
+    for child in [*two, started("one")]:
+        _, err = child.communicate(timeout=300)
+        assert child.returncode == 0, err
+    one, both = (tiny_run.records(tmp_path / name) for name in ("one", "two"))
+    assert [line["kind"] for line in one] == [line["kind"] for line in both]
+    for left, right in zip(one, both, strict=True):
+        for name in ("reward", "length", "entropy", "loss", "grad_norm", "windows"):
+            if name in left:
+                assert right[name] == pytest.approx(left[name], rel=1e-3, abs=1e-5), name
+    assert {line["reward"] > 0 for line in one} == {True}
 
 
 def test_the_metrics_of_a_run_are_there_and_finite(folder):

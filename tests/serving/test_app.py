@@ -369,7 +369,7 @@ def test_a_body_is_read_as_it_is_or_refused_by_its_encoding(running, encoding):
     ("path", "body", "param", "told"),
     [
         ("completions", {"prompt": "A r", "max_tokens": 40}, "max_tokens", "a prompt of 3 tokens"),
-        ("completions", {"prompt": [MODEL.tokenizer.mask_id]}, "prompt", "tokens hold MASK"),
+        ("completions", {"prompt": [MODEL.tokenizer.mask_id]}, "prompt", "tokens contain MASK"),
         ("completions", {"prompt": "A", "response_format": {"type": "regex", "regex": "cat"},
                          "resample": True, "schedule": "all"},
          "response_format", "requires tokens that do not change"),

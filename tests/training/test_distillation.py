@@ -120,7 +120,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(folder, tmp_path):
         ({"heads__train_main": False, "train__init_from": "x"},
          "objective.sdtt_share=0.5 trains the model, which is frozen"),
         ({"objective__sdtt_share": 0, "objective__certainty_share": 0, "objective__teacher": "x"},
-         "objective.teacher='x' teaches nothing; set objective.sdtt_share or"),
+         "objective.teacher='x' is not used; set objective.sdtt_share or"),
         ({"objective__teacher": "x", "train__init_from": "x", "model__lora_rank": 2},
          "objective.teacher='x' is not supported with adapters"),
         ({"objective__sdtt_teacher_steps": 0}, r"sdtt_teacher_steps=0 is outside \[1, 64\]; use"),

@@ -84,7 +84,8 @@ def test_a_checkpoint_of_another_run_in_the_place_of_the_own_is_not_continued(ru
     _refused(ours, told)
     shutil.rmtree(ours / "best")
     _refused(
-        ours, r"metrics.jsonl holds metrics of run \w+, but the checkpoints belong to run \w+; mo"
+        ours,
+        r"metrics.jsonl contains metrics of run \w+, but the checkpoints belong to run \w+; mo",
     )
 
 
@@ -143,7 +144,7 @@ def test_metrics_of_another_config_are_not_dropped_by_a_new_run(ours, changes, t
 def test_a_new_run_of_another_config_changes_nothing_where_metrics_lie(ours):
     for part in ("checkpoints", "best"):
         shutil.rmtree(ours / part)
-    _refused(ours, "holds metrics of another run without checkpoints", model__width=32)
+    _refused(ours, "contains metrics of another run without checkpoints", model__width=32)
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing"])

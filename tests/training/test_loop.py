@@ -169,7 +169,7 @@ def test_a_second_signal_says_what_is_lost_and_acts_as_usual(usual_interrupt, ca
         assert capfd.readouterr().err == ""
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    line = f"stopped at once: {said}; the same command resumes from there"
+    line = f"stopped immediately: {said}; the same command resumes from there"
     assert capfd.readouterr().err == f"\n{line}\n"
 
 

@@ -235,7 +235,7 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
 
 
 def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a head is named 'left'; end its name in '_head'"):
+    with pytest.raises(ValueError, match="the name of head 'left' does not end in '_head'; rename"):
         Head("left", lambda inputs: Loss(jnp.zeros(()), jnp.ones(())))
     with pytest.raises(ValueError, match="two heads have the same name: left_head, left_head"):
         _train(tmp_path, heads=[left_head(), left_head()])

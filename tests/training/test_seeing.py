@@ -197,10 +197,10 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert (
-        "train.trackers=wandb needs wandb, which is not installed; pip install 'dlm_jax[wandb]'"
+        "train.trackers=wandb requires wandb, which is not installed; pip install 'dlm_jax[wandb]'"
         in refused("wandb")
     )
-    assert "needs tensorboardX, which is not installed; pip install 'dlm_jax[tensorboard]'" in (
+    assert "requires tensorboardX, which is not installed; pip install 'dlm_jax[tensorboard]'" in (
         refused("tensorboard")
     )
 

@@ -112,7 +112,7 @@ def test_new_characters_are_refused_by_choice(tmp_path, trained, other_text):
 
 def test_new_characters_that_nothing_would_train_are_refused(tmp_path, trained, other_text):
     changes = {"heads__train_main": "false", "model__add_sampler_head": "true"}
-    with pytest.raises(ValueError, match="heads.train_main=False would never train them"):
+    with pytest.raises(ValueError, match="heads.train_main=False would not train them"):
         _prepared(tmp_path / "run", trained, other_text(""), **changes)
 
 

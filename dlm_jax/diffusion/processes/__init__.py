@@ -1,4 +1,4 @@
-"""Forward processes: the noise that a model learns to remove."""
+"""Forward processes, which add the noise that a model learns to remove."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PROCESSES: Mapping[str, type[Process]] = {
 
 @functools.lru_cache(maxsize=64)
 def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
-    """The process selected by a config.
+    """Returns the process that a config selects.
 
     Args:
       name: one of `PROCESSES`, or a custom ``module:Class``.
       settings: settings of the process, each ``NAME=VALUE``.
 
     Raises:
-      SettingError: the process does not exist, or a setting is unknown or has an invalid value.
+      SettingError: the process does not exist, or a setting is unknown or invalid.
     """
     cls = PROCESSES.get(name) or _own(name)
     declared = {setting.name: setting for setting in cls.settings()}
@@ -50,7 +50,7 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
         except ValueError as error:
             if isinstance(error, SettingError):
                 raise
-            raise SettingError(key, text, "is not a number", "use 0.1, say") from None
+            raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
     chosen = {key: setting.resolved(values.get(key, setting.default))
               for key, setting in declared.items()}  # fmt: skip
     return cls(**_by_field(cls, chosen))
@@ -61,7 +61,7 @@ def _parsed(kind: type, text: str) -> object:
 
 
 def _by_field(cls: type[Process], values: Mapping[str, object]) -> dict[str, object]:
-    """Values of settings by field name."""
+    """Returns the values of the settings, keyed by field name."""
     fields = getattr(cls, "__dataclass_fields__", {})
     return {
         name: values[field.metadata["setting"].name]

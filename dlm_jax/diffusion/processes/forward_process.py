@@ -1,11 +1,11 @@
-"""The protocol of forward processes.
+"""The interface of forward processes.
 
-A process is a rule. Each free position is noised independently. At level ``v`` in [0, 1], it shows
-its own token with probability ``alpha(v)``, MASK with probability ``mask(v)``, and, with
-probability ``text(v)``, an id drawn uniformly from the noise ids, which may be the true id. If
-``c(k)`` is the probability of noise ``k``, this is ``q_v(. | x) = alpha_v x + c_v``, the
-interpolating process of GIDD (von Rutte et al. 2025, equation 3). Masked diffusion is the case
-``c = mask``, and uniform diffusion is the case ``c = text``.
+A process noises each free position independently. At level ``v`` in [0, 1], a position shows its
+own token with probability ``alpha(v)``, MASK with probability ``mask(v)``, and, with probability
+``text(v)``, an id drawn uniformly from the noise ids, which can be the true id. If ``c(k)`` is the
+probability of noise ``k``, the distribution of the shown token is ``q_v(. | x) = alpha_v x + c_v``,
+as in the interpolating process of GIDD (von Rutte et al. 2025, equation 3). Masked diffusion is the
+case ``c = mask``, and uniform diffusion is the case ``c = text``.
 
 For every process, the level at a time is the ``masked_ratio`` of the noise schedule.
 """
@@ -25,7 +25,7 @@ HIGHEST_LEVEL = 1.0 - 1e-4
 
 
 class Shares(NamedTuple):
-    """The probabilities of a position at a noise level; they add up to 1.
+    """The probabilities of the token shown at a position, given the noise level. They add up to 1.
 
     Attributes:
       clean: probability of the position's own token.
@@ -39,7 +39,7 @@ class Shares(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """The noise of each position in a bound, float32 arrays of equal shape.
+    """The noise of each position in a bound, as float32 arrays of equal shape.
 
     Attributes:
       clean: ``alpha``.
@@ -69,14 +69,14 @@ class Process(Rule):
     def shares(self, level: jax.Array, /) -> Shares:
         """The `Shares` at levels in [0, 1], as a differentiable function.
 
-        All tokens are clean at level 0, and none are clean at level 1. The shares at level 1 are
+        All tokens are clean at level 0, and none are clean at level 1. The shares at level 1 define
         the prior.
         """
         raise NotImplementedError
 
     def rates(self, level: jax.Array) -> Shares:
-        """Forward rates of the noise per unit of level, times ``alpha``. ``text`` is the total rate
-        of all noise ids.
+        """Forward rates of the noise per unit of level, multiplied by ``alpha``. ``text`` is the
+        total rate of all noise ids.
 
         The values are ``alpha c' - alpha' c``. Divided by ``alpha``, they are the rates of jumps
         into noise ``k``, which do not depend on the previous token (GIDD, proposition 3.4).
@@ -98,8 +98,8 @@ class Process(Rule):
         mask_id: int,
         noise_ids: tuple[int, ...],
     ) -> jax.Array:
-        """Noised tokens, int32 ``[B, L]``. Free positions are noised at their level, and all others
-        are unchanged.
+        """Noised tokens, int32 ``[B, L]``. Free positions are noised at their level; other
+        positions are unchanged.
 
         The level is ``[B]`` or ``[B, L]``.
         """
@@ -130,7 +130,7 @@ class Process(Rule):
           shown_BL: the noised tokens, from `sample`.
           level: ``[B]`` or ``[B, L]``, at most `HIGHEST_LEVEL`.
           speed: derivative of the level with respect to time.
-          is_first: True where the term is that of the step to level 0, with weight `speed`.
+          is_first: True where the term belongs to the step to level 0; its weight is `speed`.
           mask_id: the id of MASK.
           noise_ids: as for `sample`.
         """
@@ -180,9 +180,9 @@ def divergence(
     The term is ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) /
     alpha``, where ``q(. | p)`` are the marginals under the predicted distribution of the token.
     Multiplied by the forward rate into z and divided by ``q(z | x)``, it is the integrand of the
-    continuous-time negative ELBO (GIDD, theorem 3.5). The integrand is the cross-entropy for masked
-    diffusion, and the bound of UDLM for uniform diffusion (Schiff et al. 2024, equation 18). Where
-    ``is_first`` is True, the term is instead ``-ln p(x | z)`` of the reverse step to level 0.
+    continuous-time negative ELBO (GIDD, theorem 3.5). For masked diffusion, the integrand is the
+    cross-entropy. For uniform diffusion, it is that of UDLM (Schiff et al. 2024, equation 18).
+    Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0.
 
     Args:
       logits_NV: logits, with -inf at MASK.

@@ -1,4 +1,4 @@
-"""Masked diffusion: the only noise is MASK."""
+"""Masked diffusion, whose only noise is MASK."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dlm_jax.settings import rule
 
 @rule
 class Masked(Process):
-    """Each position shows MASK with a probability equal to the level (Sahoo et al. 2024, MDLM).
+    """Replaces each free token by MASK with a probability equal to the level (Sahoo et al. 2024,
+    MDLM).
 
     The bound is the weighted cross-entropy of `dlm_jax.diffusion.objectives.elbo`.
     """

@@ -1,4 +1,4 @@
-"""Mixed noise: MASK at the end, and also uniform tokens at intermediate levels."""
+"""Mixed noise, with both MASK and uniform tokens at intermediate levels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ UNIFORM_SHARE = Setting(
 
 @rule
 class Mixed(Process):
-    """MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1, and
-    ``uniform_share`` at level 1/2.
+    """A mixture of MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1,
+    and ``uniform_share`` at level 1/2.
 
     At level ``v``, the probabilities are ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B
     sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))``, ``B = 2 p / (1 - p)`` and ``p`` is

@@ -1,4 +1,4 @@
-"""Uniform diffusion: noise is any token, so every token may change until the end of sampling."""
+"""Uniform diffusion, whose noise is any token, so every token can change during sampling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dlm_jax.settings import rule
 
 @rule
 class Uniform(Process):
-    """Each position shows a uniform noise id with a probability equal to the level.
+    """Replaces each free token by a uniform noise id with a probability equal to the level.
 
-    Schiff et al. 2024, UDLM, section 4; the network is not conditioned on the level, as in GIDD.
+    See Schiff et al. 2024 (UDLM), section 4. As in GIDD, the network is not conditioned on the
+    level.
     """
 
     about = "a uniformly random token"

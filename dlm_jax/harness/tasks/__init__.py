@@ -1,1 +1,1 @@
-"""Tasks for lm-evaluation-harness whose data ships with the package."""
+"""Tasks for lm-evaluation-harness with data in this package."""

@@ -1,4 +1,4 @@
-"""Loads the data of the shipped tasks for lm-evaluation-harness."""
+"""Loads the data of the tasks in this package for lm-evaluation-harness."""
 
 import importlib
 import json
@@ -7,17 +7,19 @@ from typing import Any
 
 
 def shakespeare_cloze(**metadata: object) -> dict[str, Any]:
-    """The data of ``shakespeare_cloze``: lines of Shakespeare, each with four continuations."""
+    """Loads the data of ``shakespeare_cloze``: lines of Shakespeare, each with four
+    continuations.
+    """
     return _split("shakespeare_cloze")
 
 
 def arithmetic_words(**metadata: object) -> dict[str, Any]:
-    """The data of ``arithmetic_words``: sums written in words."""
+    """Loads the data of ``arithmetic_words``: sums written in words."""
     return _split("arithmetic_words")
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The documents of the task `name`."""
+    """Returns the documents of the task `name`."""
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
