@@ -1,4 +1,4 @@
-"""One token id per position: an exact sample from the softmax, or the argmax.
+"""Draws one token id per position: an exact sample from the softmax, or the argmax.
 
 Each position has its own key. The token at a position depends only on its key and its logits, not
 on other positions in the batch. The softmax is computed in float32. Greedy rows take the argmax.
@@ -74,7 +74,7 @@ def choose_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids `[N]`: the argmax where `is_greedy_N`, and the ids of `draw_with` elsewhere.
+    """Ids `[N]`: the argmax where `is_greedy_N` is True, and the ids of `draw_with` elsewhere.
 
     A chunk with only greedy rows skips sampling. A chunk without greedy rows skips the argmax.
     """
@@ -94,7 +94,7 @@ def choose_with(
 
 
 def log_prob(logits_NV: Array, ids_N: Array) -> Array:
-    """`ln p` (nats, `[N]`) of one id per position under `softmax(logits)`."""
+    """Log-probability `[N]` in nats of one id per position under `softmax(logits)`."""
     logits_NV = logits_NV.astype(jnp.float32)
     max_N, weight_NC = vocab.exp_columns(logits_NV)
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]

@@ -48,7 +48,7 @@ class _Inputs(NamedTuple):
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """The state with arrays for the cache and for the self-conditioning signal, if they are used.
+    """Adds the cache and the self-conditioning signal to the state, if they are used.
 
     Existing arrays are unchanged. The Transformer in this package stores ``2 depth L G K`` numbers
     per row, and twice as many if the program has guidance.
@@ -150,9 +150,7 @@ def _pieces(program: Program) -> CachedTrunk:
 
 
 def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward pass over the window of each row with the cache, or over the whole row if a
-    refresh is due.
-    """
+    """The cached forward pass over each row's window, or over the whole row if a refresh is due."""
     rule, cache = state.rules.cache, state.cache
     assert rule is not None and cache is not None
     num_positions = is_open_BL.shape[1]

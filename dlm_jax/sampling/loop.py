@@ -90,7 +90,7 @@ def advanced(
 ) -> State:
     """The state after up to `num_steps` more steps, or once `num_ends` of the rows have ended.
 
-    The parameters must come from `dlm_jax.sampling.forward.ready`.
+    The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
     """
     ran_B = state.is_running_B
     if state.edits is not None:

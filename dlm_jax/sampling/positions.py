@@ -56,7 +56,7 @@ def fold(
     """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the requested positions.
 
     Positions are processed in order, `chunk` at a time, so the cost is proportional to the number
-    of positions. The padding of a chunk is marked as not real. With levels, positions are processed
+    of positions. The padding of a chunk is not marked as real. With levels, positions are processed
     level by level, and each chunk processes a single level. Positions of higher levels in the chunk
     are marked as not real and are processed in a later chunk.
     """
@@ -162,7 +162,7 @@ class TrunkOutput(NamedTuple):
 def returned(
     value: T, by: Any, method: str, axes: str, shape: tuple[int | None, ...], of: Any
 ) -> T:
-    """`value`, after a check of its shape and dtype.
+    """Returns `value` after checking its shape and dtype.
 
     Args:
       value: the result of the method.

@@ -27,7 +27,7 @@ class Program:
           draws tokens only for its own rows. The number of slots must be divisible by the number of
           devices.
       draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may use guidance. If False, the guidance scale of every row is
+      is_guided: True if rows can use guidance. If False, the guidance scale of every row is
         ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that starting positions of waves and ``Filled.best_BL`` ignore, regardless of
@@ -59,8 +59,8 @@ class Program:
         """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, such that each device
         computes only its own rows if the rows are sharded.
 
-        Without the wrapper, the compiler gathers all rows on every device, at the cost of a sum
-        over devices each time.
+        Without the wrapper, the compiler gathers all rows on every device, which costs a sum over
+        devices each time.
         """
         if self.rows is None:
             return fn

@@ -1,7 +1,7 @@
 """The per-row state of the denoising loop, and the state before the first step.
 
 Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row does not depend on
-the rest of the batch, and rows at different steps may be batched together.
+the rest of the batch, and rows at different steps can be batched together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
-"""Value in place of a step number for tokens that an edit or re-noise wrote."""
+"""Value used instead of a step number for tokens written by an edit or re-noise."""
 
 
 class State(NamedTuple):
@@ -48,7 +48,7 @@ class State(NamedTuple):
       memory: state of the commit rule.
       records: records of every step; None in a loop without traces.
       signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
-        it belongs to the same block; values at other positions are outdated. None for a network
+        that step was in the same block; values at other positions are outdated. None for a network
         without a signal.
     """
 

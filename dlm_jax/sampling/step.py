@@ -260,9 +260,7 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
 
 
 def begun(program: Program, state: State) -> State:
-    """The state in which the holes of starting rows contain the initial tokens of the commit rule,
-    if the rule renews.
-    """
+    """Fills the holes of starting rows with the initial tokens of the commit rule, if it renews."""
     rule = state.rules.commit
     if not rule.renews:
         return state
@@ -346,7 +344,7 @@ def scored_positions(
 
 
 def may_edit(state: State) -> jax.Array:
-    """True at positions that may be edited after this step."""
+    """True at positions that can be edited after this step."""
     edit, edits, canvas = state.rules.edit, state.edits, state.canvas
     assert edit is not None and edits is not None
     is_row_B = edit.is_active() & state.is_running_B
@@ -430,7 +428,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates. If rows are sharded, each device fills its own rows."""
+    """Proposes candidates. If rows are sharded, each device fills its own rows."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -477,7 +475,7 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state after the commits, and the committed positions. No row ends here."""
+    """The state after the commits, and the committed positions. This function ends no row."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
     memory = state.memory._replace(places=filled.kept)
     context = inputs.commit._replace(memory=memory)
@@ -601,7 +599,7 @@ def edited(
 
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
-    """The state with the selected tokens remasked."""
+    """Remasks the selected tokens."""
     tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
 
     def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -661,7 +659,7 @@ def _settled(
 def _ended(
     program: Program, state: State, steps_B: jax.Array, is_finite_B: jax.Array, still_B: jax.Array
 ) -> State:
-    """The state at the end of a step: the step is counted, blocks advance, and rows may end.
+    """Finishes a step: counts it, advances blocks, and ends rows.
 
     A block without holes remains current where `still_B` is True, except after its last step.
     """
@@ -704,7 +702,7 @@ def _ended(
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
     """The length of each row's prefix of final tokens.
 
-    The prefix ends at the first hole. In rows whose tokens may be rewritten, tokens become final
+    The prefix ends at the first hole. In rows whose tokens can be rewritten, tokens become final
     when their block ends.
     """
     place_B = place_of_largest(is_hole_BL)

@@ -5,8 +5,8 @@ pass over 256 x 50257 logits takes 20 ms, while accumulating the same function e
 `[N, C]` columns takes 3 ms. Every pass over the logits therefore uses `accumulate`. Each position
 has its own columns, so the result at a position does not depend on the number of positions.
 
-Accelerators sort and reduce whole rows faster than they run these workarounds. `sorts_whole_rows`
-decides which method is used. Both methods give bitwise identical results.
+On accelerators, sorting and reducing whole rows is faster than these workarounds.
+`sorts_whole_rows` decides which method is used. Both methods give bitwise identical results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = 256
 
 
 def sorts_whole_rows() -> bool:
-    """Whether whole-row sorts and reductions are fastest on the devices in use.
+    """True if whole-row sorts and reductions are fastest on the devices in use.
 
     On a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
     of the compile time of this module's workarounds. Truncation takes one pass after a ``top_k``
@@ -220,8 +220,8 @@ def _largest_flushed(
 
 
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
-    """`lax.top_k` between barriers. If the operation were fused with its neighbours, the CPU
-    backend of XLA would sort instead.
+    """`lax.top_k` between barriers. Without them, XLA fuses the operation with its neighbours, and
+    its CPU backend sorts instead.
     """
     x = jax.lax.optimization_barrier(x)
     # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k, on
@@ -301,7 +301,7 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
 
 @jax.custom_jvp
 def _p_log_p(logprob: Array) -> Array:
-    """``p ln p`` and its derivative in ``ln p``; both are 0 in the limit of p = 0."""
+    """``p ln p`` and its derivative in ``ln p``; both are 0 in the limit p = 0."""
     prob = jnp.exp(logprob)
     return jnp.where(prob > 0, prob * logprob, 0.0)
 

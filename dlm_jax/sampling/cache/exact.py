@@ -1,6 +1,6 @@
 """The exact cache for causal and block-causal models.
 
-After a block is finished, it is computed only once.
+A finished block is computed only once.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Exact(CacheRule):
                 raise SettingError(
                     name,
                     value,
-                    "may write positions other than the next one, but cache='exact' of a causal "
-                    "model writes only that one",
+                    "can write positions other than the next one, but cache='exact' with a causal "
+                    "model writes only the next one",
                     f"use {name}={fine[0]!r}",
                 )
 
@@ -83,7 +83,7 @@ class Exact(CacheRule):
             raise SettingError(
                 "steps",
                 row.steps,
-                f"is less than the {is_open.sum()} tokens to write; cache='exact' of a causal "
+                f"is less than the {is_open.sum()} tokens to write; cache='exact' with a causal "
                 f"model writes one per step",
                 f"use steps={is_open.sum()} or more",
             )

@@ -1,4 +1,4 @@
-"""CreditDecoding: confidence that grows while a position keeps its prediction."""
+"""CreditDecoding: raises the confidence of predictions that persist over several steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ credit."""
 
 
 class Credits(NamedTuple):
-    """Credit of some ids, ``[..., K]`` each. An id of -1 marks an empty entry."""
+    """The credit of K ids per position, ``[..., K]`` each. An id of -1 marks an empty entry."""
 
     ids: jax.Array
     credit: jax.Array

@@ -12,7 +12,8 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 LEAP_THRESHOLD = Setting(
     "leap_threshold", 0.75,
-    "order=local_leap: confidence that commits a hole near one that reaches threshold, in [0, 1]",
+    "order=local_leap: minimum confidence of a committed hole near a hole that reaches threshold, "
+    "in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 LEAP_RADIUS = Setting(

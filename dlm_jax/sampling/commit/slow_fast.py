@@ -22,7 +22,7 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 SLOW_THRESHOLD = Setting(
     "slow_threshold", 0.3,
-    "order=slow_fast: the span ends at the last hole with this confidence, in [0, 1]",
+    "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 SLOW_STEPS = Setting(
@@ -30,8 +30,8 @@ SLOW_STEPS = Setting(
 )
 SLOW_SPREAD = Setting(
     "slow_spread", 1.0,
-    "order=slow_fast: a span is fixed when two consecutive proposals for its end deviate by less "
-    "than this, in positions, >= 0",
+    "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals for its "
+    "end fix a span",
     low=0.0, high=1e6,
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ class SlowFast(Confident):
 
     A slow step considers all holes after the previous span. The step commits those with confidence
     >= threshold, or else the most confident one, and proposes the last hole with confidence >= tau'
-    as the end of the span. Once two consecutive proposals deviate by less than sigma, or after K
+    as the end of the span. Once two consecutive proposals differ by less than sigma, or after K
     slow steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025,
     SlowFast, algorithm 1).
     """

@@ -18,7 +18,7 @@ from dlm_jax.types import live_positions
 def insert_at_gap(
     x_BL: jax.Array, gap_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` with `fill` inserted into one gap in each row; the suffix moves right by one.
+    """Inserts `fill` into one gap of each row and moves the suffix right by one.
 
     The gap between positions g and g + 1 is denoted by ``g + 1``, the new position of `fill`. The
     value at ``end - 1`` is dropped. A row whose gap is at or beyond its end is unchanged.
@@ -26,7 +26,7 @@ def insert_at_gap(
     Args:
       x_BL: any array with a value per position.
       gap_B: int32, ``g + 1``; 0 inserts `fill` before the row.
-      end_B: int32, first position that does not move; pass the length + 1 to let the row grow.
+      end_B: int32, first position that does not move; pass the length + 1 if the row grows.
       fill: one value for all rows, or ``[B, 1]``.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
@@ -38,7 +38,7 @@ def insert_at_gap(
 def delete_at(
     x_BL: jax.Array, position_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` without one position in each row; the suffix moves left by one.
+    """Deletes one position of each row and moves the suffix left by one.
 
     `fill` is written at ``end - 1``. A row whose position is at or beyond its end is unchanged. The
     arguments are as in `insert_at_gap`.
@@ -54,7 +54,7 @@ class Cells(NamedTuple):
 
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
-      frozen_BL: True at given tokens (which may move but never change) and beyond the length.
+      frozen_BL: True at given tokens (which can move but never change) and beyond the length.
       inserted_BL: True at inserted positions, including overwritten ones.
       mark_BL: True at the marks of the last step's edits, for the cooldown.
       length_B: int32, number of live positions in each row.
@@ -150,7 +150,7 @@ def moved(
     fill: jax.Array | float,
     beyond: jax.Array | float | None = None,
 ) -> jax.Array:
-    """`x_BL` moved through the map.
+    """Moves the values of `x_BL` to their new positions.
 
     Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]``, read at the old
     position of the token after the insertion. Positions beyond the new length get the value
@@ -199,7 +199,7 @@ def _after(is_true_BL: jax.Array) -> jax.Array:
 
 
 def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The old position of each new position, whether it is an insertion, and the new length."""
+    """The old position of each new position, True at insertions, and the new length."""
     num_positions = is_kept_BL.shape[1]
     until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
     kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)

@@ -117,7 +117,7 @@ def may_be_led(context: EditContext) -> jax.Array:
 
 
 def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: how much the model prefers the suffix one position earlier.
+    """float32 ``[B, L]``: the model's preference for the suffix one position to the left.
 
     The score at i is ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 is ``p(i,
     x_i+1) - p(i, x_i)`` and D2 is the value of D1 at i + 1. Differences that involve a hole or a

@@ -65,13 +65,13 @@ class Constrained(FillRule):
     The match is drawn from the product of the positions' distributions after the row's chain,
     conditioned on the automaton. The matched text starts after the given prefix, includes given
     tokens between holes, and is followed by EOS. A greedy row takes the most likely match. Any
-    subset of the candidates may be committed, because the remaining candidates complete the match.
+    subset of the candidates can be committed, because the remaining candidates complete the match.
 
-    Independent draws that already match are used as they are, which does not change the
-    distribution. If every text matches the structure, the result is therefore bitwise equal to that
-    of `Parallel`. An id removed by truncation is drawn only if no match exists without such an id.
-    Holes that the step does not fill, such as those in later blocks, may become any token that
-    fits. Rows without structure use `Parallel`.
+    Independent draws that already match are kept, which does not change the distribution. If every
+    text matches the structure, the result is therefore bitwise equal to that of `Parallel`. An id
+    removed by truncation is drawn only if no match exists without such an id. Holes that the step
+    does not fill, such as those in later blocks, can become any token that fits. Rows without
+    structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
@@ -81,11 +81,11 @@ class Constrained(FillRule):
       is_member_BCK: bool, True where class c belongs to label k.
       ids_BJM: int32, blocks of ids; all ids in a block are of the same class.
       class_BM: int32, the class of each block.
-      is_final_BS: bool, True where a text may end.
+      is_final_BS: bool, True where a text can end.
       start_B: int32 state before the text.
     """
 
-    about = "jointly, as a match of the structure, in rows with one; in parallel in other rows"
+    about = "jointly, as a match of the row's structure; in parallel in rows without a structure"
     holds_structure = True
     drawn = "together"
 
@@ -196,7 +196,7 @@ class Constrained(FillRule):
         return fold(is_read_BL, reader.chunk, draw, start)
 
     def _first_blocks(self) -> jax.Array:
-        """The first block of each class, ``[B, C]``."""
+        """Index of the first block of each class, ``[B, C]``."""
         class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
         return jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
 
@@ -367,8 +367,8 @@ class Constrained(FillRule):
     def _walked(
         self, places: Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Whether each row's independent candidates match, ``[B]``, and the labels of a drawn
-        match, ``[B, L]``.
+        """Returns True ``[B]`` where the independent candidates match, and the labels ``[B, L]`` of
+        a drawn match.
         """
         rows_B = jnp.arange(self.start_B.size)
 

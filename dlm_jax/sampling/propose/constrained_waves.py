@@ -1,4 +1,4 @@
-"""A fill that draws matches from left to right, weighing the sampler head by the completions."""
+"""A fill that draws matches from left to right, weighted by their completion probabilities."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ConstrainedWaves(Constrained):
     ) -> Callable[[jax.Array, jax.Array, jax.Array, Seen], Seen]:
         """``(index, candidates_BL, is_read_B, seen) -> seen``: the head's `Seen`, ``[B, 1, C]``.
 
-        Rows that are not read keep the given `seen`, ``[B, C]``.
+        Other rows keep the given `seen`, ``[B, C]``.
         """
         grown = grown_from(reader, level_BL, tokens_BL, self.temperature_B)
         first_BC, num_positions = self._first_blocks(), level_BL.shape[1]

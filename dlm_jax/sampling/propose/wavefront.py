@@ -1,4 +1,4 @@
-"""Coherent candidates: the sampler head fills open positions in waves that start at filled ones.
+"""The wavefront fill: the sampler head fills open positions in waves that start at filled ones.
 
 The wave number of a hole is its distance to the nearest filled position and does not depend on any
 token. Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost
@@ -155,7 +155,7 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: exponent of the row's unfilled share in a factor of sampler_min_neighbors_ratio",
+    "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
@@ -298,7 +298,7 @@ def _grow(
     tokens_BL: jax.Array,
     temperature_B: jax.Array,
 ) -> Filled:
-    """`found` with the candidates of the sampler head, level by level."""
+    """Adds the candidates of the sampler head to `found`, level by level."""
     grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:

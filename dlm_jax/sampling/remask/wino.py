@@ -27,7 +27,7 @@ class Wino(RemaskRule):
     forward pass of the step, in which the network may attend to the token itself.
     """
 
-    about = "remasks tokens that later forward passes find unlikely, fewer than the step commits"
+    about = "remasks tokens that become unlikely in later passes, fewer than the step commits"
     rereads = True
     log_chance = certain
 

@@ -2,7 +2,7 @@
 
 A candidate is kept if the other holes can be filled such that the whole text is in the language.
 Sets of states are propagated from the left over possible prefixes and from the right over possible
-suffixes (Rabin and Scott 1959, subsets of a finite automaton). Tokens may therefore be committed in
+suffixes (Rabin and Scott 1959, subsets of a finite automaton). Tokens can therefore be committed in
 any order, as long as each step commits one token. For fast reductions, sets are packed into words
 of 32 states.
 """
@@ -62,7 +62,7 @@ _MOST_REDUCED = 512
 
 
 class Arcs(NamedTuple):
-    """An automaton as arcs. One arc stands for all classes of ids that lead from a state to the
+    """An automaton as arcs. One arc represents all classes of ids that lead from a state to the
     same next state.
 
     Attributes:
@@ -99,7 +99,7 @@ class Automaton:
       pattern: regular expression of the language.
       class_of_V: int16 ``[V]``, class of each id. Ids in a class have the same transitions.
       next_SC: int16 ``[S, C]``, next state for each class.
-      is_final_S: bool ``[S]``, True where a text may end.
+      is_final_S: bool ``[S]``, True where a text can end.
       start: state before the first id.
     """
 
@@ -122,8 +122,8 @@ class Automaton:
 
     @cached_property
     def fewest_S(self) -> np.ndarray:
-        """Minimum number of ids from each state to the end of a text; a large number if a text
-        cannot end from there.
+        """Minimum number of ids from each state to the end of a text; a large number if no end is
+        reachable.
         """
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
         for count in range(1, len(fewest) + 1):
@@ -184,7 +184,7 @@ class Automaton:
         return found
 
     def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Whether the ids are a text in the language, optionally followed by EOS."""
+        """True if the ids are a text in the language, optionally followed by EOS."""
         state = self.start
         for token in tokens:
             state = int(self.next_SC[state, self.class_of_V[token]])
@@ -220,7 +220,7 @@ def _no_column(rows: Sequence[Any]) -> Any:
 
 @rule
 class Structure(LogitTransform):
-    """Keeps the ids with which the row can still become a text in its language.
+    """Keeps the ids that can still lead to a text in the row's language.
 
     The text starts after the row's given prefix. The restriction is exact if each step commits one
     token per row, in any order. `dlm_jax.inference.structure` rejects other requests.
@@ -353,9 +353,7 @@ class Structure(LogitTransform):
         before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
 
         def of_one() -> Array:
-            """Variant for positions with at most one possible previous state, as in left-to-right
-            decoding.
-            """
+            """For positions with at most one previous state, as in left-to-right decoding."""
             state_N = place_of_largest(before_NS)
             next_NC = self.next_BCS[at.row_N, :, state_N].astype(jnp.int32)
             return jnp.take_along_axis(behind_NS, next_NC, axis=1)

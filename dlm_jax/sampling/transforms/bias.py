@@ -27,7 +27,7 @@ def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray
 
 
 def check_id(name: str, value: Any) -> None:
-    """Raises ValueError unless the value can be an id."""
+    """Raises ValueError unless the value is a valid id."""
     is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_integer or not 0 <= int(value) <= INT_LIMIT:
         raise SettingError(name, value, "is not a non-negative 32-bit integer", "use one")

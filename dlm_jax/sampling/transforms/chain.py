@@ -25,12 +25,12 @@ from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
 
 def is_wanted(transform: Any, at: At) -> Array:
-    """Whether the chunk has a real position in a row where the transform is active."""
+    """True if the chunk has a real position in a row where the transform is active."""
     return (transform.is_active()[at.row_N] & at.is_real_N).any()
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """Whether `is_wanted` holds for any of the transforms."""
+    """True if `is_wanted` is True for any of the transforms."""
     wanted = [is_wanted(t, at) for t in transforms]
     return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
 
@@ -81,13 +81,13 @@ with few candidates, the largest logits in descending order and their ids."""
 
 @pytree
 class Chain:
-    """A sequence of transforms; itself a `LogitTransform`.
+    """A sequence of transforms, which is itself a `LogitTransform`.
 
     A transform runs if the chunk has a real position in an active row. The choice is made by one
     `lax.cond` for the whole batch (under `vmap`, both branches would run). Rows in which a top-k
     keeps at most `MAX_CANDIDATES` finish the chain on only those candidates if the following
-    transforms ignore ids. Whether a row takes this path depends only on its own parameters, so its
-    result is bitwise independent of other rows.
+    transforms ignore ids. This choice depends only on the parameters of the row, so its result is
+    bitwise independent of other rows.
     """
 
     transforms: tuple[Any, ...]

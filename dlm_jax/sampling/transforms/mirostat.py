@@ -51,7 +51,7 @@ class _Controller(LogitTransform):
         return is_greedy(row)
 
     def as_settings(self) -> dict[str, Any]:
-        """The settings of the fields, and the mirostat version."""
+        """The settings of the fields, and the Mirostat version."""
         return super().as_settings() | {"mirostat": self.version}
 
     def init(self, num_rows: int) -> Array:

@@ -1,7 +1,6 @@
 """Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both penalties are computed anew from the context of each step, so tokens that have been remasked
-are not counted.
+Both penalties are recomputed from the context of each step, so remasked tokens are not counted.
 """
 
 from __future__ import annotations
@@ -198,7 +197,9 @@ class Dry(LogitTransform):
 
 
 def _is_newest(context: Context, last_n_B: Array) -> Array:
-    """True `[B, L]` at the newest `last_n_B` visible tokens, or at all if it is negative."""
+    """True `[B, L]` at the newest `last_n_B` visible tokens, or at all visible tokens if it is
+    negative.
+    """
     B, L = context.tokens_BL.shape
     place_BL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (B, L))
     order_BL = jnp.where(context.is_visible_BL, context.order_BL.astype(jnp.int32), -(2**31))

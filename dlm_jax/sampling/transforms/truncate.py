@@ -179,8 +179,8 @@ def _expected_bounds(
     mass_N: Array,
     count_N: Array,
 ) -> list[Array]:
-    """The largest value after the prefix and the smallest value in it, according to the largest
-    values alone.
+    """The largest value after the prefix and the smallest value in it, computed from the largest
+    values only.
 
     The masses are summed in a different order than in a pass, so a pass must verify the result.
     """
@@ -342,7 +342,7 @@ TOP_N_SIGMA = Setting(
 
 
 class Truncation(LogitTransform):
-    """A truncation that does not depend on ids and that mirostat replaces."""
+    """A truncation that does not depend on ids and that Mirostat replaces."""
 
     ignores_ids = True
 
@@ -567,9 +567,7 @@ def _half_range(logits_NV: Array) -> tuple[Array, Array]:
 
 
 def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
-    """`min_keep` in active rows, and the vocabulary size in other rows, where it ends the
-    search.
-    """
+    """`min_keep` in active rows, and the vocabulary size in other rows, which ends the search."""
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
