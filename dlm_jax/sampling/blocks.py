@@ -19,11 +19,11 @@ from dlm_jax.sampling.row import RowParams
 
 
 class Block(NamedTuple):
-    """The current block of each row, ``[B]`` int32 each.
+    """The current block of each row; all fields are int32 ``[B]``.
 
     Attributes:
       begin_B: first position.
-      end_B: end, exclusive; it can exceed the length of the row.
+      end_B: exclusive end, which can exceed the length of the row.
       step_B: number of steps taken in the block.
       steps_B: step budget of the block, at least 1.
       first_holes_B: number of holes at the start of the block.
@@ -61,7 +61,7 @@ def first_block(
 ) -> tuple[Block, jax.Array]:
     """Returns the first block with work, and True ``[B]`` where one exists.
 
-    Blocks have `length_B` positions each. The first one starts at `first_B`, the first unfrozen
+    Each block has `length_B` positions. The first block starts at `first_B`, the first unfrozen
     position. A length of 0 gives a single block.
     """
     zeros_B = jnp.zeros_like(steps_B)

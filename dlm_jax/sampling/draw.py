@@ -28,13 +28,13 @@ def argmax(logits_NV: Array) -> Array:
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
-    Logits may be `-inf`. Tokens with such logits are never drawn, like any token whose float32
-    probability is 0. If all logits at a position are `-inf`, its id is 0.
+    Logits can be `-inf`. Tokens with such logits are never drawn, and neither are tokens whose
+    float32 probability is 0. If all logits at a position are `-inf`, its id is 0.
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
-    level, because a single float32 number cannot reach the far tail. `"gumbel"` takes the argmax of
-    the logits plus Gumbel noise. Other programs use this method, which is an order of magnitude
-    slower on CPU.
+    level, because a single float32 number does not resolve the far tail. `"gumbel"` takes the
+    argmax of the logits plus Gumbel noise. Other programs use this method, which is an order of
+    magnitude slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)
 
@@ -141,8 +141,8 @@ def _pick(weight_NK: Array, uniform_N: Array) -> Array:
     """Index `[N]` (int32) drawn in proportion to the weights; never an index with weight 0 unless
     all weights are 0.
 
-    The largest entry is placed at the end of the unit interval. The other entries are then resolved
-    relative to their own sum, so that even a tail of mass 1e-9 is drawn in the right proportions.
+    The largest entry is placed at the end of the unit interval. All other entries are then resolved
+    relative to their sum, so that even a tail of mass 1e-9 is drawn in the right proportions.
     """
     heaviest_N = place_of_largest(weight_NK)
     indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 def chunk_size(vocab_size: int) -> int:
     """Number of positions per readout: at least 64 on CPU and 256 elsewhere.
 
-    The logits of a chunk of this size fit into the cache of a CPU, or saturate an accelerator.
+    The logits of a chunk of this size fit into the cache of a CPU or saturate an accelerator.
     """
     if platform() == "cpu":
         return max(64, 2**18 // vocab_size)
@@ -104,7 +104,8 @@ class TrunkOutput(NamedTuple):
     """The output of the trunk in a step.
 
     Attributes:
-      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for a window per row.
+      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for one window per
+        row.
       bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;

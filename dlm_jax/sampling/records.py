@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 
 class Drawn(NamedTuple):
-    """How the candidates of a step were drawn, ``[B, L]``. Values at positions without a candidate
-    are undefined.
+    """Statistics of the draws of a step, ``[B, L]``. Values at positions without a candidate are
+    undefined.
 
     Attributes:
       logprob_BL: float32 log-probability in nats of the candidate under the distribution it was

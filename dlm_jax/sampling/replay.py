@@ -27,8 +27,8 @@ from dlm_jax.types import Params, Status
 
 @pytree
 class Trace:
-    """All tokens drawn in sampled rows, and all inputs (except model parameters) needed to compute
-    their probabilities.
+    """All tokens drawn in sampled rows, and all inputs (except model parameters) that their
+    probabilities depend on.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
     the length of the longest row. A trace is a pytree. The leaves of a trace can be indexed by rows
@@ -257,7 +257,7 @@ def replayed(
     """Log-probabilities ``[B, S, L]`` of a trace's written tokens under these parameters; 0 at
     other positions.
 
-    With `every_draw`, all drawn tokens are scored. The steps are processed one at a time, for all
+    With `every_draw`, all drawn tokens are scored. The steps are processed one at a time, with all
     rows together, and each step's forward pass is recomputed for the gradient. Memory therefore
     does not grow with the number of steps.
     """

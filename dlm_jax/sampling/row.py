@@ -26,8 +26,8 @@ BLOCK_LENGTH = Setting(
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
-    "maximum number of open blocks; the next block opens when open_share of the last one is "
-    "written",
+    "maximum number of open blocks; the next block opens when the share open_share of the last one "
+    "is written",
     low=1, high=64,
 )  # fmt: skip
 OPEN_SHARE = Setting(
@@ -53,7 +53,7 @@ MAX_NEW_TOKENS = Setting(
 )  # fmt: skip
 TIES = Setting(
     "ties", "key",
-    "order of positions that tie within float rounding: random by the seed (key), or lower "
+    "order of positions that tie within float rounding: random, from the seed (key), or lower "
     "positions first (lower), as in published loops",
     choices={"key": "key", "lower": "lower"},
 )  # fmt: skip

@@ -70,7 +70,7 @@ class ModelFacts(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """The rules in the slots of a step, with the parameters of each row.
+    """The rules of a step, by slot, with the parameters of each row.
 
     Attributes:
       chain: logit transforms.
@@ -181,10 +181,11 @@ class RuleTable:
                 "order=random_filled unless an order is given; parallel for other models"}),
             _choice("remask", "none", "rule for the tokens that become holes after a step",
                     self.remask, {"none": ""}),
-            _choice("edit_scoring", "uncertainty", "edit: score of an insertion", self.edit),
+            _choice("edit_scoring", "uncertainty", "edit: rule for insertions and deletions",
+                    self.edit),
             _choice("cache", "none", "keys and values that are cached between steps", self.cache,
                     {"none": ""}),
-            Setting("chain", tuple(self.transforms), "logit transforms, in order of application",
+            Setting("chain", tuple(self.transforms), "logit transforms in order of application",
                 parse=self._parsed_chain, hint=tuple[str, ...]),
         )  # fmt: skip
         found: dict[str, Setting] = {}

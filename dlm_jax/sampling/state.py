@@ -29,7 +29,7 @@ class State(NamedTuple):
     """The state of the rows in the denoising loop.
 
     Attributes:
-      canvas: tokens, lengths, frozen positions.
+      canvas: tokens, lengths and frozen positions.
       logprob_BL: float32, log-probability of each committed token under the clean logits it was
         drawn from, in nats; 0 at given tokens, at holes, and at tokens written by an edit or
         re-noise. If the remask rule reads it, draft tokens have the log-probability from the last
@@ -98,7 +98,7 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, and other live tokens are frozen.
 
-    With `frozen_BL`, only the tokens at these positions are frozen; the others are a draft. A
+    With `frozen_BL`, only the tokens at these positions are frozen; all others are a draft. A
     length of 0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]

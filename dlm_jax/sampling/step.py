@@ -237,7 +237,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 
 
 def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
-    """The current canvas, and uniform noise over the ids that each row may write."""
+    """The current canvas, and uniform noise over the ids that can be written in each row."""
     eos_ids = set(program.eos_ids)
     banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
 
@@ -279,9 +279,7 @@ def begun(program: Program, state: State) -> State:
 def _renewed(
     program: Program, state: State, inputs: StepInputs, is_committed_BL: jax.Array
 ) -> State:
-    """The state after a rule that renews has written tokens at the open positions that it did not
-    select.
-    """
+    """Writes the tokens of a rule that renews at the open positions that it did not select."""
     rule, filled = state.rules.commit, inputs.filled
     if not rule.renews:
         return state
@@ -293,7 +291,7 @@ def _renewed(
 
 
 def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
-    """The state after writing tokens that were not candidates."""
+    """Writes tokens that were not candidates."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
     tokens_BL = state.canvas.tokens_BL
     is_other_BL = is_at_BL & (new_BL != tokens_BL)
@@ -361,7 +359,7 @@ def beside(is_true_BL: jax.Array) -> jax.Array:
 
 
 def visible_context(program: Program, state: State) -> Context:
-    """The visible canvas, as logit transforms read it."""
+    """The visible canvas, as read by logit transforms."""
     return Context(
         tokens_BL=state.canvas.tokens_BL,
         order_BL=state.committed_BL,
@@ -464,7 +462,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
 
 
 def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
-    """The output of a fill, after checks of shapes and dtypes. Errors name the fill."""
+    """Returns the output of a fill after checking shapes and dtypes. Errors name the fill."""
     kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)

@@ -54,7 +54,7 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
     `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`). Column c processes the ids `c + j *
-    C` in ascending order of j. `fn` must be elementwise, because the last block may be narrower and
+    C` in ascending order of j. `fn` must be elementwise, because the last block can be narrower and
     then updates only the leading columns.
     """
     N, V = logits_NV.shape
@@ -122,8 +122,8 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
     """Id `[N]` of the nth matching token at each position, counted from 1; V or more if there are
     fewer.
 
-    Tokens are counted per block and then within one block. This method is fast on hardware with
-    fast whole-row reductions.
+    Tokens are counted per block and then within one block, which is fast on hardware with fast
+    whole-row reductions.
     """
     N, V = is_wanted_NV.shape
     wanted_NKS = jnp.pad(is_wanted_NV, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
@@ -238,8 +238,8 @@ def flushed(x: Array) -> Array:
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients of logits and divisors, finite where the logit is finite. A quotient of +inf would
-    make the softmax NaN.
+    """Quotients of logits and divisors, which are finite where the logit is finite. A quotient of
+    +inf would make the softmax NaN.
 
     With a divisor of 1, the logits are returned bitwise unchanged; a multiplication would flush
     denormals.

@@ -1,4 +1,4 @@
-"""Approximate, periodically refreshed caches for bidirectional models, after Fast-dLLM.
+"""Approximate, periodically refreshed caches for bidirectional models, as in Fast-dLLM.
 
 In a bidirectional model, every position attends to all others. Cached values outside the window are
 those of the last refresh of the whole row.
@@ -54,7 +54,7 @@ class Dual(CacheRule):
             raise SettingError(
                 "cache",
                 cls.name,
-                "is for bidirectional models only",
+                "supports only bidirectional models",
                 "use cache='exact', which is exact for this model",
             )
         if row.block_length == 0:

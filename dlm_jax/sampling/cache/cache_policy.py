@@ -62,9 +62,9 @@ class CachePlan(NamedTuple):
 
     Attributes:
       begin_B: int32, first position of the window.
-      end_B: int32, end of the window, exclusive; at most `begin_B` plus the largest of
-        `CacheRule.sizes`, or the end of the canvas.
-      is_due_B: True where the whole row, instead of a window, is computed and cached.
+      end_B: int32, exclusive end of the window; at most `begin_B` plus the largest of
+        `CacheRule.sizes`, or equal to the end of the canvas.
+      is_due_B: True where the whole row is computed and cached instead of a window.
       settles_B: True where the last ``sizes()[0]`` positions before `begin_B`, whose tokens are
         final, are computed first and cached.
       valid_B: int32, `CacheState.valid_B` after the step.

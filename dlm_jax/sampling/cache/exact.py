@@ -1,6 +1,6 @@
 """The exact cache for causal and block-causal models.
 
-A finished block is computed only once.
+A finished block is computed once more, and is then read from the cache.
 """
 
 from __future__ import annotations

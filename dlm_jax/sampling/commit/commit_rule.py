@@ -2,7 +2,7 @@
 
 A rule is a frozen pytree whose static values are metadata and whose per-row settings are ``[B]``
 leaves. Each call processes the whole batch, and rows are independent. Scores that differ only by
-rounding are treated as ties, because their order may differ between compiled programs (see
+rounding are treated as ties, because their order can differ between compiled programs (see
 `TOLERANCE`).
 """
 
@@ -66,7 +66,7 @@ class CommitContext(NamedTuple):
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
       standing: current content of the positions; None unless the rule `renews`.
-      is_token_BL: True at live tokens of the whole canvas that are not MASK.
+      is_token_BL: True at all live tokens of the canvas except MASK.
       attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
         the forward pass of the step; None if the rule's `map_blocks` is 0.
     """
@@ -131,7 +131,8 @@ class CommitRule(Rule):
         """Raises if the rule reads attention maps and the row has a cache."""
         if cls.map_blocks and row.cache != "none":
             raise SettingError(
-                "cache", row.cache, f"computes no attention maps, which order={cls.name!r} requires",
+                "cache", row.cache,
+                f"computes no attention maps, which order={cls.name!r} requires",
                 "use cache='none'",
             )  # fmt: skip
 
@@ -175,8 +176,8 @@ class CommitRule(Rule):
     ) -> tuple[Any, jax.Array]:
         """Returns the memory of N positions, updated with their logits, and their confidence.
 
-        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. If
-        the rule has a per-position `RuleMemory`, this method is called instead of `measure`.
+        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. This
+        method is called instead of `measure` if the rule has a per-position `RuleMemory`.
         """
         return kept, self.measure(logits_NV, logprob_N)
 
@@ -342,9 +343,8 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
     """uint32 ``[B]``: the `count_B`-th largest number in each row; 0 if fewer numbers are above 0.
-
-    The number is computed bit by bit. On CPU, a sort takes 5 times as long at 16 x 256 and 13 times
-    as long at 64 x 1024.
+    The number is computed bit by bit, because a sort on CPU takes 5 times as long for 16 x 256
+    numbers and 13 times as long for 64 x 1024.
     """
 
     def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:

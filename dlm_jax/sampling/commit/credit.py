@@ -51,7 +51,7 @@ class Credit(CommitRule):
     """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
     If no hole reaches the threshold, the most confident one is committed. The confidence of a hole
-    is its largest probability in this softmax. In each step the most likely id v gains credit: ``C
+    is its largest probability in this softmax. In each step, the most likely id v gains credit: ``C
     <- beta C + [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for
     4 ids per position. Candidates are drawn without credit.
     """

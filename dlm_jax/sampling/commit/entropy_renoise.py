@@ -36,7 +36,7 @@ class EntropyRenoise(Renewing, EntropyBound):
 
     A block ends when its most likely tokens are the same as in the previous step and the mean
     entropy of its open positions is below ``stop_B``, or when it has no steps left. Each position
-    then gets its most likely token, whose log-probability is not recorded (DiffusionGemma,
+    is then set to its most likely token, whose log-probability is not recorded (DiffusionGemma,
     ``DiffusionGemmaForBlockDiffusion``). Entropies are computed after temperature, from the
     distribution that tokens are drawn from.
     """

@@ -1,4 +1,4 @@
-"""KLASS: commits confident holes whose prediction has been stable for several steps."""
+"""KLASS: commits confident holes whose predictions have been stable for several steps."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LEAP_THRESHOLD = Setting(
     low=0.0, high=1.0,
 )  # fmt: skip
 LEAP_RADIUS = Setting(
-    "leap_radius", 4, "order=local_leap: maximum distance to the hole that reaches threshold", low=0
+    "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold", low=0
 )
 
 
@@ -27,7 +27,7 @@ class LocalLeap(Confident):
     within W positions of an anchor.
 
     If there is no anchor, the most confident hole is committed. Predictions next to an anchor are
-    nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
+    nearly deterministic (Kong et al. 2025, LocalLeap, algorithm 1).
     """
 
     about = "confident holes, and less confident ones near them"

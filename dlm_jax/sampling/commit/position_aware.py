@@ -41,7 +41,10 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
     if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
         raise SettingError(
-            "common_ids", value, "has negative shares, or shares with a sum above 1", "use {}"
+            "common_ids",
+            value,
+            "has a negative frequency, or frequencies with a sum above 1",
+            "use {}",
         )
     if len({id_ for id_, _ in found}) < len(found):
         raise SettingError("common_ids", value, "names an id twice", "add up its shares")
@@ -60,8 +63,8 @@ COMMON_IDS = Setting(
 class PositionAware(Confident):
     """Commits a quota of holes with the highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
-    Here i is the index of the position, p the probability of its candidate, and f the relative
-    frequency of that token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
+    Here i is the index of the position, p is the probability of its candidate, and f is the
+    relative frequency of that token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
     """
 
     about = "a quota of the holes, ranked by position, probability and token rarity"

@@ -50,8 +50,8 @@ _LAST_TIME = 1e-3
 def timestep_quota(context: CommitContext) -> jax.Array:
     """``floor(holes (1 - s / t))`` for a step from time t to s; all holes at the last step.
 
-    The times decrease evenly from 1 to 1e-3. As in ``diffusion_generate`` of Dream (Ye et al.
-    2025), they are float32 numbers that are interpolated from both ends.
+    The times decrease evenly from 1 to 1e-3. They are float32 numbers interpolated from both ends,
+    as in ``diffusion_generate`` of Dream (Ye et al. 2025).
     """
     steps_B = context.steps_B
     width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
@@ -102,8 +102,8 @@ def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 
 def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Probability of the most likely token minus that of the second most likely (Kim et al. 2025,
-    ``topk_margin``).
+    """Probability of the most likely token minus that of the second most likely token (Kim et al.
+    2025, ``topk_margin``).
     """
     best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
     total_N1 = jax.nn.logsumexp(logits_NV, axis=1, keepdims=True)

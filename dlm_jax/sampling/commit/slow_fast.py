@@ -1,4 +1,4 @@
-"""SlowFast: slow steps find a span of confident predictions, and fast steps fill it."""
+"""SlowFast: slow steps determine a span of confident predictions, and fast steps fill it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SLOW_STEPS = Setting(
 )
 SLOW_SPREAD = Setting(
     "slow_spread", 1.0,
-    "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals for its "
-    "end fix a span",
+    "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals fix the "
+    "end of a span",
     low=0.0, high=1e6,
 )  # fmt: skip
 

@@ -38,7 +38,7 @@ THRESHOLD_ABOVE = Setting(
     "threshold_above", False, "order=threshold: commit only holes strictly above the threshold"
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least", 1, "order=threshold: minimum number of commits per step", low=1
+    "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
 )
 THRESHOLD_ALONE = Setting(
     "threshold_alone", 0,
@@ -64,7 +64,7 @@ REWRITE_THRESHOLD = Setting(
 )  # fmt: skip
 REWRITE_STEPS = Setting(
     "rewrite_steps", 16,
-    "order=joint_threshold: maximum number of rewriting steps of a block without holes",
+    "order=joint_threshold: maximum number of rewriting steps in a block without holes",
     low=0, activates=False,
 )  # fmt: skip
 
@@ -212,7 +212,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
 def _surest(
     context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
 ) -> jax.Array:
-    """The `count_B` most confident holes in each row, at least one."""
+    """The `count_B` (at least 1) most confident holes in each row."""
     return most(
         proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
         context.preference_BL, scale,

@@ -19,8 +19,8 @@ class EditState(NamedTuple):
     Attributes:
       inserted_BL: True at inserted positions, including overwritten ones.
       mark_BL: True at the marks of the last step's edits.
-      origin_BL: int32, index that each position had when `Advance` was last called; -1 if the
-        position is new.
+      origin_BL: int32, index of each position at the last call of `Advance`; -1 if the position is
+        new.
       capacity_B: int32, maximum number of live positions.
       target_B: int32, target length.
       warms_B: True for rows whose draft is scored and edited before the first step.
@@ -34,7 +34,7 @@ class EditState(NamedTuple):
     warms_B: jax.Array
 
     def after(self, cells: Cells, position_map: PositionMap) -> EditState:
-        """The state after the edits in the map that produced `cells`."""
+        """The state after the edits of the map that produced `cells`."""
         return self._replace(
             inserted_BL=cells.inserted_BL,
             mark_BL=cells.mark_BL,
@@ -183,7 +183,7 @@ class EditRule(Rule):
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
-        """The inserted id, MASK or the space, for all rows or as int32 ``[B]``."""
+        """The inserted id (MASK or the space), for all rows or as int32 ``[B]``."""
         return mask_id
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:

@@ -1,7 +1,7 @@
 """A single position map for all insertions and deletions of a step.
 
 For each new position, the map gives the old position, and every per-position array is gathered
-through the map. The map equals the result of applying the shift primitives `insert_at_gap` and
+through the map. The map is the result of applying the shift primitives `insert_at_gap` and
 `delete_at` to the array of indices, one edit at a time.
 """
 
@@ -24,7 +24,7 @@ def insert_at_gap(
     value at ``end - 1`` is dropped. A row whose gap is at or beyond its end is unchanged.
 
     Args:
-      x_BL: any array with a value per position.
+      x_BL: any array with one value per position.
       gap_B: int32, ``g + 1``; 0 inserts `fill` before the row.
       end_B: int32, first position that does not move; pass the length + 1 if the row grows.
       fill: one value for all rows, or ``[B, 1]``.
@@ -53,7 +53,7 @@ class Cells(NamedTuple):
     """The arrays of the canvas that edits read or change.
 
     Attributes:
-      tokens_BL: int32; MASK at holes, PAD from the row's length on.
+      tokens_BL: int32; MASK at holes, PAD after the end of the row.
       frozen_BL: True at given tokens (which can move but never change) and beyond the length.
       inserted_BL: True at inserted positions, including overwritten ones.
       mark_BL: True at the marks of the last step's edits, for the cooldown.
@@ -94,7 +94,7 @@ class PositionMap(NamedTuple):
         new length.
       is_new_BL: True at the insertions of this step.
       mark_BL: True at insertions, and at tokens that moved to a deleted position.
-      length_B: int32, the new lengths.
+      length_B: int32, new lengths.
       trimmed_B: int32, number of tokens dropped for lack of capacity.
     """
 
@@ -107,13 +107,13 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map for the edits of a step. The result is the same as if all insertions, and then all
-    deletions, were applied one by one.
+    """The map for the edits of a step. The result equals that of applying all insertions and then
+    all deletions, one by one.
 
     An insertion and a deletion at the same position replace its token. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
-    never dropped. A deletion marks the token that afterwards occupies the deleted position (the
-    inserted token, if there is one). Dropped tokens are not marked.
+    never dropped. A deletion marks the token that then occupies the deleted position (the inserted
+    token, if any). Dropped tokens are not marked.
 
     `capacity_B` is at least the row's length and at most ``L``.
     """
@@ -170,7 +170,7 @@ def moved(
 def moved_cells(
     position_map: PositionMap, cells: Cells, inserted: jax.Array | int, *, pad_id: int
 ) -> Cells:
-    """The canvas after the edits in a map.
+    """The canvas after the edits of a map.
 
     `inserted` is the id for insertions: a scalar, int32 ``[B]``, or ``[B, L]`` as in `moved`.
     """

@@ -1,4 +1,4 @@
-"""Likelihoods of edited texts, compared with that of the current text."""
+"""Compares the likelihoods of edited texts with that of the current text."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Likelihood(EditRule):
     likelihood of visible tokens.
 
     If `num_hidden` is positive, the texts are compared only around the edit. The tokens around the
-    edit are hidden and scored one by one, as if the model generated them within their context. The
+    edit are hidden and scored one by one, as if the model generated them in their context. The
     prediction at a position then cannot copy a misprint at that position.
     """
 

@@ -46,7 +46,9 @@ DELETE_RATIO_START = _ratio(
 DELETE_RATIO_END = _ratio(
     "delete_ratio_end", 0.0, "edit: deletions per generated token before the last step"
 )
-INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: minimum score of an insertion, exclusive")
+INSERT_MARGIN = _weight(
+    "insert_margin", 0.0, "edit: lower bound (exclusive) on the score of an insertion"
+)
 DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
     "edit: lower bound (exclusive) on the lead of the next token over a deleted token, >= 0",
@@ -169,8 +171,8 @@ class Uncertainty(EditRule):
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The maximum numbers of insertions and of deletions in each row, and True for rows that
-        must grow.
+        """The maximum numbers of insertions and deletions in each row, and True for rows that must
+        grow.
         """
         ratios = (
             ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
@@ -206,8 +208,8 @@ class Uncertainty(EditRule):
         grow towards a target, so that no token is dropped.
 
         In rows with an exact target, a step makes the number of edits that the target requires,
-        including edits with scores of 0 or below, and ignores the cooldown. Tokens whose successor
-        fits worst are deleted last.
+        including edits with scores of 0 or below, and ignores the cooldown. Tokens with the
+        worst-fitting successors are deleted last.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])

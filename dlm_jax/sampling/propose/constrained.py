@@ -35,7 +35,7 @@ from dlm_jax.types import live_positions
 _CUT = 1e4
 """Difference of log-weights, in nats, between ids that the chain keeps and ids that it removes."""
 _LEAST = math.log(1e-30)
-"""Log-weight above which float32 sums are exact enough. Lower weights are summed in the log
+"""Log-weight above which float32 sums are sufficiently exact. Lower weights are summed in the log
 domain."""
 _MOST_MEMBERS = 1 << 22
 _MOST_ARCS = 1 << 20
@@ -144,7 +144,7 @@ class Constrained(FillRule):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
-        """The automata of the rows, padded so that few programs are compiled."""
+        """The automata of the rows, padded to limit the number of compiled programs."""
         automata = [held(row) for row in rows]
         arcs = [automaton.arcs for automaton in automata]
         degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
@@ -417,7 +417,7 @@ class Places(NamedTuple):
 
     Attributes:
       is_open_BL: True where a candidate is drawn.
-      is_text_BL: True in the text that must match.
+      is_text_BL: True at positions of the text that must match.
       is_wild_BL: True at holes in the text that the step does not fill.
       takes_best_BL: True where the maximum over paths is used instead of the sum.
       class_BL: int32, class of each token or candidate.
@@ -433,7 +433,7 @@ class Places(NamedTuple):
 
 
 class _States(NamedTuple):
-    """States of the walks over the automaton from the left, ``[B]``.
+    """States of the left-to-right walks over the automaton, ``[B]``.
 
     Attributes:
       drawn_B: int32, state of the drawn match.

@@ -35,8 +35,8 @@ class ConstrainedWaves(Constrained):
     and ``beta_i`` is the probability that the trunk's independent distributions at later positions
     complete the match from this state. A greedy row takes the largest ``h_i(x) beta_i(s(x))``,
     where ``beta_i`` is the probability of the most likely completion. At a position with neither a
-    visible token nor a candidate next to it, ``h_i`` is the distribution of the LM head. A wave is
-    one position of all rows.
+    visible token nor a candidate next to it, ``h_i`` is the distribution of the LM head. A wave
+    consists of one position in all rows.
 
     Ids removed by truncation, holes outside the step and EOS are treated as in `Constrained`. Rows
     without structure use `Wavefront`.

@@ -1,4 +1,4 @@
-"""Fill rules, which propose a candidate for every open position of a step; the parallel fill."""
+"""Fill rules, which propose candidates for the open positions of a step, and the parallel fill."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Proposed(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The distribution that some of the candidates were drawn from.
+    """The distribution from which some of the candidates were drawn.
 
     Attributes:
       is_from_BL: True at these candidates.
@@ -217,8 +217,8 @@ class CandidateWriter:
         memory.
       kept: per-position memory of the rule before this step.
       standing_BL: tokens whose confidence is measured; None to measure that of the candidates.
-      signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits of the draw;
-        None for a network without a signal.
+      signal: ``(logits_NV) -> vectors_ND``, computes the self-conditioning signal from the logits
+        of the draw; None for a network without a signal.
     """
 
     chain: Chain
@@ -380,7 +380,7 @@ class Parallel(FillRule):
 
     The open positions of all rows are gathered and processed in chunks. The cost is therefore
     proportional to the number of open positions, and no ``[B, L, V]`` array exists. The key of a
-    draw is derived from the row's key and the index on the canvas.
+    draw is derived from the row's key and the position's index on the canvas.
     """
 
     about = "independently of each other"

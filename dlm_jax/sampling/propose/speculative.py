@@ -32,19 +32,19 @@ class Speculative(FillRule):
     """Drafts the open positions in parallel and verifies them token by token.
 
     The draft x at a position is drawn from q, the model's prediction for the block with its holes.
-    A second forward pass with blocks of one token gives p, the prediction at every open position
+    A second forward pass with blocks of one token computes p, the prediction at every open position
     given the preceding drafts. From left to right, each draft x is accepted with probability
     ``min(1, p(x) / q(x))``. At the first rejected position, a token is drawn from ``max(p - q, 0)``
     instead, and the remaining positions stay open (Leviathan et al. 2023, Speculative decoding,
-    algorithm 1). Both p and q are taken after the row's chain. The text therefore follows the
-    one-token-at-a-time distribution p, for any drafts.
+    algorithm 1). Both p and q are taken after the row's chain. The text therefore follows p, the
+    distribution of decoding one token at a time, for any drafts.
 
-    For ``order = "threshold"``, accepted candidates have confidence 1, and the others have
+    For ``order = "threshold"``, accepted candidates have confidence 1, and all others have
     confidence 0. A step writes at least one token. Each block needs one step per hole, because the
     last step of a block would write all remaining holes without verification.
     """
 
-    about = "a draft that a block-causal model verifies token by token"
+    about = "a draft, verified token by token by a block-causal model"
     forwards = 1
 
     @classmethod

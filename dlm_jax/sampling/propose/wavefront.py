@@ -29,7 +29,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 from dlm_jax.types import Network, Params
 
 NEVER = 2**30
-"""A distance larger than any canvas."""
+"""A distance that is larger than any canvas."""
 
 
 def by_density(
@@ -73,9 +73,7 @@ def bootstrap(
 
 
 def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
-    """``floor(rank count / total)`` for numbers up to 2^20, without a product that overflows 32
-    bits.
-    """
+    """``floor(rank count / total)`` for numbers up to 2^20, without overflow of 32 bits."""
     rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
     total = jnp.maximum(total, 1).astype(jnp.uint32)
     thousands = rank // 1024 * count
@@ -169,8 +167,8 @@ SAMPLER_EVEN_ODD = Setting(
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,
-    "wavefront: fill holes between two tokens from the left, so that waves never meet; takes up "
-    "to twice as many waves",
+    "wavefront: fill holes between two tokens from the left, so that waves never meet; this can "
+    "double the number of waves",
 )  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
@@ -202,7 +200,7 @@ class Wavefront(FillRule):
     an earlier wave, regardless of other rows and of chunks.
     """
 
-    about = "in waves by the sampler head, given neighbours"
+    about = "in waves by the sampler head, given the neighbours"
     needs_sampler = True
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)

@@ -1,7 +1,7 @@
 """Remask rules, which turn committed tokens into holes again after a step.
 
-A rule is a frozen pytree like a commit rule. The loop calls it with the unfrozen tokens of a block
-after every step except the last.
+A rule is a frozen pytree like a commit rule. The loop calls the rule with the unfrozen tokens of a
+block after every step except the last.
 """
 
 from __future__ import annotations

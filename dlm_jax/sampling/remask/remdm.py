@@ -1,4 +1,4 @@
-"""ReMDM: remasks tokens along the noise process used in training."""
+"""ReMDM: remasks tokens according to the noise process used in training."""
 
 from __future__ import annotations
 

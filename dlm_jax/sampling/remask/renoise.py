@@ -20,7 +20,7 @@ from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 RENOISE_TOKENS = ("space", "mask", "random")
 RENOISE = Setting(
     "renoise", "space",
-    "re-noise: token that overwrites others before a forward pass: space, mask or random",
+    "re-noise: token written over other tokens before a forward pass: space, mask or random",
     choices={name: name for name in RENOISE_TOKENS},
 )  # fmt: skip
 RENOISE_START = Setting(

@@ -96,7 +96,7 @@ class Scheduled(RemaskRule):
 
 @rule
 class ScheduledThreshold(Scheduled):
-    """Remasks the tokens with wrongness above ``1 - r``, with r and wrongness as in `Scheduled`.
+    """Remasks the tokens with wrongness above ``1 - r``; r and wrongness are as in `Scheduled`.
 
     A block without such tokens is finished.
     """

@@ -97,7 +97,7 @@ class Automaton:
 
     Attributes:
       pattern: regular expression of the language.
-      class_of_V: int16 ``[V]``, class of each id. Ids in a class have the same transitions.
+      class_of_V: int16 ``[V]``, class of each id. All ids in a class have the same transitions.
       next_SC: int16 ``[S, C]``, next state for each class.
       is_final_S: bool ``[S]``, True where a text can end.
       start: state before the first id.
@@ -195,7 +195,7 @@ _without = lru_cache(maxsize=64)(Automaton.without)
 
 
 def held(row: Any) -> Automaton:
-    """The automaton of a row with a structure, without the ids that the row's biases ban."""
+    """The automaton of a row with a structure, without the ids banned by the row's biases."""
     banned = frozenset(token for token, bias in row.logit_bias if bias == -math.inf)
     return _without(row.structure, banned) if banned else row.structure
 
@@ -265,7 +265,7 @@ class Structure(LogitTransform):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
-        """The automata of the rows, padded so that few programs are compiled."""
+        """The automata of the rows, padded to limit the number of compiled programs."""
         automata = [row.structure for row in rows]
         states = _padded(max(len(a.next_SC) for a in automata), _STATE_SIZES)
         classes = _padded(max(a.next_SC.shape[1] for a in automata), _CLASS_SIZES)

@@ -1,6 +1,6 @@
 """Mirostat: truncations that steer the surprise of a row's tokens towards a target.
 
-Each row has one number, mu in bits. After each step with commits, mu is corrected by the mean
+Each row stores one number, mu, in bits. After each step with commits, mu is corrected by the mean
 surprise of the committed tokens: `mu -= eta * (surprise - tau)`. The surprise of a token is
 measured after truncation and renormalisation. Source: Basu et al. 2021, "Mirostat".
 """

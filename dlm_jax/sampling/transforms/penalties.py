@@ -1,4 +1,4 @@
-"""Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
+"""Penalties on tokens that already occur in the row, by count and by repeated runs (DRY).
 
 Both penalties are recomputed from the context of each step, so remasked tokens are not counted.
 """
@@ -30,7 +30,8 @@ PRESENCE_PENALTY = Setting(
     remedy="use 0.0 to disable it",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "number of newest tokens that penalties count; -1 is all, 0 is off",
+    "penalty_last_n", 64, "number of newest tokens that count towards penalties; -1 is all, 0 is "
+    "off",
     low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
 )  # fmt: skip
 DRY_MULTIPLIER = Setting(
@@ -47,7 +48,7 @@ DRY_ALLOWED_LENGTH = Setting(
 )  # fmt: skip
 DRY_LAST_N = Setting(
     "dry_last_n", -1,
-    "number of newest tokens of a run that DRY searches; -1 is the whole run and 0 is off",
+    "number of newest tokens of a run that DRY searches; -1 is the whole run, 0 is off",
     low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
 )  # fmt: skip
 

@@ -203,8 +203,8 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     The key is found by false position on the logarithms of the mass above the ends. The key is
     shifted past the estimate by half of the expected deviation, so that both ends move. The weight
     of an end is halved each time that the end does not move (the "Illinois" rule). Where false
-    position is unreliable, the middle value is used. Every fourth bound, wide brackets and the last
-    passes use the middle key, which closes any bracket in 32 passes and terminates even if many
+    position is unreliable, the middle value is used. The middle key is used for every fourth bound,
+    for wide brackets and in the last passes. It closes any bracket in 32 passes, even if many
     values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
@@ -302,7 +302,7 @@ def _key(value: Array) -> Array:
 
 
 def _float(key: Array) -> Array:
-    """Inverse of `_key`, with denormals as 0."""
+    """The inverse of `_key`, with denormals as 0."""
     bits = jnp.where(key >> 31 == 1, key & jnp.uint32((1 << 31) - 1), ~key)
     return vocab.flushed(jax.lax.bitcast_convert_type(bits, jnp.float32))
 
@@ -392,7 +392,7 @@ class TopP(Truncation):
         return (self.p_B < 1) | (self._grown_p() < 1)
 
     def _grown_p(self) -> Array:
-        """The p for tokens that the sampler head draws."""
+        """The p for tokens drawn by the sampler head."""
         return jnp.where(self.grown_p_B == 0, self.p_B, self.grown_p_B)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
