@@ -50,7 +50,7 @@ def with_cache(program: Program, params: Params, state: State) -> State:
     """Adds the cache and the self-conditioning signal to the state, if they are used.
 
     Existing arrays are unchanged. The Transformer in this package stores ``2 depth L G K`` numbers
-    per row, and twice as many if the program has guidance.
+    per row, or twice that number if the program has guidance.
     """
     state = _with_signal(program, params, state)
     if state.cache is None or jax.tree.leaves(state.cache.kept):

@@ -119,5 +119,5 @@ def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
 def make_advance(
     program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
 ) -> Advance:
-    """The `Advance` for `program`. The last 64 results are cached by their arguments."""
+    """The `Advance` for `program`. The last 64 results are cached, keyed by their arguments."""
     return Advance(program, compiler_options=dict(compiler_options))

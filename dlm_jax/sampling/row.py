@@ -88,8 +88,8 @@ class RowParams(Rule):
             raise SettingError(
                 "open_blocks",
                 row.open_blocks,
-                "leaves a block once it has no holes, but remask, resample, re-noise or edit "
-                "would still change it",
+                "closes a block without holes, although remask, resample, re-noise or edit would "
+                "still change it",
                 "use open_blocks=1",
             )
         if row.stop_at_eos and row.ignore_eos:

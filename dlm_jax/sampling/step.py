@@ -104,7 +104,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     context = visible_context(program, state)
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
     commit = commit._replace(attention_BLL=output.attention_BLL)
-    # The old cache is not used again, so it may be overwritten in place.
+    # The old cache is not used again, so it can be overwritten in place.
     rows = (
         state._replace(cache=None, records=None),
         output,

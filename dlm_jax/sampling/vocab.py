@@ -209,7 +209,7 @@ def _largest_flushed(
     member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
-    # If maxima tie at the edge, an excluded column may contain an equal logit with a lower id.
+    # If maxima tie at the edge, an excluded column can contain an equal logit with a lower id.
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
@@ -224,8 +224,8 @@ def _top_k(x: Array, size: int) -> tuple[Array, Array]:
     its CPU backend sorts instead.
     """
     x = jax.lax.optimization_barrier(x)
-    # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k, on
-    # which a later pass of the partitioner aborts.
+    # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k,
+    # and a later pass of the partitioner then aborts.
     values, ids = (jax.lax.optimization_barrier(y) for y in jax.lax.top_k(x, size))
     return values, ids
 

@@ -20,8 +20,9 @@ class Exact(CacheRule):
 
     In a block-causal model, no earlier position attends to the block, so the cached values equal
     those of a full forward pass. Results equal those without a cache, up to rounding in the logits.
-    A finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025, section
-    3). The whole row is computed once, at the first step, unless the given tokens fit in one block.
+    Each finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025,
+    section 3). The whole row is computed once, at the first step, unless the given tokens fit in
+    one block.
 
     A causal model has blocks of one position. The model predicts each token from the token before
     it, so the forward pass that predicts a token also computes the cached values of its input, and
@@ -102,7 +103,7 @@ class Exact(CacheRule):
         begin_B, end_B = context.first_B, None
         if self.canvas_length:
             begin_B, end_B = context.block.begin_B, context.block.end_B
-        elif self.block_length:  # the block of a row may be part of a block of the model
+        elif self.block_length:  # the block of a row can be part of a block of the model
             begin_B = context.block.begin_B // self.block_length * self.block_length
         settles_B = jnp.zeros_like(begin_B, bool)
         if self.settles:

@@ -73,7 +73,7 @@ class Ancestral(CommitRule):
     remask: str = reads("remask", "none")
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes that the process unmasks in this step. Other holes need no logits."""
+        """The holes that the process unmasks in this step. All other holes need no logits."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])

@@ -91,7 +91,7 @@ class Credit(CommitRule):
             jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
         )
         # Each probability is multiplied by exp(alpha ln(1 + C)) and divided by the sum of these
-        # products. All factors are divided by the largest, because they may overflow float32.
+        # products. All factors are divided by the largest, because they can overflow float32.
         gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credits.credit)
         gain_NK = jnp.where(credits.ids >= 0, gain_NK, 0.0)
         peak_N1 = gain_NK.max(axis=1, keepdims=True)

@@ -94,7 +94,7 @@ class SlowFast(Confident):
         is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
         seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
         slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
-        # Each of two numbers deviates from their mean by half of their distance.
+        # The deviation of two numbers from their mean is half of their distance.
         is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
         mean_B = jnp.where(slow_B > 1, (seen_B + cycle.seen_B) // 2, seen_B)
         found_B = jnp.where(is_stable_B, seen_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))

@@ -181,7 +181,7 @@ class JointThreshold(Confident):
             raise SettingError(
                 "open_blocks",
                 row.open_blocks,
-                "leaves a block once it has no holes, but order='joint_threshold' would still "
+                "closes a block without holes, although order='joint_threshold' would still "
                 "rewrite it",
                 "use open_blocks=1",
             )

@@ -294,7 +294,7 @@ class Constrained(FillRule):
         )
 
     def _arrivals(self, writer: CandidateWriter, places: Places) -> tuple[jax.Array, jax.Array]:
-        """The `_waits` for drawing an arc, ``[B, L, D]``, and a class, ``[B, L, C]``."""
+        """Arrival times (`_waits`) of arcs, ``[B, L, D]``, and classes, ``[B, L, C]``."""
         num_rows, num_positions = places.is_open_BL.shape
         place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
         key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
@@ -375,7 +375,8 @@ class Constrained(FillRule):
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
             behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
             arc_B, drawn_B = self._next(states.drawn_B, behind_BS, wait_BD, label_BK)
-            # Independent candidates are followed likewise, up to the first hole that is not filled.
+            # Independent candidates are followed in the same way, up to the first hole that is not
+            # filled.
             arc_BD, next_BD = self._leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
@@ -544,7 +545,7 @@ def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """Entries along an axis, without bounds checks, which would take as long as reading them."""
+    """Entries along an axis, without bounds checks, which would double the cost of the reads."""
     return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 

@@ -279,7 +279,7 @@ class CandidateWriter:
                 is_banned_N |= self.chain.forbids(best_N, row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
-            # Existing tokens may have probability 0, but drawn tokens may not.
+            # Existing tokens can have probability 0, but drawn tokens cannot.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:

@@ -49,7 +49,7 @@ def any_of(is_in_BS: Array, words_BSW: Array) -> Array:
 
 
 def unpacked(words_BW: Array, num_states: int) -> Array:
-    """Inverse of `packed`: sets as bool ``[B, S]``."""
+    """The inverse of `packed`: sets as bool ``[B, S]``."""
     bits_BWK = (words_BW[:, :, None] >> _PLACES[None, None]) & jnp.uint32(1)
     return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
 
@@ -230,7 +230,7 @@ class Structure(LogitTransform):
       next_BCS: int16, see `Automaton`, transposed and padded with the dead state.
       leads_BSW: uint32, `Automaton.leads_SS` in words of 32 states.
       is_final_BS: see `Automaton`.
-      start_B: int32; 0, the dead state, for rows without structure.
+      start_B: int32 start state; 0 (the dead state) for rows without structure.
     """
 
     class_of_BV: Array = per_row(STRUCTURE, column=_no_column)

@@ -18,7 +18,7 @@ _SMALLEST_BUCKET = 8
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray:
-    """Rows stacked and padded to a power of two, which limits the number of compiled widths."""
+    """Stacks rows and pads them to a power of two, which limits the number of compiled widths."""
     longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
     table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
     for row, values in enumerate(rows):

@@ -101,7 +101,7 @@ class Temperature(_Moving):
 
 @rule
 class DynamicTemperature(_Moving):
-    """`x / T'`, where T' depends on the entropy of the candidates.
+    """Divides the logits by T', which depends on the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
     is the entropy in nats of the n candidates. A position with one candidate is unchanged. If

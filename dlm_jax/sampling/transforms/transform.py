@@ -62,7 +62,7 @@ class LogitTransform(Rule):
     required: ClassVar[tuple[str, ...]] = ("apply",)
 
     reads_final_logprob: ClassVar[bool] = False
-    """Whether `update` reads ``proposal.final_logprob_BL``."""
+    """True if `update` reads ``proposal.final_logprob_BL``."""
 
     ignores_ids: ClassVar[bool] = False
     """True if ids matter only for breaking ties, so that the transform can run on a few candidates

@@ -128,7 +128,7 @@ def _search(
     V = logits_NV.shape[1]
     all_key = _key(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
-    # The lower end starts below -inf, because a search may end at -inf.
+    # The lower end starts below -inf, because a search can end at -inf.
     low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
     high_N = jnp.where(keeps_all_N, all_key, _key(vocab.flushed(top_N)))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
@@ -493,7 +493,9 @@ class TopNSigma(Truncation):
 
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
-    """Logits with all but the `count_N` (at least 1) largest set to -inf; lower ids win ties."""
+    """Keeps the `count_N` (at least 1) largest logits and sets all others to -inf; lower ids win
+    ties.
+    """
     seen_NV = jax.lax.stop_gradient(logits_NV)
     is_kept_NV = keeps_prefix(
         seen_NV,
@@ -507,7 +509,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
 
 
 def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
-    """Logits with values below `floor_N` set to -inf in active rows, except for the `min_keep_N`
+    """Sets logits with values below `floor_N` to -inf in active rows, except the `min_keep_N`
     largest.
 
     `min_keep_N` is at most `MAX_CANDIDATES`.
@@ -574,6 +576,6 @@ def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Logits with dropped tokens set to -inf in rows where the transform is active."""
+    """Sets the logits of dropped tokens to -inf in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)
