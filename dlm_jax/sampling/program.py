@@ -56,7 +56,7 @@ class Program:
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, such that each device
+        """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device
         computes only its own rows if the rows are sharded.
 
         Without the wrapper, the compiler gathers all rows on every device, which costs a sum over

@@ -60,7 +60,7 @@ class StepInputs(NamedTuple):
     Attributes:
       is_open_BL: True at positions that receive a candidate.
       is_read_BL: True at tokens to score for the remask rule: draft tokens, and the whole block if
-        the rule `rereads`; None without a rule.
+        the rule `rereads`; None without a remask rule.
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.

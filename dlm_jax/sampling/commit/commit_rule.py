@@ -19,7 +19,7 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RuleMemory(NamedTuple):
-    """State that a rule carries from step to step. None of its arrays has a vocabulary axis.
+    """The state of a rule between steps. None of its arrays has a vocabulary axis.
 
     Attributes:
       places: per-position arrays ``[B, L, ...]``, updated at positions whose logits are read.

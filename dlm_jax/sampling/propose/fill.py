@@ -217,8 +217,8 @@ class CandidateWriter:
         memory.
       kept: per-position memory of the rule before this step.
       standing_BL: tokens whose confidence is measured; None to measure that of the candidates.
-      signal: ``(logits_NV) -> vectors_ND``, computes the self-conditioning signal from the logits
-        of the draw; None for a network without a signal.
+      signal: ``(logits_NV) -> vectors_ND``, which computes the self-conditioning signal from the
+        logits of the draw; None for a network without a signal.
     """
 
     chain: Chain

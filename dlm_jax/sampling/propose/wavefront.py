@@ -73,7 +73,7 @@ def bootstrap(
 
 
 def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
-    """``floor(rank count / total)`` for numbers up to 2^20, without overflow of 32 bits."""
+    """``floor(rank count / total)`` for numbers up to 2^20, without 32-bit overflow."""
     rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
     total = jnp.maximum(total, 1).astype(jnp.uint32)
     thousands = rank // 1024 * count

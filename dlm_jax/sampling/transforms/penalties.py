@@ -48,7 +48,7 @@ DRY_ALLOWED_LENGTH = Setting(
 )  # fmt: skip
 DRY_LAST_N = Setting(
     "dry_last_n", -1,
-    "number of newest tokens of a run that DRY searches; -1 is the whole run, 0 is off",
+    "number of newest tokens in a run that DRY searches; -1 is the whole run, 0 is off",
     low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
 )  # fmt: skip
 
