@@ -72,7 +72,7 @@ def test_default_settings_are_neutral():
         ({"temperature": 0.0, "chain": ["top_k"]}, (), "^temperature=0.0 requires 'temperature'"),
         ({"temperature_end": 0.5, "chain": []}, (), "^temperature_end=0.5 requires 'temperature'"),
         ({"logit_bias": {1: 1.0}, "chain": ["top_k"]}, (), r"^logit_bias=\(.* requires 'bias'"),
-        ({"mirostat": 1, "chain": ["top_k"]}, (), "^mirostat=1 needs 'mirostat'"),
+        ({"mirostat": 1, "chain": ["top_k"]}, (), "^mirostat=1 requires 'mirostat'"),
     ],
 )
 def test_what_a_model_or_a_chain_does_not_allow_is_refused_with_the_remedy(
