@@ -1,7 +1,7 @@
 """Remask rules, which turn committed tokens into holes again after a step.
 
-A rule is a frozen pytree like a commit rule. The loop calls it with the unfrozen tokens of a block
-after every step except the last.
+A rule is a frozen pytree like a commit rule. The loop calls the rule with the unfrozen tokens of a
+block after every step except the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RemaskContext(NamedTuple):
-    """The tokens that may be remasked, after the commits of a step.
+    """The tokens that can be remasked, after the commits of a step.
 
     Attributes:
       step: context of the commit rule, before the commits.
@@ -46,14 +46,14 @@ class RemaskRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     rereads: ClassVar[bool] = False
-    """Whether each forward pass scores the current tokens of the block again."""
+    """True if each forward pass scores the current tokens of the block again."""
 
     reads_critic: bool = False
-    """Whether `select` reads ``context.wrong_BL``, which costs a forward pass; static."""
+    """True if `select` reads ``context.wrong_BL``, which costs a forward pass; static."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Always True, because the setting ``remask`` selects the rule by its name."""
+        """Always True, because the setting ``remask`` selects the rule."""
         return True
 
     @classmethod
