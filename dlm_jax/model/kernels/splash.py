@@ -36,7 +36,7 @@ def splash_attention(
     saved: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Like `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
+    """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
     Scores and sums are float32. Queries and keys are padded to multiples of 128.
 
@@ -47,7 +47,7 @@ def splash_attention(
       is_live_BM: True at live keys.
       may_see: as in `attention`.
       saved: name under which rematerialisation may save the residuals.
-      interpret: whether Pallas interprets the kernel, on any device; for tests.
+      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
     """
     mesh = mesh_in_use()
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
