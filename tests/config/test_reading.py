@@ -51,7 +51,7 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
             {"sample.temperature": "-1"},
             "temperature=-1.0 is outside [0, 1000000]; use 0.0 for greedy",
         ),
-        ("", {"optim.warmup_steps": "5000"}, "leaves nothing of train.steps"),
+        ("", {"optim.warmup_steps": "5000"}, "is not less than train.steps"),
     ],
 )
 def test_bad_keys_and_values_are_refused_in_one_line(tmp_path, text, overrides, message):
@@ -90,7 +90,7 @@ BEGUN = {"train.init_from": "runs/other"}
         ({"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
         ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
         (SAMPLER | {"heads.train_main": "false"},
-         "heads.train_main=False freezes an untrained model; name a trained one in "
+         "heads.train_main=False freezes an untrained model; name a trained model in "
          "train.init_from"),
     ],
 )  # fmt: skip
