@@ -2,8 +2,8 @@
 
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
-The same command, or ``--resume runs/quickstart`` alone, resumes the run. Samples are printed on
-standard output, everything else on standard error.
+The same command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to
+standard output, and all other output to standard error.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
         leftovers are removed after an hour.
 
     Raises:
-      OSError: the file cannot be written; the error names `path`. An `OSError` raised in the block
-        that names another file is unchanged.
+      OSError: the file cannot be written; the error names `path`. An `OSError` from the block that
+        names another file is unchanged.
     """
     if is_remote(path):
         with located(path).open("wb") as file:
@@ -260,7 +260,7 @@ _ENDING_BYTES = len(', "crc": "00000000"}')
 
 
 class Damaged(ValueError):
-    """A line or file differs from what was written."""
+    """A line or file has changed since it was written."""
 
 
 def with_crc(line: bytes) -> bytes:
@@ -305,7 +305,7 @@ def source_digest(code: object) -> str | None:
 _READERS = 32
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.json.damaged"
-"""The name under which the manifest of a damaged checkpoint in a bucket is kept."""
+"""The new name of the manifest of a damaged checkpoint in a bucket."""
 
 
 def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def write_line(path: AnyPath, line: str) -> None:
 
 
 def read_line(path: AnyPath) -> str:
-    """The line that `write_line` wrote; raises `Damaged` if the file has changed since."""
+    """The line that `write_line` wrote; raises `Damaged` if the file has changed."""
     text = path.read_bytes().decode(errors="replace")
     line = text.partition("\n")[0]
     if text != _with_crc(line):
