@@ -142,7 +142,7 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 def naming_flags() -> Iterator[None]:
     """Replaces names of settings in errors by their flags: ``top_p=2`` becomes ``--top-p=2``.
 
-    Use this context only for values of flags; errors in a file name the file instead.
+    Use this context only for values of flags. Errors about values in a file must name the file.
     """
     try:
         yield
@@ -355,7 +355,7 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     Afterwards, each warning of the library is printed as one line on standard error.
 
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory. With the cache,
-    the second start of a program takes a third of the time of the first
+    the second start of a program takes a third of the time of the first start
     (`benchmarks/compile_cache.py`).
     """
     warnings.showwarning = _show_warning

@@ -4,12 +4,12 @@
 0      done
 1      not finite: the training loss, or the output of a model, is NaN or infinite
 2      refused: the input is invalid; one line on standard error has the cause and the remedy
-3      partly done: some requests in a file ended in an error, which is in their results
+3      partly done: some requests in a file failed; their results contain the errors
 4      done, except for a page (``--trace``) that could not be written
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
 70     a bug in the program or in a custom rule; a traceback is printed
-75     another process of the run was lost or refused; the same command resumes
+75     another process of the run was lost or refused; the same command resumes the run
 128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
 =====  =======================================================================================
 

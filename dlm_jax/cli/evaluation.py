@@ -363,7 +363,7 @@ def _require_finite(name: str, *figures: float) -> None:
 
 
 def _or_none(number: float) -> float | None:
-    """The number, or None for NaN, which JSON lacks."""
+    """The number, or None for NaN, because JSON has no NaN."""
     return None if math.isnan(number) else number
 
 

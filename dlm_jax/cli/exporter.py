@@ -25,7 +25,7 @@ def make_parser() -> Parser:
     add("--checkpoint", required=True, metavar="DIR", help="directory of the run")
     add("--out", required=True, metavar="FILE", help="file to write, ending in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    config_help = "config with [sample], data.source and train.out_dir to replace those of the run"
+    config_help = "config whose [sample], data.source and train.out_dir override those of the run"
     add("--config", metavar="FILE", help=config_help)
     return parser
 

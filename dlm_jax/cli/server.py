@@ -82,7 +82,7 @@ def make_parser() -> Parser:
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     add("--one-size", action="store_true",
         help="run all rows in one program with --slots slots: texts are bit-identical under any "
-        "load, but a lone request takes longer")  # fmt: skip
+        "load, but a single request takes longer")  # fmt: skip
     add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB",
         help="device memory in MiB for keys and values of prompts, which requests with "
         "cache=exact reuse (0: none)")  # fmt: skip
@@ -104,7 +104,7 @@ def make_parser() -> Parser:
     add("--drain", type=seconds, default=30.0, metavar="S",
         help="maximum seconds that a stopped server waits for running requests (30)")  # fmt: skip
     add("--no-warm-up", action="store_true",
-        help="compile a program when a request first needs it; by default the programs of a "
+        help="compile a program when a request first needs it; by default, the programs of a "
         "single request, with and without a format, are compiled at startup")  # fmt: skip
     add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",

@@ -164,7 +164,7 @@ def finish(outcome: Outcome) -> int:
     if outcome.reason == "non_finite":
         return End.NOT_FINITE
     if outcome.reason == "interrupted":
-        say(f"interrupted: saved at step {outcome.step}; the same command resumes")
+        say(f"interrupted: saved at step {outcome.step}; the same command resumes the run")
         return 128 + outcome.signal_number
     picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
     say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")

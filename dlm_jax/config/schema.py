@@ -249,7 +249,7 @@ POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "trace")
 @section("rl")
 @dataclasses.dataclass(frozen=True)
 class RLConfig(Section):
-    """Policy optimisation: the model is trained on rewards of its own samples."""
+    """Policy optimisation: the model is trained with rewards for its own samples."""
 
     reward: str = setting(
         "",
@@ -273,7 +273,7 @@ class RLConfig(Section):
         choices=("grpo", "grpo_mean", "rloo"),
     )
     clip: float = setting(
-        0.2, "distance from 1 at which ratios are clipped", low=ABOVE_ZERO, high=1
+        0.2, "distance from 1 at which probability ratios are clipped", low=ABOVE_ZERO, high=1
     )
     updates: int = setting(1, "updates per batch of samples", low=1, high=2**16)
     kl: float = setting(
@@ -439,7 +439,7 @@ def _dtype(given: Any) -> str:
 _DTYPE = Setting(
     "model.compute_dtype",
     "float32",
-    "dtype of activations; parameters, norms and softmax stay float32; the range of float16 is "
+    "dtype of activations; parameters, norms and softmax remain float32; the range of float16 is "
     "too small for gradients without loss scaling",
     choices={name: name for name in ("float32", "bfloat16")},
 )
@@ -550,7 +550,7 @@ class ModelConfig(Section):
     norm_epsilon: float = setting(
         1e-5, "epsilon added to the mean square or variance in a norm", Trait.UNSEEN, low=ABOVE_ZERO
     )
-    qk_norm: bool = setting(True, "RMSNorm of queries and keys over the head, before RoPE")
+    qk_norm: bool = setting(True, "RMSNorm of queries and keys in each head, before RoPE")
     qkv_bias: bool = setting(False, "biases on the query, key and value projections")
     rope_theta: float = setting(
         10000.0, "base of the rotary position frequencies", Trait.UNSEEN, low=ABOVE_ZERO
@@ -597,7 +597,7 @@ class ModelConfig(Section):
         0.0, "scale of the attention scores; 0: head_size ** -0.5", Trait.UNSEEN, low=0
     )
     value_norm: bool = setting(
-        False, "RMSNorm of values over the head, without a learned scale", Trait.UNSEEN
+        False, "RMSNorm of values in each head, without a learned scale", Trait.UNSEEN
     )
     post_norms: bool = setting(
         False, "also normalise the outputs of attention and the MLP before they are added"

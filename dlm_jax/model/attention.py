@@ -21,7 +21,7 @@ MaySee = Callable[[Any, Any], Any]
 """Maps ``(query positions, key positions)`` to True where a query may attend to a key.
 
 The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
-must accept NumPy and JAX integers that broadcast, and every query must attend to at least one key.
+must accept broadcastable NumPy and JAX integers, and every query must attend to at least one key.
 Row lengths are applied separately.
 """
 
@@ -74,7 +74,7 @@ def attention(
 ) -> jax.Array:
     """Attention output ``[B, L, H, K]``; each query attends to the live keys that `may_see` allows.
 
-    TPUs use the splash kernel, GPUs in half precision use cuDNN, and everything else uses the plain
+    TPUs use the splash kernel, and GPUs use cuDNN in half precision. All other cases use the plain
     formula. The keys of several streams of the same rows can be concatenated; `may_see` then
     distinguishes the streams.
     """
@@ -325,11 +325,11 @@ def seen_keys(
     block_length: int,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention biases of the queries at the window's positions `place_BW`.
+    """Attention biases for the queries at positions `place_BW` of the window.
 
     The first bias applies to the cached keys of the row, and the second to the keys of the window.
-    The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. The values are as in
-    `shared_bias`.
+    The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. See `shared_bias` for the
+    values.
     """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
@@ -382,7 +382,7 @@ def attend_beside_kept(
 ) -> jax.Array:
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
-    One softmax covers both parts without concatenating them. Products accumulate in float32.
+    One softmax is computed over both parts without a concatenation. Products accumulate in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))

@@ -66,7 +66,7 @@ def put_at(
 
 
 def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
-    """The input of a causal network: tokens shifted right by one, after `start_id`."""
+    """The input of a causal network: `start_id` and all tokens except the last."""
     return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]
 
 
@@ -94,7 +94,7 @@ def cached_trunk(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The functions of a `CachedTrunk`; see its documentation."""
+    """The functions of a `CachedTrunk`."""
 
     config: ModelConfig
     embed: Callable[[Params, jax.Array], jax.Array]

@@ -82,7 +82,7 @@ class Canvases:
 
     Attributes:
       config: config of the model.
-      embed: ``(params, ids) -> vectors`` in the compute dtype.
+      embed: maps ``(params, ids)`` to vectors in the compute dtype.
       norm: the final norm.
       conditioned: function ``(params, x_BLD, signal_BLD) -> x_BLD`` that adds the self-conditioning
         signal to the embeddings of a canvas; None without self-conditioning.

@@ -1,7 +1,7 @@
 """A mixture of experts in place of the MLP: a router and grouped matrix products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
-and ``tensor`` shards the inner dimension of each expert. A device applies its own experts to the
+and ``tensor`` shards the inner dimension of each expert. Each device applies its own experts to the
 tokens of all devices along these axes, and the outputs are summed.
 """
 
@@ -37,7 +37,7 @@ class GatedMlp(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A few gated experts per token, and an optional shared expert for all tokens.
+    """A mixture of gated experts, with an optional shared expert for all tokens.
 
     Router scores are computed in float32. The parameters of the experts are stacked: ``[E, D, F]``
     for gate and up, ``[E, F, D]`` for down.

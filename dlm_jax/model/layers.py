@@ -63,7 +63,7 @@ def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""Activations of the gate in a gated MLP, by value of ``model.activation``."""
+"""Activations of the gate in a gated MLP, by the value of ``model.activation``."""
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
         offload_dst="pinned_host",
     ),
 }
-"""Checkpoint policies by value of ``model.remat``. The input of each block is always saved.
+"""Checkpoint policies by the value of ``model.remat``. The input of each block is always saved.
 
 ``none`` saves everything. ``block`` saves nothing else, at the cost of a second forward pass.
 ``attention`` saves the output of attention, so that the kernel runs once. ``dots`` saves the

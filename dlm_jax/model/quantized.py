@@ -3,10 +3,10 @@
 Each output channel of a matrix has a scale: its largest magnitude divided by 127 (symmetric, round
 to nearest). With ``int8``, activations in the compute dtype are multiplied by these integers. With
 ``int8_dynamic``, every input vector is also scaled by its largest magnitude and rounded to 8 bits,
-and the matrix product uses integers (LLM.int8(), Dettmers et al. 2022, without outliers).
-Embeddings, the LM head, norms, biases and the other heads are not quantised. On the shipped model,
-8-bit embeddings would raise the likelihood bound by 0.06%; the 8-bit matrices of all blocks raise
-it by 0.13%.
+and the matrix product uses integers (LLM.int8(), Dettmers et al. 2022, without its treatment of
+outliers). Embeddings, the LM head, norms, biases and the other heads are not quantised. On the
+shipped model, 8-bit embeddings would raise the likelihood bound by 0.06%; the 8-bit matrices of all
+blocks raise it by 0.13%.
 """
 
 from __future__ import annotations

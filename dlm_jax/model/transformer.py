@@ -2,7 +2,7 @@
 
 NNX declares and initialises the parameters; it is not used outside `model/`. `build` returns a
 `dlm_jax.types.Network` over a plain nested dict of float32 arrays. Layers are stacked along a
-leading axis and run by one `jax.lax.scan`.
+leading axis and run in one `jax.lax.scan`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SamplerHead(nnx.Module):
 
 
 class CriticHead(nnx.Module):
-    """A linear map from a hidden vector to the logit of the event that its token is wrong."""
+    """The logit of the probability that a token is wrong, a linear map of its hidden vector."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.out = Linear(config.width, 1, scale=0.0, bias=False, rngs=rngs)
@@ -103,7 +103,7 @@ class CriticHead(nnx.Module):
 
 
 class ScorerHead(nnx.Module):
-    """A two-layer MLP from a row's mean hidden vector to the logit of its corrupted fraction."""
+    """An MLP that maps a row's mean hidden vector to the logit of the corrupted fraction."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)
@@ -197,7 +197,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """The position-wise MLP: squared ReLU (So et al. 2021), GELU, or gated (Shazeer 2020)."""
+    """The position-wise MLP, with squared ReLU (So et al. 2021), GELU, or a gate (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.activation = config.activation
@@ -296,7 +296,7 @@ class Block(nnx.Module):
 
 
 class SelfConditioning(nnx.Module):
-    """Adds the last step's predictions to the embeddings of a canvas (Chen et al. 2022)."""
+    """Adds the previous step's predictions to canvas embeddings (Chen et al. 2022)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)

@@ -123,7 +123,7 @@ def check_template(source: str, where: str) -> None:
 class _Sandbox:
     """The process that renders templates, started on first use and restarted if it has ended.
 
-    Rendering is thread-safe; requests are served one at a time.
+    Rendering is thread-safe; requests are processed one at a time.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
 
 
 def rope_theta(fields: Fields) -> float:
-    """The base of the rotary frequencies, from one of two fields; ValueError for RoPE scaling."""
+    """The base of the rotary frequencies; raises ValueError for RoPE scaling."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:

@@ -26,8 +26,8 @@ def _read(fields: Fields) -> ModelConfig:
     every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
     if every < 2 or depth % every or kinds != [*[_SLIDING] * (every - 1), _FULL] * (depth // every):
         raise fields.refuse(
-            "layer_types", kinds, "is not implemented; only equal groups of sliding layers with "
-            "one full layer are"
+            "layer_types", kinds, "is not implemented; use equal groups of sliding layers with "
+            "one full layer"
         )  # fmt: skip
     head_size, groups = fields.take("head_dim", int), fields.take("num_key_value_heads", int)
     full_size, full_groups = _read_full(fields, kinds, groups)
@@ -72,7 +72,7 @@ def _read(fields: Fields) -> ModelConfig:
 
 
 def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
-    """(head size, number of key/value heads) of the full layers, from one of two fields."""
+    """(head size, number of key/value heads) of the full layers."""
     size = fields.take("global_head_dim", int, 512)
     found = {
         "head_dim": size,

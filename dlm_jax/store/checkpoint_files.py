@@ -234,7 +234,7 @@ def _check_one_run(root: Path, steps: list[int]) -> None:
     if len(runs) > 1:
         found = ", ".join(f"{of} of run {run or 'unnamed'}" for run, of in runs.items())
         raise ValueError(
-            f"{root} holds checkpoints of several runs (steps {found}); move the checkpoints of "
+            f"{root} contains checkpoints of several runs (steps {found}); move the checkpoints of "
             f"all but one run elsewhere"
         )
 

@@ -231,7 +231,7 @@ def remove_tree(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error means that the disk is full or broken, rather than a bad file name."""
+    """Whether an error is due to a full or broken disk rather than a bad file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return isinstance(error, OSError) and error.errno in full
 
@@ -394,7 +394,7 @@ LOCK = ".lock"
 
 
 class DirectoryLock:
-    """Reserves directories for one process until it releases them or ends.
+    """Reserves directories for one process until the process releases them or ends.
 
     `lock` locks the directory itself, or the file `LOCK` in it if only files can be locked, as on
     network file systems. In a bucket, or on a file system without locks, the process writes a claim
@@ -407,7 +407,7 @@ class DirectoryLock:
         self._claims: dict[AnyPath, str] = {}
 
     def lock(self, directory: AnyPath, setting: str) -> bool:
-        """Locks a directory without changing it otherwise. A second call has no effect.
+        """Locks a directory and makes no other change. A second call has no effect.
 
         Args:
           directory: an existing directory, or a path in a bucket.

@@ -1,7 +1,7 @@
 """Equivalent forms of some layers that are faster on XLA's CPU backend.
 
 These forms are traced only if the devices in use (`dlm_jax.devices`) are CPUs; GPU and TPU programs
-use the plain formulas. The two forms differ only in the order of operations.
+use the plain formulas. The results differ only by the order of operations.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
 
 _LANES = 128
-# Of 512, 1024 and 2048 positions per block, 1024 is fastest by the TPU compiler's estimates.
+# Of 512, 1024 and 2048 positions per block, 1024 is fastest according to the TPU compiler's
+# estimates.
 _MAX_BLOCK = 1024
 
 
