@@ -1,4 +1,4 @@
-"""Code that the programs share: flags, devices, the user's modules, and chats."""
+"""Shared code of the programs: flags, devices, user modules and chats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dlm_jax.viewing.trace import write_trace
 
 
 def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
-    """Ids of a conversation with a single user turn, up to the start of the answer."""
+    """The token ids of a conversation with a single user turn, up to the start of the answer."""
     if model.chat is None:
         raise ValueError(
             "--chat: the model has no chat_template (in tokenizer_config.json, or as "
@@ -59,7 +59,7 @@ def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str
 
 
 def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt that the flags describe, for `dlm_jax.generate`."""
+    """The prompt from the flags, as arguments of `dlm_jax.generate`."""
     if args.chat:
         return {"tokens": turn_ids(model, args.prompt)}
     texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
@@ -108,7 +108,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
-    """The mesh that the flags describe; None means the first device only."""
+    """The mesh from the flags; None means the first device only."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
@@ -128,7 +128,7 @@ def check_batch(params: Params, batch_size: int) -> None:
 def share_of_host(params: Params) -> tuple[int, int, bool]:
     """(index of this process's part of the rows, number of parts, whether it prints results).
 
-    Processes that split only the parameters have the same part, and only the first of them prints.
+    Processes that shard only the parameters have the same part, and only the first process prints.
     """
     rows = split_rows(params)
     index, count = OwnRows(rows, num_shares(rows)).share
@@ -142,7 +142,7 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 def naming_flags() -> Iterator[None]:
     """Replaces names of settings in errors by their flags: ``top_p=2`` becomes ``--top-p=2``.
 
-    Use this context only for values of flags; errors in a file name the file instead.
+    Use this context only for values of flags. Errors about values in a file must name the file.
     """
     try:
         yield
@@ -205,13 +205,13 @@ def import_sampler(name: str, where: str) -> HostSampler:
 
 
 def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
-    """A line about the model's heads, and the fill and order that `sample` selects."""
+    """A line with the heads of the model, and the fill and order in `sample`."""
     names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
 
 
 def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
-    """A line about one committed token: position, probability, and `size` likeliest candidates."""
+    """A line with a committed token, its position, its probability, and `size` candidates."""
 
     def piece(token: int) -> str:
         text = tokenizer.decode([token])
@@ -252,7 +252,7 @@ def check_page(name: str) -> None:
 def write_page(
     model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
 ) -> bool:
-    """Writes the denoising page; prints a line and returns whether writing succeeded."""
+    """Writes the denoising page, prints a line, and returns True on success."""
     title = prompt.get("prompt") or prompt.get("template") or "unprompted"
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     try:
@@ -266,7 +266,7 @@ def write_page(
     return True
 
 
-# Seconds until JAX itself detects a lost host; `distributed.processes.Watch` is faster.
+# Seconds until JAX detects a lost host; `distributed.processes.Watch` is faster.
 _HEARTBEAT = 50
 
 CHECKPOINT = (
@@ -280,8 +280,8 @@ QUANTIZE = (
 )
 
 PRESET = (
-    f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one of a "
-    f"published model, which sets the order that its project uses (docs/published.md)"
+    f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or a preset of a "
+    f"published model, which sets the order of the model's project (docs/published.md)"
 )
 
 
@@ -328,7 +328,7 @@ def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Adds the flags that join several processes into one run; `more` is appended to the help."""
     group = parser.add_argument_group(
         "hosts",
-        "Start the same command on every host. On TPU pods and Slurm --distributed is enough. "
+        "Start the same command on every host. On TPU pods and Slurm, --distributed is sufficient. "
         + more,
     )
     group.add_argument("--distributed", action="store_true", help="join the other processes")
@@ -352,10 +352,10 @@ def _show_warning(
 def start_jax(args: argparse.Namespace | None = None) -> None:
     """Sets up JAX for a program: joins other hosts if requested, and caches compilations.
 
-    From then on, each warning of the library is printed as one line on standard error.
+    Afterwards, each warning of the library is printed as one line on standard error.
 
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory. With the cache,
-    the second start of a program takes a third of the time of the first
+    the second start of a program takes a third of the time of the first start
     (`benchmarks/compile_cache.py`).
     """
     warnings.showwarning = _show_warning

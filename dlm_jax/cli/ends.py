@@ -4,17 +4,17 @@
 0      done
 1      not finite: the training loss, or the output of a model, is NaN or infinite
 2      refused: the input is invalid; one line on standard error has the cause and the remedy
-3      partly done: some requests in a file ended in an error, which is in their results
+3      partly done: some requests in a file failed; their results contain the errors
 4      done, except for a page (``--trace``) that could not be written
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
 70     a bug in the program or in a custom rule; a traceback is printed
-75     another process of the run was lost or refused; the same command resumes
+75     another process of the run was lost or refused; the same command resumes the run
 128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
 =====  =======================================================================================
 
 Messages that cannot be written because standard error is closed or full are dropped. Characters
-that the encoding of standard output does not have are escaped.
+that the encoding of standard output does not support are escaped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import TextIO
 from dlm_jax.store.files import is_full
 
 Main = Callable[..., int]
-"""A program: maps arguments (None means those of the process) to an exit code."""
+"""A program, which maps arguments to an exit code; None means the arguments of the process."""
 
 
 class End(enum.IntEnum):
-    """Exit codes; the module docstring explains them."""
+    """Exit codes; see the module docstring."""
 
     DONE = 0
     NOT_FINITE = 1
@@ -57,7 +57,7 @@ class NotFiniteError(Exception):
 
 
 def program(main: Main) -> Main:
-    """Decorates `main`: exceptions and unwritten output become an `End`."""
+    """Decorates `main` so that exceptions and unwritten output become an `End`."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def check_output() -> None:
 
 
 def keep_output_for_texts() -> None:
-    """Redirects what libraries write to standard output to standard error.
+    """Redirects the output of libraries from standard output to standard error.
 
     CPU collectives, for example, write to standard output. `sys.stdout` is not redirected.
     """
@@ -122,7 +122,7 @@ def emit(text: str) -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Sets the file name of an `OSError` raised on writing to standard output."""
+    """Sets the file name of an `OSError` that a write to standard output raises."""
     try:
         yield
     except BrokenPipeError:
@@ -174,7 +174,7 @@ def end_of(error: Exception) -> End:
 
 
 class _Forgiving(io.RawIOBase):
-    """A raw stream to a file descriptor that drops bytes that cannot be written."""
+    """A raw stream that writes to a file descriptor and discards bytes on errors."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -199,7 +199,7 @@ class _Forgiving(io.RawIOBase):
 
 @contextlib.contextmanager
 def _steady_streams() -> Iterator[None]:
-    """A context in which the standard streams tolerate any text and closed readers."""
+    """A context in which the standard streams accept any text and ignore closed readers."""
     # Otherwise, a file opened later could get the descriptor of a closed stream and receive the
     # stream's messages.
     for number in range(3):

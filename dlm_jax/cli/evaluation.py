@@ -2,16 +2,16 @@
 
 Without texts, the program scores the held-out text of the model's corpus, and separately the EOS
 tokens that fill rows after documents. The program prints one line per source: nats per token and
-bits per character, each with its interval over windows or texts. A diffusion model gives bounds. A
-causal model gives exact values, so it can score any text
-(``--checkpoint runs/judge --text samples.txt --split``).
+bits per character, each with its interval over windows or texts. The values are bounds for a
+diffusion model and exact for a causal model, which can score any text (``--checkpoint runs/judge
+--text samples.txt --split``).
 
 With --labelled, the program selects one of the labels for each line and prints accuracy, nats per
 line and the expected calibration error. --fit FILE --task NAME fits the temperature and the length
 penalty of a task to the lines, for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
 
-A sequence scorer estimates the share of corrupted tokens; without texts, its error on corrupted
-held-out text is printed.
+With a sequence scorer, the program prints the estimated fraction of corrupted tokens or, without
+texts, the error of the estimate on corrupted held-out text.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ def make_parser() -> Parser:
     add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
-    pairs_help = 'JSONL of {"prompt": ..., "response": ...}: responses given their prompts'
+    pairs_help = 'JSONL of {"prompt": ..., "response": ...}, to score responses given their prompts'
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
     add("--continuation", metavar="TEXT", help="a text to score")
     add("--prompt", metavar="TEXT", help="text before --continuation")
     labelled_help = (
-        'JSONL of {"prompt": ..., "choices": [...], "label": ...}: the model selects '
-        "the label to put after each prompt"
+        'JSONL of {"prompt": ..., "choices": [...], "label": ...}; the model selects '
+        "the label that follows each prompt"
     )
     add("--labelled", metavar="FILE", help=labelled_help)
     add("--order", default=ORDERS[0], metavar="ORDER",
         help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
     add("--task", metavar="NAME", help="name of the task of --labelled")
-    fit_help = "file to which the fitted scale of --task is written; other tasks in it are kept"
+    fit_help = "output file for the fitted scale of --task; other tasks in the file are kept"
     add("--fit", metavar="FILE", help=fit_help)
-    add("--calibration", metavar="FILE", help="file with the scale of --task to use")
+    add("--calibration", metavar="FILE", help="file that contains the scale of --task")
     add(
         "--held-out",
         metavar="SOURCE",
@@ -144,7 +144,7 @@ def _check_labelled(args: Namespace) -> None:
                 )
         return
     if args.text or args.pairs or args.continuation is not None or args.held_out is not None:
-        raise ValueError("--labelled excludes other sources; remove them")
+        raise ValueError("--labelled cannot be combined with other sources; remove them")
     if args.fit is not None and args.calibration is not None:
         raise ValueError("--fit and --calibration cannot be combined; remove one of them")
     if (args.task is None) != (args.fit is None and args.calibration is None):
@@ -251,8 +251,8 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
 def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
     """The held-out part of the requested corpus, or of the model's own corpus.
 
-    A weights file may be untrusted, so it cannot determine which files are read. Where files are
-    written depends only on the environment (`dlm_jax.data.rows.default_cache_dir`).
+    A weights file may be untrusted, so it cannot determine which files are read. The location of
+    written files depends only on the environment (`dlm_jax.data.rows.default_cache_dir`).
     """
     assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None
@@ -280,13 +280,13 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
             weights=data.weights if is_own else (),
         )
     except ValueError as error:
-        hint = f" ({where}; --held-out names another)" if where else ""
+        hint = f" ({where}; --held-out selects another corpus)" if where else ""
         raise ValueError(f"{error}{hint}") from None
     if where:
         print(where, file=sys.stderr)
     if is_own and corpus.sha256 != model.corpus_sha256:
         raise ValueError(
-            f"{corpus.name} is not the text that the model was trained on (another sha256), so "
+            f"{corpus.name} is not the text that the model was trained on (its sha256 differs), so "
             f"its end may not have been held out; restore it, or pass it as --held-out"
         )
     return corpus, validation_windows(
@@ -363,7 +363,7 @@ def _require_finite(name: str, *figures: float) -> None:
 
 
 def _or_none(number: float) -> float | None:
-    """The number, or None for NaN, which JSON lacks."""
+    """The number, or None for NaN, because JSON has no NaN."""
     return None if math.isnan(number) else number
 
 

@@ -1,6 +1,6 @@
 """Writes a run's model into one file: ``python -m dlm_jax.export --checkpoint DIR --out FILE``.
 
-The file holds the parameters (their moving average, if the run kept one), the config and the
+The file contains the parameters (or their moving average, if the run has one), the config and the
 tokenizer; `dlm_jax.load`, ``sample.py`` and ``python -m dlm_jax.evaluate`` accept it like a run.
 """
 
@@ -25,7 +25,7 @@ def make_parser() -> Parser:
     add("--checkpoint", required=True, metavar="DIR", help="directory of the run")
     add("--out", required=True, metavar="FILE", help="file to write, ending in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    config_help = "config whose [sample], data.source and train.out_dir replace those of the run"
+    config_help = "config whose [sample], data.source and train.out_dir override those of the run"
     add("--config", metavar="FILE", help=config_help)
     return parser
 

@@ -1,6 +1,6 @@
 r"""Runs lm-evaluation-harness with the model ``dlm_jax`` and the tasks that ship with the package.
 
-The program accepts the flags of ``lm_eval``, and adds a model and tasks:
+The program accepts the flags of ``lm_eval`` and adds a model and tasks:
 
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze

@@ -1,4 +1,4 @@
-"""Entry points of the programs, set up before heavy imports, so that Ctrl-C leaves no traceback.
+"""Entry points of the programs. Ctrl-C prints no traceback, even during the imports.
 
 Python can raise KeyboardInterrupt anywhere. During a compilation, the exception leaves XLA objects
 alive that crash the interpreter at exit. A program with nothing to save is therefore terminated by

@@ -1,12 +1,12 @@
 """Samples texts from a trained model: ``python sample.py --prompt "ROMEO:" --num-samples 4``.
 
-Without ``--checkpoint`` the shipped model is used, a small model of Shakespeare. Only the texts go
-to standard output, separated by a line ``---``; progress, a summary and the output of
-``--read-back``, ``--report-chain`` and ``--watch`` go to standard error. Flags default to the
-recommendations of the checkpoint.
+Without ``--checkpoint``, the program uses the shipped model, a small model of Shakespeare. Standard
+output contains only the texts, separated by lines ``---``. Progress, a summary and the output of
+``--read-back``, ``--report-chain`` and ``--watch`` are written to standard error. The defaults of
+the flags are the recommendations of the checkpoint.
 
-``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to resume it
-(docs/generation.md).
+``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; the same command resumes
+an interrupted run (docs/generation.md).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def watched(
 ) -> tuple[dlm_jax.Texts, float]:
     """Samples the texts and shows the denoising; `frames` collects the frames of each row.
 
-    Returns the texts, and the seconds spent waiting between redraws.
+    Returns the texts and the seconds spent waiting between redraws.
     """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     steps = common.get("steps", model.sample.steps)
@@ -117,8 +117,8 @@ def time_line(
     members = [requests[place] for place in max(groups, key=len)][:batch_size]
     if members[0].sample.cache != "none":
         raise ValueError(
-            f"cache={members[0].sample.cache!r} computes parts of rows, which a forward of the "
-            f"trunk does not measure; use cache='none'"
+            f"cache={members[0].sample.cache!r} computes parts of rows, which a forward pass of "
+            f"the trunk does not measure; use cache='none'"
         )
     split = split_rows(model.params)
     if spans_processes(split):
@@ -176,22 +176,26 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--prompt", metavar="TEXT", help="text at the start of every sample")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text after the prompt, to refine")
-    add("--chat", action="store_true", help="--prompt is a user turn: print the model's answer")
+    add(
+        "--chat",
+        action="store_true",
+        help="treat --prompt as a user turn, and print the model's answer",
+    )
     add("--preset", metavar="NAME", help=PRESET)
     add("--num-samples", type=COUNT, default=1, metavar="N",
-        help="number of texts (1); with --prompts, samples of a request without n")  # fmt: skip
+        help="number of texts (1); with --prompts, samples per request without n")  # fmt: skip
     add(
         "--max-length",
         type=COUNT,
         metavar="L",
-        help="canvas length of a row; default: the length in training",
+        help="canvas length of a row; default: the training length",
     )
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     add("--host-sampler", metavar="MODULE:FUNCTION",
         help="function that selects tokens; a request's own host_sampler overrides it")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
-        help="module with functions that requests of --prompts may use; repeatable")  # fmt: skip
+        help="module with functions that requests of --prompts can use; repeatable")  # fmt: skip
     add("--rules", metavar="MODULE", help="module with custom rules; their settings become flags")
     add("--read-back", type=COUNT, metavar="K",
         help="print, or write to --output, each token with its K best candidates")  # fmt: skip
@@ -199,7 +203,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
         help="maximum candidates per position for host samplers and --read-back (64)")  # fmt: skip
     add("--watch", action="store_true", help="show the canvas while it is denoised")
     add("--trace", metavar="FILE", help="write an HTML page that replays the denoising")
-    add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
+    add("--prompts", metavar="FILE", help="requests, one JSON object per line; requires --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
     add("--report-every", type=float, default=10.0, metavar="S",
         help="seconds between progress lines of --prompts (10); 0: none")  # fmt: skip
@@ -217,8 +221,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_host_flags(
         parser,
-        "With --distributed the hosts form one mesh. Without it, --num-processes and --process-id "
-        "share the requests of --prompts between independent programs.",
+        "With --distributed, the hosts form one mesh. Without it, --num-processes and "
+        "--process-id distribute the requests of --prompts over independent programs.",
     )
     add_mesh_flags(parser)
     add_sample_flags(parser, kind)
@@ -226,7 +230,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
 
 
 def _host_sampler(args: argparse.Namespace) -> HostSampler | None:
-    """The function that ``--host-sampler`` names; imports the modules that requests may use."""
+    """Imports the modules that requests can use, and returns the ``--host-sampler`` function."""
     for module in args.allow_host_sampler:
         import_module(module, f"--allow-host-sampler {module}")
     if args.host_sampler is None:
@@ -345,10 +349,9 @@ def _generated(
     settings: dict[str, Any],
     heads: str,
 ) -> dlm_jax.Result:
-    """Samples the texts with a progress line; prints the line about the heads after the first step.
+    """Samples the texts with a progress line, and prints the line `heads` after the first step.
 
-    Before the first step, a canvas may be refused for lack of memory, and a refusal must print only
-    one line.
+    An error before the first step, such as a lack of memory, must print only one line.
     """
 
     def committed(number: int) -> None:
@@ -365,7 +368,7 @@ def _generated(
 
 
 def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
-    """Checks the request; returns the line about the model's heads, the fill and the order.
+    """Checks the request, and returns the line about the heads, the fill and the order.
 
     The line is empty in processes that print nothing. Warnings are suppressed, because sampling
     repeats them.

@@ -44,7 +44,7 @@ from dlm_jax.store.files import source_digest
 
 
 class Meter:
-    """Reports an engine's progress at intervals; `tick` may be called at any time."""
+    """Reports an engine's progress at intervals; `tick` can be called at any time."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
 
 
 def _modules(args: argparse.Namespace) -> set[str]:
-    """The modules whose functions requests may use."""
+    """The modules with functions that requests can use."""
     own = set() if args.host_sampler is None else {args.host_sampler.partition(":")[0]}
     return own | set(args.allow_host_sampler)
 
@@ -258,7 +258,7 @@ def _shown(
 
 @contextlib.contextmanager
 def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engine], None]]:
-    """A function to call after each turn of the engine, which reports as the flags request."""
+    """A function that reports progress after each turn of the engine, as the flags specify."""
     made: list[Meter] = []
     with contextlib.ExitStack() as stack:
         records = None

@@ -7,9 +7,9 @@ The server implements the OpenAI protocol (docs/serving.md): /v1/completions, /v
 must send its value as the key. The server requires the extra ``serve``:
 ``pip install dlm_jax[serve]``.
 
-After SIGTERM or Ctrl-C the server refuses new requests and gives running ones --drain seconds to
-finish. Standard output contains one line, the address; logs go to standard error, one JSON object
-per line.
+After SIGTERM or Ctrl-C, the server rejects new requests and waits at most --drain seconds for
+running requests. Standard output contains one line, the address; logs go to standard error, one
+JSON object per line.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def seconds(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a time above 0")
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a positive number of seconds")
     return value
 
 
@@ -78,14 +78,14 @@ def make_parser() -> Parser:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
-        help="environment variable that holds the key (DLM_JAX_API_KEY)")  # fmt: skip
+        help="environment variable that contains the key (DLM_JAX_API_KEY)")  # fmt: skip
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     add("--one-size", action="store_true",
         help="run all rows in one program with --slots slots: texts are bit-identical under any "
-        "load, but a lone request takes longer")  # fmt: skip
+        "load, but a single request takes longer")  # fmt: skip
     add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB",
-        help="device memory for keys and values of prompts, which requests with cache=exact reuse "
-        "(0: none)")  # fmt: skip
+        help="device memory in MiB for keys and values of prompts, which requests with "
+        "cache=exact reuse (0: none)")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
         help="steps between checks for new requests (2)")  # fmt: skip
     add("--preset", metavar="NAME", help=PRESET)
@@ -100,11 +100,11 @@ def make_parser() -> Parser:
     add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES",
         help="maximum bytes of a request (1048576)")  # fmt: skip
     add("--max-seconds", type=seconds, default=600.0, metavar="S",
-        help="maximum seconds of an answer, including waiting (600)")  # fmt: skip
+        help="maximum seconds per answer, including waiting (600)")  # fmt: skip
     add("--drain", type=seconds, default=30.0, metavar="S",
-        help="seconds for running requests to finish after the server is stopped (30)")  # fmt: skip
+        help="maximum seconds that a stopped server waits for running requests (30)")  # fmt: skip
     add("--no-warm-up", action="store_true",
-        help="compile a program when a request first needs it; by default the programs of a "
+        help="compile a program when a request first needs it; by default, the programs of a "
         "single request, with and without a format, are compiled at startup")  # fmt: skip
     add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
-    """Creates the server that the flags describe; `undo` closes the server's socket."""
+    """Creates the server from the flags; `undo` closes the server's socket."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)

@@ -2,8 +2,8 @@
 
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
-The same command, or ``--resume runs/quickstart`` alone, resumes the run. Samples are printed on
-standard output, everything else on standard error.
+The same command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to
+standard output, and all other output to standard error.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def finish(outcome: Outcome) -> int:
     if outcome.reason == "non_finite":
         return End.NOT_FINITE
     if outcome.reason == "interrupted":
-        say(f"interrupted: saved at step {outcome.step}; the same command resumes")
+        say(f"interrupted: saved at step {outcome.step}; the same command resumes the run")
         return 128 + outcome.signal_number
     picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
     say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")

@@ -4,7 +4,7 @@ A config file has one table per section (``[model]``, ``[data]``, ...). Command-
 dotted names (``--train.steps 100``). Unknown keys and invalid values raise an error that names the
 key, the value and the remedy.
 
-A boolean setting has two flags without a value, such as ``--edit`` and ``--no-edit``, which are
+A boolean setting has two flags that need no value: ``--edit`` and ``--no-edit``, for example, are
 equivalent to ``--edit true`` and ``--edit=false``.
 """
 
@@ -40,8 +40,8 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
     """Config from nested JSON values; `where` names their source in errors.
 
     Raises:
-      ValueError: a section or key is unknown (the message has the nearest match), or a value has
-        the wrong type or is out of range.
+      ValueError: a section or key is unknown (the message suggests the nearest match), or a value
+        has the wrong type or is out of range.
     """
     flat = {}
     for section, values in raw.items():
@@ -68,10 +68,10 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
 
     Args:
       path: path of the file, or the name of a shipped config, such as ``quickstart``.
-      overrides: texts by dotted key.
+      overrides: values of flags as text, by dotted key.
 
     Raises:
-      ValueError: the file does not exist, or as in `from_dict` and `override`.
+      ValueError: the file does not exist, or `from_dict` or `override` fails.
     """
     if path is None:
         return override(Config(), overrides or {})
@@ -80,7 +80,7 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """The config with the values of some dotted keys replaced by the values of flags.
+    """The config, with the values of some dotted keys replaced by flags.
 
     Raises:
       ValueError: a key is unknown, a text is invalid, or values contradict each other. The message
@@ -121,7 +121,7 @@ def _build(flat: Mapping[str, Any]) -> Config:
 def sample_settings(
     texts: Mapping[str, str], kind: type[RowSettings] = SampleConfig
 ) -> dict[str, Any]:
-    """Values of sampling settings, parsed from texts by field name of `kind`.
+    """Parses the texts of sampling settings; the keys are field names of `kind`.
 
     Raises:
       ValueError: a name is unknown, or a text is not a value of the setting's type.
@@ -198,7 +198,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # TOML's and UTF-8's errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors
         raise ValueError(f"config file {path} is not valid TOML: {error}") from None
 
 
@@ -254,7 +254,7 @@ def parse_flags(
     """The parsed flags, and the texts of the flags that are config keys.
 
     Raises:
-      ValueError: a flag is unknown; the message has the nearest match.
+      ValueError: a flag is unknown; the message suggests the nearest match.
     """
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -270,7 +270,7 @@ def parse_flags(
 
 
 def differing(config: Config) -> dict[str, dict[str, Any]]:
-    """The values that differ from the defaults, by section and key, without unchanged sections."""
+    """The changed values, by section and key; sections without changes are omitted."""
     found = {
         section: {key: value for key, value, default in pairs if value != default}
         for section, pairs in _with_defaults(config)
@@ -283,7 +283,7 @@ def to_toml(config: Config, *, header: str = "") -> str:
 
     Args:
       config: the config.
-      header: text of the comment at the top, in lines.
+      header: lines of the comment at the top.
     """
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     for section, pairs in _with_defaults(config):

@@ -50,13 +50,13 @@ class HeadsConfig(Section):
         def __init__(self, **settings: Any): ...
 
     train_main: bool = setting(
-        True, "train the model; false: the model of train.init_from is frozen, only heads train"
+        True,
+        "train the model; false: the model of train.init_from is frozen, and only heads are "
+        "trained",
     )
     learning_rate: float = setting(3e-3, "peak learning rate of the heads (AdamW)", low=ABOVE_ZERO)
     weight_decay: float = setting(0.0, "decoupled weight decay of the heads' matrices", low=0)
-    warmup_steps: int = setting(
-        50, "steps of linear warm-up, counted from each head's own start", low=0
-    )
+    warmup_steps: int = setting(50, "steps of linear warm-up from the start of each head", low=0)
     clip: float = setting(
         1.0, "gradient norm of a head above which its gradient is scaled down", low=ABOVE_ZERO
     )
@@ -77,21 +77,24 @@ class OptimConfig(Section):
         low=ABOVE_ZERO,
     )
     adam_learning_rate: float = setting(
-        3e-3, "muon: peak learning rate of the parameters that Adam trains", low=ABOVE_ZERO
+        3e-3, "with muon: peak learning rate of the parameters that Adam trains", low=ABOVE_ZERO
     )
     final_ratio: float = setting(
-        0.0, "last learning rate of the cosine, as a fraction of the peak", low=0, high=1
+        0.0, "final learning rate of the cosine schedule, as a fraction of the peak", low=0, high=1
     )
     warmup_steps: int = setting(50, "steps of linear warm-up from 0", low=0)
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices", low=0)
-    b1: float = setting(0.9, "Adam's decay of the mean", low=0, high=BELOW_ONE)
-    b2: float = setting(0.95, "Adam's decay of the mean square", low=0, high=BELOW_ONE)
+    b1: float = setting(0.9, "decay rate of Adam's mean of gradients", low=0, high=BELOW_ONE)
+    b2: float = setting(
+        0.95, "decay rate of Adam's mean of squared gradients", low=0, high=BELOW_ONE
+    )
     muon_momentum: float = setting(0.95, "muon's momentum", low=0, high=BELOW_ONE)
     clip: float = setting(
         1.0, "global gradient norm above which gradients are scaled down", low=ABOVE_ZERO
     )
     ema_decay: float = setting(
-        0.0, "decay of a moving average of the parameters, which is then sampled; 0: none",
+        0.0, "decay of a moving average of the parameters, which is used for sampling; 0: no "
+        "average",
         low=0, high=BELOW_ONE,
     )  # fmt: skip
 
@@ -102,15 +105,15 @@ TRACKERS = ("tensorboard", "wandb")
 @section("train")
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Section):
-    """The training run: steps, intervals of logs, evaluations and checkpoints, and output paths."""
+    """The training run: steps, output paths, and intervals of logs, evaluations and checkpoints."""
 
     out_dir: str = setting(
-        "runs/default", "where checkpoints, metrics and plots are written", Trait.FREE
+        "runs/default", "directory of checkpoints, metrics and plots", Trait.FREE
     )
     init_from: str = setting(
         "",
         "run, weights file, published directory, Hub id or shipped model with the initial "
-        "parameters; empty: random ones",
+        "parameters; empty: random parameters",
         Trait.FREE | Trait.ONCE_SAVED,
     )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards
@@ -118,7 +121,7 @@ class TrainConfig(Section):
         32, "rows per step, over all devices and processes", low=1, high=2**20
     )
     accumulate: int = setting(
-        1, "microbatches of a step, which run sequentially to save memory; the result is the same",
+        1, "microbatches per step, which run sequentially to save memory; the result is the same",
         low=1, high=2**20,
     )  # fmt: skip
     seed: int = setting(
@@ -129,7 +132,7 @@ class TrainConfig(Section):
         250, "steps between evaluations on held-out text; 0: only at the end", Trait.FREE, low=0
     )
     eval_windows: int = setting(
-        256, "maximum held-out windows of one evaluation", Trait.FREE, low=1
+        256, "maximum number of held-out windows per evaluation", Trait.FREE, low=1
     )
     sample_every: int = setting(
         0, "steps between samples during training; 0: only at the end", Trait.FREE, low=0
@@ -182,7 +185,8 @@ class DataConfig(Section):
         parse=tuple,
     )
     weights: tuple[float, ...] = setting(
-        (), "sharded corpora: fraction of rows from each; empty: proportional to their tokens",
+        (), "fraction of rows from each sharded corpus; empty: proportional to its number of "
+        "tokens",
         hint=tuple[float, ...], parse=tuple,
     )  # fmt: skip
     tokenizer: str = setting(
@@ -192,8 +196,8 @@ class DataConfig(Section):
     )
     new_characters: str = setting(
         "add",
-        "tokenizer=init: characters of the corpus that a character model lacks are added with new "
-        "embeddings and reported (add), or refused",
+        "with tokenizer=init and a character model: add new characters of the corpus, with new "
+        "embeddings, and report them (add), or raise an error (refuse)",
         choices=("add", "refuse"),
     )
     layout: str = setting(
@@ -201,10 +205,11 @@ class DataConfig(Section):
         choices=("windows", "documents"),
     )  # fmt: skip
     tail: str = setting(
-        "eos", "documents: padding of a row; eos is trained, so that a model learns to stop",
+        "eos", "documents: padding of a row; eos is a training target, so that the model learns "
+        "to stop",
         choices=("eos", "pad"),
     )  # fmt: skip
-    seq_len: int = setting(128, "tokens of one training row (L)", low=2, high=2**20)
+    seq_len: int = setting(128, "tokens per training row (L)", low=2, high=2**20)
     held_out: float = setting(
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
@@ -226,31 +231,36 @@ POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "spg", "trace")
 @section("rl")
 @dataclasses.dataclass(frozen=True)
 class RLConfig(Section):
-    """Policy optimisation: the model is trained on rewards of its own samples."""
+    """Policy optimisation: the model is trained with rewards for its own samples."""
 
     reward: str = setting(
         "",
-        "MODULE:FUNCTION, (prompts, answers) -> rewards, such as dlm_jax.tasks:arithmetic: the "
-        "model trains on its own samples; empty: on the text",
+        "reward function MODULE:FUNCTION, (prompts, answers) -> rewards, such as "
+        "dlm_jax.tasks:arithmetic, for training on the model's own samples; empty: train on the "
+        "text",
     )
     loss: str = setting(
-        "diffu_grpo", "how log-probabilities of samples are estimated (docs/reinforcement.md)",
+        "diffu_grpo", "estimator of the log-probabilities of samples (docs/reinforcement.md)",
         choices=POLICY_LOSSES,
     )  # fmt: skip
     group: int = setting(
-        8, "samples of each prompt, at least 2; train.batch_size counts samples", low=2, high=2**16,
+        8, "samples per prompt, at least 2; train.batch_size counts samples", low=2, high=2**16,
         remedy="use 8; a group of one has no baseline",
     )  # fmt: skip
     advantage: str = setting(
         "grpo",
-        "rewards within a group: grpo (mean subtracted, divided by the standard deviation), "
+        "normalisation of rewards within a group: grpo (mean subtracted, divided by the standard "
+        "deviation), "
         "grpo_mean (mean subtracted) or rloo (mean of the other rewards subtracted)",
         choices=("grpo", "grpo_mean", "rloo"),
     )
-    clip: float = setting(0.2, "ratios are clipped at this distance from 1", low=ABOVE_ZERO, high=1)
+    clip: float = setting(
+        0.2, "distance from 1 at which probability ratios are clipped", low=ABOVE_ZERO, high=1
+    )
     updates: int = setting(1, "updates per batch of samples", low=1, high=2**16)
     kl: float = setting(
-        0.0, "weight of the divergence from the initial model, >= 0; with 0 no copy of it is kept",
+        0.0, "weight of the divergence from the initial model, >= 0; 0: no copy of the model is "
+        "kept",
         low=0,
     )  # fmt: skip
     kl_estimator: str = setting(
@@ -264,7 +274,7 @@ class RLConfig(Section):
         0.5, "spg: share of the upper bound for negative advantages", low=0, high=1
     )
     prompt_mask: float = setting(
-        0.15, "diffu_grpo: probability that a prompt token is hidden", low=0, high=1
+        0.15, "diffu_grpo: probability that a prompt token is masked", low=0, high=1
     )
     asynchronous: bool = setting(
         False,
@@ -273,14 +283,16 @@ class RLConfig(Section):
     )
     bad_reward: str = setting(
         "stop",
-        "if a reward is not finite or the reward function fails: end the run (stop), or report and "
-        "exclude the sample (leave_out)",
+        "action if a reward is not finite or the reward function fails: end the run (stop), or "
+        "report and exclude the sample (leave_out)",
         choices=("stop", "leave_out"),
     )
 
 
 class RowSettings(Section):
-    """Validated settings of one row, declared by a table of rules. No default changes the samples.
+    """Validated settings of one row, declared by a table of rules.
+
+    The defaults do not change the samples.
 
     Attributes:
       table: the rules that declare the settings.
@@ -345,7 +357,7 @@ def settings_of(table: RuleTable) -> type[RowSettings]:
         "declared": table.settings,
         "traits": dict.fromkeys(defaults, Trait.FREE),
         "defaults": defaults,
-        "__doc__": "Recommended sampling settings: stored in checkpoints, defaults of requests.",
+        "__doc__": "Recommended sampling settings, stored in checkpoints and used as defaults.",
     }
     return dataclasses.make_dataclass(
         "SampleConfig", fields, bases=(RowSettings,), namespace=namespace, frozen=True, kw_only=True
@@ -355,14 +367,14 @@ def settings_of(table: RuleTable) -> type[RowSettings]:
 if TYPE_CHECKING:
 
     class SampleConfig(RowSettings):
-        """Recommended sampling settings: stored in checkpoints, defaults of requests."""
+        """Recommended sampling settings, stored in checkpoints and used as defaults."""
 
 else:
     SampleConfig = settings_of(BUILT_IN)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # The loop of variable-length edits: edit, re-noise, run the network, and write every token that
+    # One step of variable-length edits: edit, re-noise, run the network, and write every token that
     # is not given. Re-noising has a separate schedule and is off by default.
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
@@ -373,17 +385,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",
     },
 }  # fmt: skip
-"""Presets for every model: keyword arguments of `dlm_jax.generate`, or ``--preset NAME``."""
+"""Presets for every model: keyword arguments of `dlm_jax.generate`; see ``--preset NAME``."""
 
 
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
-    """Settings from layers of names and values. Later layers take precedence. None is empty.
-    Pass a checkpoint's recommendations first and explicit values last. A value overrides earlier
-    layers even if it equals the built-in default; an absent name overrides nothing.
+    """Merges layers of settings. Later layers take precedence, and None is an empty layer. Pass a
+    checkpoint's recommendations first and explicit values last. A value overrides earlier layers
+    even if it equals the built-in default; an absent name overrides nothing.
 
     Raises:
-      ValueError: a name is unknown (the message has the nearest known name), or a value is out of
-          range.
+      ValueError: a name is unknown (the message suggests the nearest known name), or a value is out
+          of range.
     """
     known = tuple(table.settings)
     merged: dict[str, Any] = {}
@@ -402,7 +414,7 @@ _HEAD = Trait.OWN | Trait.IDLE
 
 
 def _adapted(given: Any) -> tuple[str, ...]:
-    require(len(given) > 0, "model.lora_targets", UNSET, "is empty", "use query,value, say")
+    require(len(given) > 0, "model.lora_targets", UNSET, "is empty", "use query,value")
     return tuple(given)
 
 
@@ -418,7 +430,7 @@ def _dtype(given: Any) -> str:
 _DTYPE = Setting(
     "model.compute_dtype",
     "float32",
-    "dtype of activations; parameters, norms and softmax stay float32; the range of float16 is "
+    "dtype of activations; parameters, norms and softmax remain float32; the range of float16 is "
     "too small for gradients without loss scaling",
     choices={name: name for name in ("float32", "bfloat16")},
 )
@@ -428,7 +440,7 @@ _DTYPE = Setting(
 @dataclasses.dataclass(frozen=True)
 @with_settings({key: one for head in HEADS for key, one in head.model.items()})
 class ModelConfig(Section):
-    """Shape of the Transformer, from small GPT-like to LLaMA-like, and its heads."""
+    """The Transformer, from GPT-like to LLaMA-like, and its heads."""
 
     if TYPE_CHECKING:
 
@@ -441,48 +453,54 @@ class ModelConfig(Section):
     )  # fmt: skip
     logit_alignment: str = setting(
         "same",
-        "output that predicts a position: same, the position's own; or shifted, that of the "
-        "previous position (the first position uses its own)",
+        "output that predicts the token at a position: same (the output at this position) or "
+        "shifted (the output at the previous position; the first position uses its own)",
         Trait.TURNED | Trait.UNSEEN,
         choices=("same", "shifted"),
     )
-    experts: int = setting(0, "experts of a mixture in place of the MLP; 0: a plain MLP", low=0)
+    experts: int = setting(0, "number of experts that replace the MLP; 0: a plain MLP", low=0)
     experts_per_token: int = setting(0, "experts per token", Trait.UNSEEN, low=0)
     expert_width: int = setting(0, "inner size of one expert (swiglu)", low=0)
     shared_width: int = setting(
         0, "inner size of the shared expert, which every token uses; 0: no shared expert", low=0
     )
     dense_layers: int = setting(
-        0, "number of first blocks that have a plain MLP instead of experts", low=0
+        0, "number of blocks at the start that have a plain MLP instead of experts", low=0
     )
     router_score: str = setting(
-        "softmax", "score of an expert for a token: softmax over all experts, or sigmoid of each",
+        "softmax", "score of an expert for a token: softmax over all experts, or sigmoid of each "
+        "score",
         Trait.UNSEEN, choices=("softmax", "sigmoid"),
     )  # fmt: skip
     router_groups: int = setting(
-        1, "groups of experts, of which router_groups_kept are selected first", Trait.UNSEEN, low=1
+        1,
+        "number of groups of experts; router_groups_kept of them are selected first",
+        Trait.UNSEEN,
+        low=1,
     )
     router_groups_kept: int = setting(
-        1, "groups from which the experts of a token are selected", Trait.UNSEEN, low=1
+        1, "number of groups from which the experts of a token are selected", Trait.UNSEEN, low=1
     )
     router_bias: str = setting(
         "none",
-        "bias on the score of each expert: none; choice, for selection only; or weight, also for "
-        "the output weight",
+        "bias on the score of each expert: none, choice (only for the selection) or weight (also "
+        "for the output weight)",
         Trait.UNSEEN,
         choices=("none", "choice", "weight"),
     )
     router_normalised: bool = setting(
         False, "normalise the weights of a token's experts to sum to 1", Trait.UNSEEN
     )
-    router_scale: float = setting(1.0, "factor on the weights of a token's experts", Trait.UNSEEN)
+    router_scale: float = setting(
+        1.0, "factor that multiplies the weights of a token's experts", Trait.UNSEEN
+    )
     router_scales: bool = setting(
         False,
-        "the router normalises and scales its input, and each expert has a scale on its weight",
+        "the router normalises and scales its input, and the weight of each expert is scaled",
     )
     experts_beside: bool = setting(
         False,
-        "experts in addition to the MLP of a block instead of replacing it; requires post_norms",
+        "add the experts to the MLP instead of replacing it; requires post_norms",
     )
 
     lora_rank: int = setting(
@@ -503,20 +521,20 @@ class ModelConfig(Section):
 
     mode: str = setting(
         "language_model",
-        "language_model; or sequence_scorer, which predicts the fraction of wrong tokens in a text",
+        "language_model, or sequence_scorer, which predicts the fraction of wrong tokens in a text",
         choices=("language_model", "sequence_scorer"),
     )
     depth: int = setting(6, "number of Transformer blocks", low=1, high=2**12)
     width: int = setting(128, "size of the hidden vectors (D)", low=1, high=2**17)
     heads: int = setting(
-        4, "attention heads; width must be a multiple of it", Trait.UNSEEN, low=1, high=2**12
+        4, "number of attention heads, a divisor of width", Trait.UNSEEN, low=1, high=2**12
     )
     kv_heads: int = setting(
-        0, "key/value heads shared by groups of heads; 0: as many as heads", Trait.UNSEEN,
+        0, "number of key/value heads, shared by groups of heads; 0: same as heads", Trait.UNSEEN,
         low=0, high=2**12,
     )  # fmt: skip
     mlp_width: int = setting(
-        0, "inner size of the MLP; 0: 4 * width (swiglu: 8/3, rounded to 8)", low=0,
+        0, "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, as a multiple of 8)", low=0,
         high=_MOST_WIDTH,
     )  # fmt: skip
     activation: str = setting(
@@ -528,7 +546,7 @@ class ModelConfig(Section):
     norm_epsilon: float = setting(
         1e-5, "epsilon added to the mean square or variance in a norm", Trait.UNSEEN, low=ABOVE_ZERO
     )
-    qk_norm: bool = setting(True, "RMSNorm of queries and keys over the head, before RoPE")
+    qk_norm: bool = setting(True, "RMSNorm of queries and keys in each head, before RoPE")
     qkv_bias: bool = setting(False, "biases on the query, key and value projections")
     rope_theta: float = setting(
         10000.0, "base of the rotary position frequencies", Trait.UNSEEN, low=ABOVE_ZERO
@@ -536,9 +554,9 @@ class ModelConfig(Section):
     tied_head: bool = setting(True, "the LM head is the transposed embedding table")
     attention_type: str = setting(
         "bidirectional",
-        "bidirectional; causal: an autoregressive model; block_causal: a position attends to its "
-        "own and earlier blocks; or canvas: a causal text, followed by a canvas that attends to "
-        "the text and itself",
+        "bidirectional, causal (an autoregressive model), block_causal (a position attends to its "
+        "own and earlier blocks) or canvas (a causal text, followed by a canvas that attends to "
+        "the text and itself)",
         Trait.TURNED | Trait.UNSEEN,
         choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
@@ -552,8 +570,8 @@ class ModelConfig(Section):
         Trait.UNSEEN, low=0,
     )  # fmt: skip
     full_every: int = setting(
-        0, "canvas: every n-th layer attends to all positions (full layer), and the others attend "
-        "within attention_window; 0: all layers are full",
+        0, "canvas: every n-th layer attends to all positions (full layer), and the other layers "
+        "attend within attention_window; 0: all layers are full",
         Trait.UNSEEN, low=0,
     )  # fmt: skip
     full_head_size: int = setting(0, "head_size of the full layers; 0: head_size", low=0)
@@ -575,14 +593,14 @@ class ModelConfig(Section):
         0.0, "scale of the attention scores; 0: head_size ** -0.5", Trait.UNSEEN, low=0
     )
     value_norm: bool = setting(
-        False, "RMSNorm of values over the head, without a learned scale", Trait.UNSEEN
+        False, "RMSNorm of values in each head, without a learned scale", Trait.UNSEEN
     )
     post_norms: bool = setting(
         False, "also normalise the outputs of attention and the MLP before they are added"
     )
     layer_scales: bool = setting(
         False,
-        "canvas: each block scales its output, by one factor for the text and one for the canvas",
+        "canvas: each block scales its output, with separate factors for the text and the canvas",
     )
     embedding_scaled: bool = setting(
         False, "embeddings are multiplied by sqrt(width)", Trait.UNSEEN
@@ -605,9 +623,9 @@ class ModelConfig(Section):
     )
     remat: str = setting(
         "none",
-        "values that the backward pass recomputes to save memory: none; block (everything), "
-        "attention (all but the output of attention), dots (all but matrix products) or offload "
-        "(everything; inputs of blocks are kept in host memory)",
+        "values that the backward pass recomputes to save memory: none, block (everything), "
+        "attention (all except the output of attention), dots (all except matrix products) or "
+        "offload (everything; inputs of blocks are kept in host memory)",
         _HEAD | Trait.FREE,
         choices=("none", "block", "attention", "dots", "offload"),
     )
@@ -717,8 +735,8 @@ class ModelConfig(Section):
         )  # fmt: skip
         require(
             (every > 0) == (self.attention_window > 0), "model.attention_window",
-            self.attention_window, f"is not supported with model.full_every={every}", 
-            "set both or none",
+            self.attention_window, f"is not supported with model.full_every={every}",
+            "set both or neither",
             "model.full_every",
         )  # fmt: skip
         require(
@@ -733,7 +751,7 @@ class ModelConfig(Section):
     def _check_experts(self) -> None:
         require(
             self.is_gated, "model.activation", self.activation,
-            "does not apply to experts", "use 'swiglu' or 'geglu'", "model.experts",
+            "is not supported with experts", "use 'swiglu' or 'geglu'", "model.experts",
         )  # fmt: skip
         require(
             not self.experts_beside or (self.post_norms and not self.dense_layers),
@@ -812,7 +830,7 @@ class Config:
         warmup, steps = self.optim.warmup_steps, self.train.steps
         require(
             warmup < steps or steps == 1, "optim.warmup_steps", warmup,
-            f"leaves nothing of train.steps={steps}", "lower it", "train.steps",
+            f"is not less than train.steps={steps}", "lower it", "train.steps",
         )  # fmt: skip
         require(
             self.sample.gen_length <= self.data.seq_len, "sample.gen_length",
@@ -857,11 +875,11 @@ class Config:
             )  # fmt: skip
         require(
             self.rl.loss != "trace" or self.sample.temperature > 0, "sample.temperature", 0.0,
-            "draws nothing that rl.loss='trace' can train on", "use 1", "rl.loss",
+            "makes no random choices, which rl.loss='trace' requires", "use 1", "rl.loss",
         )  # fmt: skip
         require(
-            self.heads.train_main, "heads.train_main", False, "leaves rl.reward nothing to train",
-            "use true", "rl.reward",
+            self.heads.train_main, "heads.train_main", False,
+            "leaves nothing for rl.reward to train", "use true", "rl.reward",
         )  # fmt: skip
         require(
             not (self.sample.edits or self.sample.renoises), "rl.reward", self.rl.reward,
@@ -873,12 +891,12 @@ class Config:
         is_fresh = self.train.init_from == ""
         require(
             self.data.tokenizer != INIT or not is_fresh, "data.tokenizer", self.data.tokenizer,
-            "requires train.init_from, which is empty", "name a model there", "train.init_from",
+            "requires train.init_from, which is empty", "name a model", "train.init_from",
         )  # fmt: skip
         require(
             self.heads.train_main or not is_fresh, "heads.train_main", False,
             "freezes an untrained model",
-            "name a trained one in train.init_from", "train.init_from",
+            "name a trained model in train.init_from", "train.init_from",
         )  # fmt: skip
         require(
             self.model.lora_rank == 0 or (self.heads.train_main and not is_fresh),
@@ -917,7 +935,7 @@ class Config:
         kind, block = self.model.attention_type, self.model.block_length
         require(
             kind != "causal" or self.sample.order == "left_to_right", "model.attention_type", kind,
-            f"cannot fill sample.order={self.sample.order!r}", "use left_to_right",
+            f"does not support sample.order={self.sample.order!r}", "use left_to_right",
             "sample.order",
         )  # fmt: skip
         require(
@@ -942,7 +960,7 @@ def declared() -> dict[str, Setting]:
 
 
 def keys(trait: Trait) -> tuple[str, ...]:
-    """The dotted keys of the settings with a trait."""
+    """The dotted keys of the settings with a given trait."""
     return tuple(
         f"{name}.{key}" for name, cls in sections().items()
         for key, found in cls.traits.items() if trait in found

@@ -29,7 +29,7 @@ CRITIC = "critic_head"
 
 
 def critic_layers(config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
-    """A linear map from a hidden vector to the logit that the token at that position is wrong."""
+    """The logit of the probability that a token is wrong, a linear map of its hidden vector."""
     return {"out": linear(config.width, 1, scale=0.0)}
 
 
@@ -108,13 +108,13 @@ CRITIC_HEAD = BuiltInHead(
         "start_critic_iteration": setting(0, "steps before the critic starts to train", low=0),
         "end_critic_iteration": setting(
             0,
-            "step at which the critic reaches its full weight; at or before its start: full weight "
-            "from the start",
+            "step at which the critic's loss reaches its full weight; if this is not after the "
+            "start, the weight is full from the start",
             low=0,
         ),
         "critic_alpha": setting(0.5, "full weight of the critic's loss, >= 0", low=0),
         "critic_masked_only": setting(
-            False, "the critic trains only on filled holes, not on the text around them"
+            False, "train the critic only on filled holes, not on the text around them"
         ),
     },
     start="start_critic_iteration",

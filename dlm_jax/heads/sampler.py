@@ -23,9 +23,9 @@ def sampler_layers(
 ) -> dict[str, Any]:
     """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-    The LM head maps the MLP's features to logits. The MLP reads ``model.sampler_context``
+    The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
     neighbours on each side, by default one. With ``model.sampler_residual``, the second layer has
-    no SiLU, is initialised to zero, and its output is added to the hidden vector.
+    no SiLU and is initialised to zero, and its output is added to the hidden vector.
     """
     width, inner = config.width, config.sampler_width or config.width
     return {
@@ -39,7 +39,7 @@ def sampler_layers(
 def sampler_function(
     config: Any, layers_of: Callable[[Params], Any], readout: Callable[..., jax.Array]
 ) -> SamplerReadout:
-    """The logits of the head. Neighbours are given nearest first, missing ones as zero vectors."""
+    """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
 
     def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
         x_ND = layers.inner_norm(jax.nn.silu(inner_NH))
@@ -143,17 +143,23 @@ SAMPLER_HEAD = BuiltInHead(
     switch="add_sampler_head",
     model={
         "add_sampler_head": setting(
-            False, "add a head that sees a hole's neighbours, for coherent parallel filling", _MODEL
+            False,
+            "add a head that uses the neighbours of a hole, for coherent parallel filling",
+            _MODEL,
         ),
         "sampler_context": setting(
-            1, "neighbours that the sampler head sees on each side", _MODEL, low=1, high=2**6
+            1,
+            "number of neighbours on each side that the sampler head uses",
+            _MODEL,
+            low=1,
+            high=2**6,
         ),
         "sampler_width": setting(
             0, "inner size of the sampler head's MLP; 0: width", _MODEL, low=0, high=2**20
         ),
         "sampler_residual": setting(
             False,
-            "the sampler head adds to the hidden vector and is initialised as the LM head",
+            "add the sampler head's output, initially zero, to the hidden vector",
             _MODEL,
         ),
     },
@@ -163,15 +169,16 @@ SAMPLER_HEAD = BuiltInHead(
         ),
         "sampler_reveal": setting(
             0.0,
-            "probability that the sampler head sees the true token of an adjacent hole, in [0, 1]",
+            "probability that the sampler head receives the true token of an adjacent hole, in "
+            "[0, 1]",
             low=0,
             high=1,
             remedy="use 0.5",
         ),
         "sampler_trunk_share": setting(
             0.0,
-            "weight, within the sampler head's loss, of its divergence from the trunk's prediction "
-            "given the revealed tokens",
+            "weight in the sampler head's loss of the divergence from the trunk's prediction given "
+            "the revealed tokens",
             low=0,
             high=1,
         ),

@@ -1,4 +1,4 @@
-"""Attention on accelerators, by the plain formula or by kernels that never store all scores."""
+"""Attention by the plain formula, or by kernels that do not store all scores."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Window, live_positions
 
 MaySee = Callable[[Any, Any], Any]
-"""``(query positions, key positions)`` -> True where a query may attend to a key.
+"""Maps ``(query positions, key positions)`` to True where a query may attend to a key.
 
 The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
-must also accept NumPy and JAX integers that broadcast, and let every query attend to at least one
-key. Row lengths are applied separately.
+must accept broadcastable NumPy and JAX integers, and every query must attend to at least one key.
+Row lengths are applied separately.
 """
 
 SAVED = "attention"
@@ -52,7 +52,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class BesideClean:
-    """A noisy position attends to noisy positions of its block and clean ones of earlier blocks."""
+    """Noisy positions attend to their own noisy block and to all earlier clean blocks."""
 
     length: int
     num_positions: int
@@ -74,8 +74,8 @@ def attention(
 ) -> jax.Array:
     """Attention output ``[B, L, H, K]``; each query attends to the live keys that `may_see` allows.
 
-    TPUs use the splash kernel, GPUs in half precision use cuDNN, and everything else uses the plain
-    formula. The keys may be several streams of the same rows, concatenated; `may_see` then
+    TPUs use the splash kernel, and GPUs use cuDNN in half precision. All other cases use the plain
+    formula. The keys of several streams of the same rows can be concatenated; `may_see` then
     distinguishes the streams.
     """
     num_positions, platform = q_BLHK.shape[1], devices.platform()
@@ -105,7 +105,7 @@ def cudnn_attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """`attention` with cuDNN's fused kernel, for half precision and head sizes divisible by 8."""
+    """Attention with cuDNN's fused kernel, for half precision and head sizes divisible by 8."""
     visible_B = jnp.maximum(length_B, 1)
     return jax.nn.dot_product_attention(
         q_BLHK,
@@ -126,7 +126,7 @@ def plain_attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """`attention` by the plain formula, in slices of queries if there are too many scores.
+    """Attention by the plain formula, in slices of queries if there are too many scores.
 
     The backward pass recomputes the scores of each slice.
     """
@@ -165,7 +165,7 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
 def proportional_angles(
     num_positions: int, head_size: int, theta: float, share: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`rotary_angles`, with only the first fraction `share` of the pairs rotated."""
+    """The angles of `rotary_angles`, with only the first fraction `share` of the pairs rotated."""
     cos_LK, sin_LK = rotary_angles(num_positions, head_size, theta)
     turns_K = jnp.arange(head_size // 2) < int(share * head_size // 2)
     return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
@@ -191,8 +191,8 @@ def attend(
     """Attention output ``[B, L, H, K]``, with keys at or beyond ``length_B`` masked.
 
     Consecutive groups of heads share the ``G`` key/value heads. Outputs at positions beyond the
-    length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`; all others use
-    `attention`.
+    length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`; other programs
+    use `attention`.
     """
     if platform() != "cpu":
         may_see = causal if is_causal else None
@@ -230,8 +230,7 @@ def attention_weights(
 ) -> jax.Array:
     """The attention weights ``[B, H, L, L]`` of `attend` or, with blocks, of `attend_in_blocks`.
 
-    The weights are computed in float32 by the formula ``softmax(q k^T / sqrt(K))`` over the visible
-    keys on all devices.
+    On all devices, the weights are ``softmax(q k^T / sqrt(K))`` over the visible keys, in float32.
     """
     num_positions, num_heads, size = q_BLHK.shape[1:]
     k_BLHK = jnp.repeat(k_BLGK, num_heads // k_BLGK.shape[2], axis=2)
@@ -260,7 +259,7 @@ def attend_behind(
     A text position attends to itself and earlier positions; a canvas position attends to the text
     and the canvas. With a window, a text position attends to the last `window` text positions, and
     a canvas position to the last ``window - 1`` text positions (DiffusionGemma, 2026). A window of
-    0 is unlimited.
+    0 means no limit.
     """
     start_B11 = start_B[:, None, None]
 
@@ -326,10 +325,11 @@ def seen_keys(
     block_length: int,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention biases of the queries at the window's positions `place_BW`.
+    """Attention biases for the queries at positions `place_BW` of the window.
 
-    The first bias is for the keys of the whole canvas, and the second for those of the window. The
-    shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. Keys are hidden as in `shared_bias`.
+    The first bias applies to the cached keys of the row, and the second to the keys of the window.
+    The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. See `shared_bias` for the
+    values.
     """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
@@ -360,7 +360,7 @@ def seen_behind(
     canvas that starts at ``window.begin_N``.
     """
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
-    query_BN = begin_B1 if is_canvas else place_BW  # all queries of a canvas see the same
+    query_BN = begin_B1 if is_canvas else place_BW  # all queries of a canvas see the same keys
 
     def sees(key_BM: jax.Array) -> jax.Array:
         key_B1M, query_BN1 = key_BM[:, None, :], query_BN[:, :, None]
@@ -382,7 +382,7 @@ def attend_beside_kept(
 ) -> jax.Array:
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
-    One softmax covers both parts without concatenating them. Products accumulate in float32.
+    One softmax is computed over both parts without a concatenation. Products accumulate in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
@@ -406,7 +406,7 @@ def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
-    """True ``[B, N, M]`` where a query may attend to a key; everywhere if `block_length` is 0."""
+    """Whether each query may attend to each key, ``[B, N, M]``; all True if `block_length` is 0."""
     query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
     if block_length == 0:
         return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)

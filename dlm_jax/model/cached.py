@@ -1,11 +1,11 @@
-"""The Transformer with cached keys and values, on whole rows and on windows of rows.
+"""The Transformer with cached keys and values, for whole rows and for windows of rows.
 
 The cache has one leaf for keys and one for values, each ``[B, depth, L, G, K]`` in the compute
 dtype: ``2 depth B L G K`` numbers in total. Updates are computed in this layout; without a layout
-constraint, the TPU compiler would transpose the whole cache at every step. On a CPU, where layers
-are unrolled, each layer has its own leaves, ``[B, G, L K]``, which are read in place. With shifted
-predictions, the hidden vectors of all positions are also cached, ``[B, L, D]``, because the first
-position of a window is predicted by the position before the window.
+constraint, the TPU compiler would transpose the whole cache at every step. On CPU, the layers are
+unrolled, and each layer has its own leaves, ``[B, G, L K]``, which are read in place. With shifted
+predictions, the hidden vectors of all positions are also cached, ``[B, L, D]``, because the
+position before a window predicts the first position of the window.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window
 
-# Up to this many rows are written in place one by one; more rows are written by one scatter.
+# Maximum number of rows that are written in place one by one; more rows are written by one scatter.
 _FEW = 8
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
-    """Vectors shifted right by one position, after `before_BD` (None repeats the first vector)."""
+    """Shifts vectors right by one position, after `before_BD` (None repeats the first vector)."""
     first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
     return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
 
@@ -45,7 +45,7 @@ def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array
 def put_at(
     axis: int, row_N: jax.Array | None, place_N: jax.Array
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """``(old, new) -> old`` with `new` written at the given rows and positions along `axis`."""
+    """A function that writes `new` into `old` at the given rows and positions along `axis`."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if row_N is None:
@@ -66,7 +66,7 @@ def put_at(
 
 
 def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
-    """The input of a causal network: tokens shifted right by one, after `start_id`."""
+    """The input of a causal network: `start_id` and all tokens except the last."""
     return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]
 
 
@@ -81,7 +81,7 @@ def cached_trunk(
     block: Callable[[Any], Any],
     norm: Callable[[Params, jax.Array], jax.Array],
 ) -> CachedTrunk:
-    """The trunk for `config` with a cache.
+    """The trunk of `config` with a cache.
 
     `embed` returns vectors in the compute dtype; `block` maps a layer's parameters to its module.
     """
@@ -94,7 +94,7 @@ def cached_trunk(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The functions of a `CachedTrunk`, which documents them."""
+    """The functions of a `CachedTrunk`."""
 
     config: ModelConfig
     embed: Callable[[Params, jax.Array], jax.Array]
@@ -325,7 +325,7 @@ def by_group(x_BLGK: jax.Array) -> jax.Array:
 
 
 def as_it_lies(x: jax.Array) -> jax.Array:
-    """`x` with a fixed memory layout.
+    """Constrains `x` to a row-major memory layout.
 
     Without `on_own_rows`, the compiler would not partition the constraint, and each device would
     gather all rows.

@@ -1,7 +1,7 @@
-"""Networks with canvases: each text is read causally and is followed by a canvas of noise.
+"""Networks that denoise a canvas after a text with causal attention.
 
 The cache contains only the keys and values of texts. Each stack of layers (sliding and full) has
-one array of keys and one of values, ``[B, layers, L, G, K]`` in the compute dtype.
+one array of keys and one array of values, each ``[B, layers, L, G, K]`` in the compute dtype.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ class Stack:
     """Layers of one type: sliding (with a limited attention window) or full.
 
     Attributes:
-      module_of: ``(parameters) -> module`` of a layer.
-      reach: number of text positions that a text position attends to, up to and including itself;
-        0 for all.
-      each: number of layers of this type in a group of layers.
+      module_of: maps the parameters of a layer to its module.
+      reach: number of text positions that a text position attends to, including itself (0: all).
+      each: number of layers of this type per group of layers.
       groups: number of key/value heads.
       head_size: size of a head.
-      angles: ``(num_positions) -> angles``, the rotary angles of the layers.
+      angles: maps a number of positions to the rotary angles of the layers.
     """
 
     module_of: Callable[[Params], Any]
@@ -83,10 +82,10 @@ class Canvases:
 
     Attributes:
       config: config of the model.
-      embed: ``(params, ids) -> vectors`` in the compute dtype.
+      embed: maps ``(params, ids)`` to vectors in the compute dtype.
       norm: the final norm.
-      conditioned: ``(params, x_BLD, signal_BLD) -> x_BLD``, which adds the self-conditioning
-        signal to the embeddings of a canvas; None if the network has no signal.
+      conditioned: function ``(params, x_BLD, signal_BLD) -> x_BLD`` that adds the self-conditioning
+        signal to the embeddings of a canvas; None without self-conditioning.
       layers: the stacks of layers.
     """
 
@@ -97,7 +96,7 @@ class Canvases:
     layers: tuple[Stack, ...]
 
     def functions(self) -> dict[str, Any]:
-        """The fields of the `dlm_jax.types.Network` that these functions define."""
+        """Keyword arguments for `dlm_jax.types.Network`."""
         cached = CachedTrunk(0, self.init, self.whole, self.window, self.store, canvas=self.canvas)
         return {
             "trunk": self.trunk,
@@ -247,7 +246,7 @@ class Canvases:
     ) -> tuple[jax.Array, Any]:
         """The hidden vectors, keys and values of a window that follows cached text.
 
-        The window contains text or, if `is_canvas`, a canvas.
+        The window is a canvas if `is_canvas` is True, and text otherwise.
         """
         row_N, num_positions, length_N, num_seen = context
         num_seen = num_positions if num_seen is None else num_seen
@@ -323,9 +322,7 @@ class Canvases:
         )
 
     def _in_group(self) -> list[tuple[int, int]]:
-        """For each layer in a group: the index of its stack, and its index among the group's layers
-        from that stack.
-        """
+        """(index of the stack, index in the stack) of each layer of the first group."""
         return [(at, place) for at, of in enumerate(self.layers) for place in range(of.each)]
 
 

@@ -1,7 +1,7 @@
 """A mixture of experts in place of the MLP: a router and grouped matrix products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
-and ``tensor`` shards the inner dimension of each expert. A device applies its own experts to the
+and ``tensor`` shards the inner dimension of each expert. Each device applies its own experts to the
 tokens of all devices along these axes, and the outputs are summed.
 """
 
@@ -20,11 +20,11 @@ from dlm_jax.distributed.partitions import PLACES, fitting
 from dlm_jax.model.layers import GATES, Linear, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
-"""Gate and up kernels ``[E, D, F]`` and down kernels ``[E, F, D]`` of some experts."""
+"""The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
 
 
 class GatedMlp(nnx.Module):
-    """``down(act(gate(x)) * up(x))`` with a given inner size (Shazeer 2020)."""
+    """A gated MLP, ``down(act(gate(x)) * up(x))`` (Shazeer 2020)."""
 
     def __init__(self, width: int, inner: int, *, activation: str, rngs: nnx.Rngs):
         self.activation = activation
@@ -37,10 +37,10 @@ class GatedMlp(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated experts, of which each token uses a few, and an optional expert that every token uses.
+    """A mixture of gated experts, with an optional shared expert for all tokens.
 
-    Router scores are computed in float32. The experts' parameters are stacked: ``[E, D, F]`` for
-    gate and up, ``[E, F, D]`` for down.
+    Router scores are computed in float32. The parameters of the experts are stacked: ``[E, D, F]``
+    for gate and up, ``[E, F, D]`` for down.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -70,7 +70,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BLD: jax.Array, routed_by_BLD: jax.Array | None = None) -> jax.Array:
         """Weighted sum of the outputs of each token's experts, ``[B, L, D]``.
 
-        The router reads `routed_by_BLD`, or `x_BLD` if it is None.
+        The input of the router is `routed_by_BLD`, or `x_BLD` if `routed_by_BLD` is None.
         """
         x_ND = (x_BLD if routed_by_BLD is None else routed_by_BLD).reshape(-1, x_BLD.shape[-1])
         if self.router_scale is not None:
@@ -98,10 +98,10 @@ class Experts(nnx.Module):
 def over_devices(
     kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array], *, activation: str = "swiglu"
 ) -> jax.Array:
-    """`mixture` for tokens ``[B, L, D]`` on the devices in use, sharded like hidden vectors.
+    """Computes `mixture` for tokens ``[B, L, D]`` that are sharded like hidden vectors.
 
-    Each device sorts only tokens of the devices in its ``expert`` group. Kernels are gathered over
-    all axes that split rows except ``expert``.
+    Each device sorts only the tokens of its ``expert`` group. The kernels are gathered over all
+    mesh axes that shard rows, except ``expert``.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -148,10 +148,11 @@ def _of_share(
 def route(
     config: ModelConfig, logits_NE: jax.Array, bias_E: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token's experts, int32 ``[N, K]``, and their weights, float32 ``[N, K]``.
+    """The ids of each token's experts, int32 ``[N, K]``, and their weights, float32 ``[N, K]``.
 
-    With groups, the experts are chosen from the groups with the largest sums of their two best
-    scores (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and LLaDA2). The lower id wins ties.
+    With groups, experts are selected only from the best groups. The score of a group is the sum of
+    its two best scores (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and LLaDA2). The lower id wins
+    ties.
     """
     if config.router_score == "softmax":
         scores_NE = jax.nn.softmax(logits_NE, axis=-1)
@@ -190,17 +191,17 @@ def mixture(
 ) -> jax.Array:
     """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
 
-    Tokens are sorted by expert, so that each of the three maps is one grouped matrix product
-    (`jax.lax.ragged_dot`) over runs of tokens.
+    Tokens are sorted by expert, so that each of the three projections is one grouped matrix product
+    (`jax.lax.ragged_dot`).
 
     Args:
       x_ND: tokens.
       ids_NK: ids of each token's experts, int32.
       weights_NK: weights of each token's experts, float32.
       kernels: kernels of all or some experts.
-      first: id of the first expert in `kernels`; experts not in `kernels` contribute nothing. None
-          means that `kernels` has all experts.
-      activation: activation of the gate, a key of `GATES`.
+      first: id of the first expert in `kernels`; experts outside `kernels` contribute nothing. None
+          means that `kernels` contains all experts.
+      activation: activation of the gate; a key of `GATES`.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape

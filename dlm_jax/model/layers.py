@@ -18,11 +18,10 @@ from dlm_jax.types import Params
 
 
 class Linear(nnx.Module):
-    """``x @ kernel (+ bias)``, with a kernel drawn with standard deviation ``scale /
-    sqrt(fan_in)``.
+    """A linear map, ``x @ kernel (+ bias)``.
 
-    Projections into the residual stream have a ``scale`` of 0, so that every block starts as the
-    identity.
+    The initial kernel is normal with standard deviation ``scale / sqrt(fan_in)``. Projections into
+    the residual stream have a ``scale`` of 0, so that every block starts as the identity.
     """
 
     def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
@@ -64,7 +63,7 @@ def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""Activations of the gate in a gated MLP, by ``model.activation``."""
+"""Activations of the gate in a gated MLP, by the value of ``model.activation``."""
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
@@ -98,17 +97,17 @@ POLICIES: dict[str, Callable[..., Any]] = {
         offload_dst="pinned_host",
     ),
 }
-"""Values saved for the backward pass besides each block's input, by ``model.remat``.
+"""Checkpoint policies by the value of ``model.remat``. The input of each block is always saved.
 
-``none`` saves everything. ``block`` saves nothing, at the cost of a second forward pass.
+``none`` saves everything. ``block`` saves nothing else, at the cost of a second forward pass.
 ``attention`` saves the output of attention, so that the kernel runs once. ``dots`` saves the
 outputs of attention and of every product with parameters, so that only the operations in between
-are recomputed. ``offload`` saves nothing and moves the inputs to host memory.
+are recomputed. ``offload`` saves nothing else and moves the inputs to host memory.
 """
 
 
 def rematerialised(block: Callable[..., jax.Array], policy: str) -> Callable[..., jax.Array]:
-    """``block(x, parameters, context)`` rematerialised by `policy`, a value of ``model.remat``."""
+    """Rematerialises ``block(x, parameters, context)`` by `policy`, a value of ``model.remat``."""
     if policy == "none":
         return block
 

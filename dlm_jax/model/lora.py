@@ -2,8 +2,8 @@
 
 A target matrix ``W`` becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` random and ``B
 [rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all other
-parameters are frozen. Each block adds its adapters at run time, so there is never a second copy of
-the model.
+parameters are frozen. Each block adds its adapters at run time, so there is no second copy of the
+model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STACKS = ("dense_blocks", "blocks", "full_blocks")
 
 
 def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
-    """The parameters, with new adapters if ``lora_rank`` is not 0."""
+    """Adds new adapters to the parameters if ``lora_rank`` is not 0."""
     if not config.lora_rank:
         return params
     made: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Ar
 
 
 def stacks(params: Params) -> list[Params]:
-    """The blocks as up to three stacks: dense blocks, usual blocks, and full blocks (`full_every`).
+    """The stacks of blocks, at most three: dense, ordinary and full blocks (`full_every`).
 
     Each stack includes its adapters, under ``adapters``.
     """
@@ -65,7 +65,7 @@ def stacks(params: Params) -> list[Params]:
 def applied(block: Params, config: ModelConfig) -> Params:
     """The parameters of a block or a stack of blocks, with the adapters added to the matrices.
 
-    The matrices themselves are frozen, that is, their gradient is zero.
+    The matrices are frozen: their gradient is zero.
     """
     if GROUP not in block:
         return block

@@ -2,10 +2,11 @@
 
 Each output channel of a matrix has a scale: its largest magnitude divided by 127 (symmetric, round
 to nearest). With ``int8``, activations in the compute dtype are multiplied by these integers. With
-``int8_dynamic``, every input vector is also rounded to 8 bits, scaled by its largest magnitude, and
-integers are multiplied (LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM
-head, norms, biases and the other heads are not quantised. On the shipped model, 8-bit embeddings
-would raise the likelihood bound by 0.06%; the 8-bit matrices of all blocks raise it by 0.13%.
+``int8_dynamic``, every input vector is also scaled by its largest magnitude and rounded to 8 bits,
+and the matrix product uses integers (LLM.int8(), Dettmers et al. 2022, without its treatment of
+outliers). Embeddings, the LM head, norms, biases and the other heads are not quantised. On the
+shipped model, 8-bit embeddings would raise the likelihood bound by 0.06%; the 8-bit matrices of all
+blocks raise it by 0.13%.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dlm_jax.settings import SettingError, nearest
 from dlm_jax.types import Params
 
 KINDS = ("int8", "int8_dynamic")
-"""Values of ``quantize``: weights only, or weights and the inputs that they are multiplied by."""
+"""Values of ``quantize``: weights only, or weights and their inputs."""
 
 _MOST = 127
 
@@ -38,7 +39,7 @@ _KEPT = r"(^|/)(embedding$|head/kernel$|(\w+_)?norm/|\w+_head/)|/bias$"
 
 @pytree
 class Quantized:
-    """A matrix, or a stack of matrices, ``[..., D, F]``, as ``values * scales``.
+    """A matrix or a stack of matrices ``[..., D, F]``, stored as ``values * scales``.
 
     Attributes:
       values: int8 ``[..., D, F]``, in [-127, 127].
@@ -52,7 +53,7 @@ class Quantized:
 
 
 def quantized_kernel(kernel: jax.Array, is_dynamic: bool = False) -> Quantized:
-    """A float matrix or stack of matrices in 8 bits; the error is at most half the scale."""
+    """Quantises a matrix or a stack of matrices to 8 bits; the error is at most half the scale."""
     most = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=-2)
     scales = jnp.where(most > 0, most / _MOST, 1.0)
     values = jnp.round(kernel.astype(jnp.float32) / scales[..., None, :])
@@ -89,7 +90,7 @@ def check_kind(kind: str) -> None:
 
 
 def quantizer(kind: str) -> Callable[[str, Any], Any]:
-    """``(path, parameter) -> parameter``, in 8 bits if the parameter is a matrix of a block.
+    """A function ``(path, parameter) -> parameter`` that quantises the matrices of the blocks.
 
     Raises:
       SettingError: if a parameter has no rule; the message names the parameter.
@@ -110,7 +111,7 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
 
 
 def _in_place(kernel: Any, is_dynamic: bool) -> Quantized:
-    """The matrix in 8 bits on the same devices; maps arrays to arrays, and shapes to shapes."""
+    """Quantises a matrix on its devices; maps arrays to arrays, and shapes to shapes."""
     make = functools.partial(quantized_kernel, is_dynamic=is_dynamic)
     values = channels = kernel.sharding
     if isinstance(values, NamedSharding):
@@ -130,7 +131,7 @@ def is_quantized(params: Params) -> bool:
 
 
 def quantized(params: Params, kind: str) -> Params:
-    """All parameters (arrays or their shapes), with the matrices of the blocks in 8 bits."""
+    """Quantises the matrices of the blocks in `params`, which contains arrays or shapes."""
     of_leaf = quantizer(kind)
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: of_leaf(path_name(keys), leaf), params

@@ -1,8 +1,8 @@
 """The Transformer, built with Flax NNX and exposed as pure functions.
 
-NNX is used to declare and initialise parameters, and is not used outside `model/`. `build` returns
-a `dlm_jax.types.Network` over a plain nested dict of float32 arrays. Layers are stacked along a
-leading axis and run by one `jax.lax.scan`.
+NNX declares and initialises the parameters; it is not used outside `model/`. `build` returns a
+`dlm_jax.types.Network` over a plain nested dict of float32 arrays. Layers are stacked along a
+leading axis and run in one `jax.lax.scan`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
     def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]``, rotated by `angles`.
 
-        Keys are cached in this form, normalised and rotated.
+        The keys are cached in this normalised and rotated form.
         """
 
         def heads(x: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """The position-wise MLP: squared ReLU (So et al. 2021), GELU, or gated (Shazeer 2020)."""
+    """The position-wise MLP, with squared ReLU (So et al. 2021), GELU, or a gate (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.activation = config.activation
@@ -185,10 +185,9 @@ class Block(nnx.Module):
         attend: Callable[..., jax.Array],
         is_canvas_BL: jax.Array,
     ) -> jax.Array:
-        """Like `around`, with the output multiplied by the block's scale, if it has scales.
+        """Like `around`, but multiplies the output by the block's scale if the block has scales.
 
-        Text positions and canvas positions (`is_canvas_BL`, which may be ``[B, 1]``) have different
-        scales.
+        Text positions and canvas positions have different scales; `is_canvas_BL` can be ``[B, 1]``.
         """
         x_BLD = self.around(x_BLD, angles, attend)
         if self.text_scale is None or self.canvas_scale is None:
@@ -198,7 +197,7 @@ class Block(nnx.Module):
         return x_BLD * scale_BL1.astype(x_BLD.dtype)
 
     def _update(self, x_BLD: jax.Array) -> jax.Array:
-        """The output of the MLP, plus that of ``experts`` if the block has both."""
+        """The output of the MLP, plus the output of ``experts`` if the block has both."""
         y_BLD = self.mlp(self.mlp_norm(x_BLD))
         if self.experts is not None:
             assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
@@ -208,7 +207,7 @@ class Block(nnx.Module):
 
 
 class SelfConditioning(nnx.Module):
-    """Adds the previous step's predictions to a canvas's embeddings (Chen et al. 2022)."""
+    """Adds the previous step's predictions to canvas embeddings (Chen et al. 2022)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
@@ -221,7 +220,7 @@ class SelfConditioning(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Parameters of the whole model; `blocks` are stacked along a leading axis.
+    """The whole model; `blocks` are stacked along a leading axis.
 
     In a model with experts, `dense_blocks` are the first ``dense_layers`` layers, without experts.
     With ``full_every``, `full_blocks` are the layers that attend to all positions.
@@ -259,10 +258,10 @@ class Transformer(nnx.Module):
 
 @functools.cache
 def build(config: ModelConfig) -> Network:
-    """The network of `config` as pure functions; equal configs return the same `Network`.
+    """Builds the network of `config` as pure functions; equal configs return the same `Network`.
 
-    The input of a causal network is ``start_id`` followed by the tokens, shifted right by one: the
-    output at a position depends only on earlier tokens and predicts the token at that position.
+    The input of a causal network is ``start_id`` followed by all tokens except the last. The output
+    at a position depends only on earlier tokens and predicts the token at that position.
     """
     if config.vocab_size < 1:
         raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")
@@ -330,7 +329,7 @@ def _inside_of(
     module_of: Callable[[Params], Any],
     final_norm: Callable[[Params, jax.Array], jax.Array],
 ) -> Callable[[Params, jax.Array, jax.Array], Inside]:
-    """`Network.inside`: the trunk, block by block, with attention by the plain formula."""
+    """Makes `Network.inside`, which runs the blocks one by one with plain attention."""
 
     def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
         if config.attention_type == "causal":
@@ -369,7 +368,7 @@ def _canvases(
 
 
 def _conditioning(config: ModelConfig) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    """``(params, x_BLD, signal_BLD) -> x_BLD``, which adds the self-conditioning signal."""
+    """The function ``(params, x_BLD, signal_BLD) -> x_BLD`` that adds the signal to embeddings."""
 
     def make() -> SelfConditioning:
         return SelfConditioning(config, rngs=nnx.Rngs(params=key_of(0)))
@@ -383,7 +382,7 @@ def _conditioning(config: ModelConfig) -> Callable[[Params, jax.Array, jax.Array
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """The LM head's `Network.readout` and `Network.logits_of`."""
+    """The functions `Network.readout` and `Network.logits_of` of the LM head."""
     cap = config.logit_cap
 
     def capped(logits: jax.Array) -> jax.Array:
@@ -407,7 +406,7 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
 
 def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[Params], Any]:
-    """A function from the parameters of a dense or usual block to the module of the block."""
+    """A function that maps the parameters of a block to the module of the block."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:

@@ -1,4 +1,4 @@
-"""Reads and writes models of other projects, and expresses their sampling loops as settings."""
+"""Reads and writes models of other projects, and provides their sampling loops as settings."""
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.directory import Published, is_published, read_published, read_shape

@@ -1,8 +1,8 @@
-"""Chat templates, which convert a conversation to the text format a model was trained on.
+"""Chat templates, which convert a conversation to the text format of a model.
 
-Templates are Jinja programs in a model's directory. Templates run in Jinja's immutable sandbox,
-without access to Python attributes, files or modules, and in a separate process (`sandbox`) with
-limits on time, memory and output.
+Templates are Jinja programs in a model's directory. They run in Jinja's immutable sandbox, without
+access to Python attributes, files or modules, and in a separate process (`sandbox`) with limits on
+time, memory and output.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ChatTemplate:
         self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
         **more: Any,
     ) -> str:  # fmt: skip
-        """The conversation as text, up to the point where the model's answer starts.
+        """The conversation as text, up to the start of the model's answer.
 
         Args:
           messages: turns, each with ``role`` and ``content``.
           begins_answer: whether to append the header of the answer.
-          continues: whether the text ends with the content of the last turn, so that the answer
-              continues that turn (Hugging Face's ``continue_final_message``).
+          continues: whether the answer continues the last turn, so that the text ends with the
+            content of this turn (Hugging Face's ``continue_final_message``).
           **more: additional template variables, such as ``enable_thinking``.
         """
         for place, message in enumerate(messages):
@@ -72,7 +72,7 @@ class ChatTemplate:
         return _upto(written, content) if continues else written
 
     def ids(self, messages: Messages, **options: Any) -> np.ndarray:
-        """The ids of `text` with these options, int32 ``[n]``."""
+        """The token ids of `text` with the same arguments, int32 ``[n]``."""
         return self.tokenizer.encode_marked(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
@@ -106,7 +106,7 @@ def _upto(written: str, content: str) -> str:
     place = written.rfind(core) if core else -1
     if place < 0:
         raise ValueError(
-            "the chat template omits the content of the last of messages; remove that message"
+            "the chat template omits the content of the last message; remove that message"
         )
     begun = content.lstrip()
     kept = begun if written.startswith(begun, place) else core
@@ -123,7 +123,7 @@ def check_template(source: str, where: str) -> None:
 class _Sandbox:
     """The process that renders templates, started on first use and restarted if it has ended.
 
-    Rendering is thread-safe; requests are served one at a time.
+    Rendering is thread-safe; requests are processed one at a time.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _Sandbox:
         atexit.register(self._stop)
 
     def render(self, source: str, values: Mapping[str, Any] | None) -> str:
-        """The rendered text; empty if `values` is None, when the template is only compiled."""
+        """The rendered text. If `values` is None, only compiles the template and returns ''."""
         line = json.dumps({"source": source, "values": values})
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -149,7 +149,7 @@ class _Sandbox:
         return answer["text"]
 
     def _answer(self, process: subprocess.Popen[str], line: str, seconds: float) -> dict[str, str]:
-        """The answer to a line; stops the process and raises ValueError on a timeout or crash."""
+        """Sends a line and returns the answer; raises ValueError on a timeout or crash."""
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
 
@@ -169,7 +169,7 @@ class _Sandbox:
             reason = f"it takes longer than {seconds:g} s" if is_late.is_set() else "it crashes"
             raise ValueError(reason) from None
         except BaseException:
-            # Otherwise, an unread answer would be mistaken for the answer to the next line.
+            # Otherwise, the next line could receive the unread answer of this line.
             self._stop()
             raise
         finally:

@@ -73,7 +73,7 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
 
 
 def rope_theta(fields: Fields) -> float:
-    """The base of the rotary frequencies, from either of its fields; refuses RoPE scaling."""
+    """The base of the rotary frequencies; raises ValueError for RoPE scaling."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
@@ -109,7 +109,7 @@ def read_qwen(
 
 
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
-    """The settings that all families except LLaDA store in the same fields; inverts `write_shape`.
+    """The settings in the fields that all families except LLaDA share; inverse of `write_shape`.
 
     `epsilon` is the default epsilon of the norms.
     """

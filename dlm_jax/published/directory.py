@@ -56,7 +56,8 @@ def read_published(
 
     Args:
       path: directory with config.json, safetensors and a tokenizer.
-      dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None means as stored.
+      dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None means the stored
+        dtype.
       place: maps a parameter's path and shape to its sharding; None means the default device.
       finish: converts each parameter to its final form as it is loaded.
     """
@@ -122,7 +123,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
 
 
 def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The preset, with block lengths that fit the model's if it sets `threshold_alone`."""
+    """The preset; if it has `threshold_alone`, its block lengths are adapted to the model."""
     settings, unit = dict(preset), model.block_length
     if settings.get("threshold_alone"):
         size = math.gcd(settings["block_length"], unit)
@@ -131,7 +132,7 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
-    """A directory's settings; if only the length is set, the number of tokens per step is kept."""
+    """A directory's settings; a length without steps keeps the number of tokens per step."""
     sample = dataclasses.replace(implied, **said)
     if "gen_length" in said and "steps" not in said:
         tokens = implied.gen_length or implied.steps
@@ -141,7 +142,7 @@ def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig
 
 
 def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:
-    """The settings that a family recommends for a canvas of `length`: its first preset."""
+    """The first preset of a family, adapted to a canvas of `length` tokens."""
     settings = _fitted(next(iter(family.presets.values()), {}), model)
     if settings.get("gen_length", 0) > length:
         settings |= {"gen_length": length, "steps": length}

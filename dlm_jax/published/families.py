@@ -25,8 +25,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json.
 
-    ``architectures`` selects the family. ``model_type``, which is ambiguous between some families,
-    is used only if ``architectures`` is absent.
+    ``architectures`` selects the family. ``model_type`` is used only if ``architectures`` is
+    absent, because some families share it.
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -49,12 +49,12 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     near = difflib.get_close_matches(named[0][:60], known, n=1, cutoff=0.0)
     raise ValueError(
         f"{where}: architectures={brief(named)} is not a supported family; the nearest is "
-        f"{near[0]!r}, all are in docs/published.md"
+        f"{near[0]!r}, and docs/published.md lists all"
     )
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """The family with a config.json format that can express all settings of a model."""
+    """The first family whose config.json can express all settings of a model."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
@@ -69,12 +69,12 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         "settings of each"
         if name is None
         else f"family={name!r} cannot express all settings of the model; docs/published.md lists "
-        f"the settings of each"
+        "the settings of each family"
     )
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:
-    """The settings that the parameters of a model depend on, in canonical form."""
+    """The settings that affect the computation of a model, in canonical form."""
     said = dict(vars(model))
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head

@@ -1,10 +1,11 @@
 """A family of published models: config fields, tensor names and presets.
 
-Every field of a config.json is used, known to have no effect, or refused. Presets express the
+Every field of a config.json is used, known to have no effect, or rejected. Presets express the
 sampling loops of the models' own programs as settings; the first preset is the default. Each preset
-sets its program's commit order, because the default ``random`` is for small models
-(docs/readings.md). Presets are greedy unless their program samples by default. The lower position
-wins ties. The name of a preset is a key of ``Model.presets`` and a value of ``sample.py --preset``.
+sets the commit order of its program, because the default order, ``random``, is meant for small
+models (docs/readings.md). Presets are greedy unless their program samples by default. Ties go to
+the lower position. The name of a preset is a key of ``Model.presets`` and a value of ``sample.py
+--preset``.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ IDLE = frozenset({
     "pretraining_tp", "problem_type", "residual_dropout", "return_dict", "router_aux_loss_coef",
     "rope_full_precision", "sliding_window", "torch_dtype", "transformers_version", "use_cache",
 })  # fmt: skip
-"""Fields that have no effect on what a model computes, or that other code reads."""
+"""Fields that do not affect the computation of a model, or that other code reads."""
 
 
 class Fields:
-    """The fields of one file; `finish` refuses fields that were not read."""
+    """The fields of one file; `finish` raises ValueError for unread fields."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._left = dict(values)
@@ -88,7 +89,7 @@ class Fields:
 
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The JSON object with these pairs; ValueError for a duplicate key."""
+    """The JSON object with these pairs; raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -113,21 +114,19 @@ Source = str | tuple[str, tuple[int, int]]
 """The name of the tensor in which a parameter is stored.
 
 In the name, ``{i}`` is the index of the block and ``{e}`` the index of the expert. If the tensor
-contains several parameters, the name is paired with the parameter's (first row, end row).
+contains several parameters, the source is the pair (name, (first row, end row)).
 """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter stored in one tensor.
+    """The part of a parameter that one tensor contains.
 
     Attributes:
       tensor: name of the tensor.
-      part: index of the part in the tensor: the rows, after the expert if the tensor contains all
-          experts.
+      part: index into the tensor: (rows,), or (expert, rows) if the tensor contains all experts.
       shape: stored shape of this part.
-      place: index of the part in the parameter, (layer,) or (layer, expert); () for the whole
-          parameter.
+      place: index into the parameter: (layer,), (layer, expert), or () for the whole parameter.
       is_transposed: whether the two axes are swapped: linear maps are stored as ``[out, in]`` and
         loaded as ``[in, out]``.
     """
@@ -144,7 +143,7 @@ def pieces_of(
 ) -> dict[str, list[Piece]]:
     """The pieces of every parameter, by the parameter's path (``blocks/mlp/up/kernel``).
 
-    `layers` has the layer indices of each stack of blocks.
+    `layers` maps each stack of blocks to its layer indices.
     """
     found: dict[str, list[Piece]] = {}
     for path, leaf in leaves(abstract):
@@ -194,23 +193,23 @@ class Family:
       name: short name in lower case.
       architectures: values of ``architectures`` in config.json; exports write the first.
       model_type: value of ``model_type`` in config.json.
-      read: maps the fields of a config.json to a `ModelConfig`; ValueError if not implemented.
+      read: maps the fields of a config.json to a `ModelConfig`, or raises ValueError.
       write: maps a `ModelConfig` to the fields of a config.json; `read` is the inverse.
-      sources: maps a `ModelConfig` to the tensor of every parameter, by the parameter's path.
+      sources: maps a `ModelConfig` to a dict from the path of each parameter to its tensor.
       max_length: name of the field with the maximum row length.
       mask_id: id of MASK if the model's files do not name it; None if there is no such id.
       trained_length: length of the training rows if it is below the maximum length in config.json;
           otherwise 0.
       presets: settings of the family's decoding loops, by name; the first is the default.
       idle: fields of config.json that have no effect.
-      within: the field of config.json that contains the language model's fields; '' if config.json
-        itself does.
-      outside: fields that are written outside of `within`.
+      within: the field of config.json that contains the fields of the language model; '' if they
+        are at the top level.
+      outside: fields that are written outside `within`.
       generates_from_mask: whether the family's program accepts MASK in generation_config.json.
-      process: the forward process that its models were trained with, as ``objective.process``.
-      recommended: ``(fields of generation_config.json, model) -> settings``, for the fields that
-        only the family's program has.
-      spoken: ``(settings, model) -> fields``, the inverse; empty if there are no such fields.
+      process: forward process of the training; a value of ``objective.process``.
+      recommended: maps ``(fields of generation_config.json, model)`` to settings, for fields that
+        are specific to the family.
+      spoken: the inverse, which maps ``(settings, model)`` to fields; the result can be empty.
       other_names: ``(pattern, replacement)`` pairs for alternative names of tensors; an empty
         replacement omits the tensor.
     """
@@ -249,7 +248,7 @@ class Family:
         return tensor
 
 
-# Parameter paths in a block, with the tensor names that many families use.
+# Tensor names that many families use, by path of the parameter in a block.
 _QWEN = {
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
@@ -285,7 +284,7 @@ def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -
 def in_blocks(
     blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
 ) -> dict[str, Source]:
-    """Sources of the parameters in the blocks, and in the dense first blocks."""
+    """Sources of the parameters in the blocks and in the dense blocks before them."""
     found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
     return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
 
@@ -349,8 +348,8 @@ LLADA2: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 FAST_DLLM: dict[str, dict[str, Any]] = {
-    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: sub-blocks of 8 in blocks of 32,
-    # each of which starts with a token predicted by the previous block.
+    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: sub-blocks of 8 in blocks of 32.
+    # Each block starts with a token that the previous block predicts.
     "fast_dllm": {
         "gen_length": 512, "steps": 544, "block_length": 8, "temperature": 0.0,
         "order": "threshold", "threshold": 0.9, "threshold_above": True, "threshold_alone": 32,
@@ -361,7 +360,7 @@ FAST_DLLM: dict[str, dict[str, Any]] = {
 
 DIFFUSION_GEMMA: dict[str, dict[str, Any]] = {
     # generate of DiffusionGemma in transformers: 48 steps for a canvas of 256, and a temperature
-    # that falls from 0.8 towards 0.4, which it would reach one step after the last.
+    # that falls from 0.8 towards 0.4 and would reach it one step after the last.
     "diffusion_gemma": {
         "gen_length": 256, "steps": 48, "temperature": 0.8, "temperature_end": 0.408333333,
         "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,

@@ -1,4 +1,4 @@
-"""The DiffusionGemma family, whose models denoise canvases of random tokens after a causal text."""
+"""The DiffusionGemma family: models that denoise canvases of random tokens after a text."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _read(fields: Fields) -> ModelConfig:
     every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
     if every < 2 or depth % every or kinds != [*[_SLIDING] * (every - 1), _FULL] * (depth // every):
         raise fields.refuse(
-            "layer_types", kinds, "is not implemented; only equal groups of sliding layers with "
-            "one full layer are"
+            "layer_types", kinds, "is not implemented; use equal groups of sliding layers with "
+            "one full layer"
         )  # fmt: skip
     head_size, groups = fields.take("head_dim", int), fields.take("num_key_value_heads", int)
     full_size, full_groups = _read_full(fields, kinds, groups)
@@ -72,7 +72,7 @@ def _read(fields: Fields) -> ModelConfig:
 
 
 def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
-    """(head size, number of key/value heads) of the full layers, in either form of config.json."""
+    """(head size, number of key/value heads) of the full layers."""
     size = fields.take("global_head_dim", int, 512)
     found = {
         "head_dim": size,
@@ -85,7 +85,7 @@ def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]
     same = next(iter(said.values()))
     if said != dict.fromkeys(full, same) or not isinstance(same, dict) or set(same) - set(found):
         raise fields.refuse(
-            "per_layer_config", said, "is not implemented; only one for all full layers is"
+            "per_layer_config", said, "is not implemented; use only one for all full layers"
         )
     inner = Fields(same, f"{fields.where}: per_layer_config")
     return inner.take("head_dim", int, size), inner.take("num_key_value_heads", int, groups)
@@ -110,7 +110,7 @@ def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     if not model.full_every:
-        raise ValueError("this family has groups of sliding and full layers")
+        raise ValueError("this family requires groups of sliding and full layers")
     return {
         "attention_bias": False, "attention_dropout": 0.0, "canvas_length": model.block_length,
         "final_logit_softcapping": model.logit_cap,
@@ -180,9 +180,9 @@ def _sources(model: ModelConfig) -> dict[str, Source]:
     return found
 
 
-# Fields of generation_config.json, and the settings of this library that they become.
+# Fields of generation_config.json, with the equivalent settings of this library.
 _OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
-# Further fields of generation_config.json, with their types and smallest values.
+# Other fields of generation_config.json, with their types and minimum values.
 _NUMBERS: tuple[tuple[str, Any, float], ...] = (
     ("max_denoising_steps", int, 1), ("max_new_tokens", int, 1),
     ("t_min", int | float, 0), ("t_max", int | float, 0),
@@ -202,7 +202,7 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
         value = said.get(name)
         is_kind = isinstance(value, kind) and not isinstance(value, bool)
         if value is not None and (not is_kind or value < least):
-            raise ValueError(f"{name}={value!r} is not a number of at least {least}")
+            raise ValueError(f"{name}={value!r} must be a number of at least {least}")
     if said.get("stability_threshold") not in (None, 1):
         raise ValueError(
             f"stability_threshold={said['stability_threshold']!r} is not implemented; use 1"
@@ -223,7 +223,7 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _spoken(sample: SampleConfig, model: ModelConfig) -> dict[str, Any]:
-    """The fields that `_recommended` converts back; empty if no fields express the settings."""
+    """The inverse of `_recommended`; empty if no fields can express the settings."""
     num_canvases = max(-(-sample.gen_length // model.block_length), 1)
     steps, rest = divmod(sample.steps, num_canvases)
     first, last = sample.temperature, sample.temperature_end

@@ -69,8 +69,8 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
     if len(weights) == 1:
         return weights[0]
     raise SettingError(
-        setting, path, f"has neither a config.json nor one file of {SUFFIX}",
-        "use a repository with a model of a family in docs/published.md",
+        setting, path, f"has neither a config.json nor a single {SUFFIX} file",
+        "use a repository of a family that docs/published.md lists",
     )  # fmt: skip
 
 

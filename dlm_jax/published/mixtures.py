@@ -31,7 +31,7 @@ def _read_moe(fields: Fields) -> ModelConfig:
     num_dense = next((i for i, kind in enumerate(frequency) if kind), depth)
     if len(frequency) != depth or not all(frequency[num_dense:]) or num_dense == depth:
         raise fields.refuse(
-            "moe_layer_freq", frequency, "is not implemented; only plain layers first, then experts"
+            "moe_layer_freq", frequency, "is not implemented; plain layers must precede experts"
         )
     biased = fields.take("moe_router_enable_expert_bias", bool, False)
     return ModelConfig(

@@ -1,10 +1,9 @@
 """The program that renders chat templates in a separate process, which `chat` starts.
 
-A template can loop forever or allocate too much memory in an operation that no thread can
-interrupt, whereas a process can be killed and can have a memory limit. This program starts fast
-because it imports nothing from the package. Each line of standard input is a JSON object with
-``source`` and ``values`` (null to compile only), and each line of standard output is ``{"text":
-...}`` or ``{"error": ...}``.
+A template can loop forever or allocate too much memory, and a thread cannot interrupt it. A process
+can be killed and can have a memory limit. This program starts fast because it imports nothing from
+the package. Each line of standard input is a JSON object with ``source`` and ``values`` (null to
+compile only), and each line of standard output is ``{"text": ...}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<m
 def read_tokenizer(
     directory: Path, family: Family, config: Mapping[str, Any], *, vocab_size: int
 ) -> tuple[HubTokenizer, tuple[int, ...]]:
-    """A directory's tokenizer, and the ids besides EOS that end a generation.
+    """A directory's tokenizer, and the ids other than EOS that end a generation.
 
-    Special tokens are read from generation_config.json, config.json or tokenizer_config.json, in
-    this order of precedence, or else from the family's defaults.
+    Special tokens are read from generation_config.json, config.json, tokenizer_config.json and the
+    defaults of the family, in this order of precedence.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
@@ -192,7 +192,7 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
             content = file.read_text(encoding="utf-8")
             return HubTokenizer(content, 0, 0, 0).content
         if not (directory / "vocab.json").exists() or not (directory / "merges.txt").exists():
-            raise ValueError("neither it nor vocab.json and merges.txt exist")
+            raise ValueError("it does not exist, and vocab.json or merges.txt is missing")
         lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
         lines = [line.removesuffix("\r") for line in lines]
         merges = [line for line in lines if line and not line.startswith("#version")]
@@ -218,8 +218,8 @@ def write_tokenizer(
 ) -> None:
     """Writes tokenizer.json and its companion files; `read_tokenizer` is the inverse.
 
-    `settings` are the fields from `settings_fields`. MASK is written to `GENERATION` if
-    `says_mask`.
+    `settings` are the fields from `settings_fields`. MASK is written to `GENERATION` if `says_mask`
+    is True.
     """
     (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id

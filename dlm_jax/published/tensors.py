@@ -82,7 +82,7 @@ class Shards:
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
-    """The weights files, with the tensors that each must contain; an empty list accepts all."""
+    """The weights files, and the tensors that each must contain; an empty list means any."""
     if not (directory / INDEX).exists():
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
@@ -169,10 +169,10 @@ _ROWS = 512
 _THREADS = min(8, os.cpu_count() or 1)
 
 Place = Callable[[str, tuple[int, ...]], Sharding | None]
-"""``(path, shape) -> sharding`` of a parameter; None means the default device."""
+"""Maps the path and shape of a parameter to its sharding; None means the default device."""
 
 Finish = Callable[[str, Any], Any]
-"""``(path, parameter) -> parameter``: the final form of a parameter, or of an abstract shape."""
+"""Maps the path and value (or abstract shape) of a parameter to the final form of the parameter."""
 
 
 def check_tensors(
@@ -221,7 +221,7 @@ def read_params(
     place: Place,
     finish: Finish = lambda path, parameter: parameter,
 ) -> Params:
-    """The parameters, in their stored dtypes or in `dtype`, placed by `place`.
+    """Loads the parameters in `dtype` (None: as stored), with shardings from `place`.
 
     Each parameter is replaced by the result of `finish` before the next parameter is read. Before
     any parameter is read, `finish` is called with the shapes of all parameters.
@@ -267,7 +267,7 @@ def _on_host(
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(fill, piece) for piece in parts]:
             done.result()
-    # The memory is not modified after this, so the array may alias it.
+    # The memory is not modified later, so the array can alias it.
     return jax.device_put(whole)
 
 
@@ -278,8 +278,8 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
     if not is_transposed:
         np.copyto(target, stored)
         return
-    # The backend transposes during a transfer 1.5 times as fast as NumPy transposes squares that
-    # fit in the cache. Transposing some rows at a time requires no new memory.
+    # A transposing transfer by the backend is 1.5 times as fast as a transposition by NumPy in
+    # squares that fit in the cache. Slices of rows require no additional memory.
     (device,) = jax.local_devices(backend="cpu")[:1]
     for row in range(0, stored.shape[0], _ROWS):
         turned = jax.device_put(stored[row : row + _ROWS].T, device)

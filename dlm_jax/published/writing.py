@@ -89,7 +89,7 @@ def write_published(
 
 
 def _settings(family: Family, config: Config, implied: SampleConfig) -> dict[str, Any]:
-    """The fields of generation_config.json for the settings; the family's override others."""
+    """The fields of generation_config.json for the settings, including those of the family."""
     sample, own = config.sample, {}
     if family.spoken is not None and family.recommended is not None and sample != implied:
         own = family.spoken(sample, config.model)

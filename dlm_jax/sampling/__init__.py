@@ -1,1 +1,1 @@
-"""The denoising loop and the rules in its slots. This package never imports the model."""
+"""The denoising loop and its rules. This package never imports the model."""

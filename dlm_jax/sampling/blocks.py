@@ -1,10 +1,9 @@
 """Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
 The first block starts at the first unfrozen position. A row's steps are divided among the blocks
-that have work (see `dlm_jax.sampling.state.work`), with the remainder in the first blocks. Steps
-that a block does not use are dropped. If several blocks are open, they are stored as a
-single block. The next block is appended to it when it opens, and finished blocks at its start are
-removed.
+that have work (see `dlm_jax.sampling.state.work`), with the remainder in the first blocks. Unused
+steps of a block are dropped. Several open blocks are stored as a single block. The next block is
+appended to it when it opens, and finished blocks at its start are removed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from dlm_jax.sampling.row import RowParams
 
 
 class Block(NamedTuple):
-    """The current block of each row, ``[B]`` int32 each.
+    """The current block of each row; all fields are int32 ``[B]``.
 
     Attributes:
       begin_B: first position.
-      end_B: end, exclusive; it may exceed the length of the row.
+      end_B: exclusive end, which can exceed the length of the row.
       step_B: number of steps taken in the block.
       steps_B: step budget of the block, at least 1.
       first_holes_B: number of holes at the start of the block.
@@ -60,9 +59,9 @@ def first_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The first block that has work, and True ``[B]`` where one exists.
+    """Returns the first block with work, and True ``[B]`` where one exists.
 
-    Blocks have `length_B` positions each. The first one starts at `first_B`, the first unfrozen
+    Each block has `length_B` positions. The first block starts at `first_B`, the first unfrozen
     position. A length of 0 gives a single block.
     """
     zeros_B = jnp.zeros_like(steps_B)
@@ -87,7 +86,7 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The next block with work (else `block`), and True ``[B]`` in rows with such a block."""
+    """Returns the next block with work (else `block`), and True ``[B]`` where one exists."""
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
@@ -109,7 +108,7 @@ def next_block(
 
 
 def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
-    """The open blocks, without finished blocks at their start, plus the next block if it may open.
+    """Removes finished blocks at the start, and opens the next block if possible.
 
     The next block opens when a fraction ``open_share_B`` of the last open block is written, fewer
     than ``open_blocks_B`` blocks are open, and the next block has holes (multi-block decoding as in
@@ -145,7 +144,7 @@ def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowP
 
 
 def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Array:
-    """Step budget of the block with this index."""
+    """The step budget of the block with this index."""
     count_B = jnp.maximum(count_B, 1)
     return jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1)
 

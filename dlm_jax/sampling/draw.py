@@ -1,4 +1,4 @@
-"""One token id per position: an exact sample from the softmax, or the argmax.
+"""Draws one token id per position: an exact sample from the softmax, or the argmax.
 
 Each position has its own key. The token at a position depends only on its key and its logits, not
 on other positions in the batch. The softmax is computed in float32. Greedy rows take the argmax.
@@ -28,13 +28,13 @@ def argmax(logits_NV: Array) -> Array:
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
-    Logits may be `-inf`. Tokens with such logits are never drawn, like any token whose float32
-    probability is 0. If all logits at a position are `-inf`, its id is 0.
+    Logits can be `-inf`. Tokens with such logits are never drawn, and neither are tokens whose
+    float32 probability is 0. If all logits at a position are `-inf`, its id is 0.
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
-    level, because a single float32 number cannot reach the far tail. `"gumbel"` takes the argmax of
-    the logits plus Gumbel noise. Other programs use this method, which is an order of magnitude
-    slower on CPU.
+    level, because a single float32 number does not resolve the far tail. `"gumbel"` takes the
+    argmax of the logits plus Gumbel noise. Other programs use this method, which is an order of
+    magnitude slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)
 
@@ -74,7 +74,7 @@ def choose_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids `[N]`: the argmax where `is_greedy_N`, and the ids of `draw_with` elsewhere.
+    """Ids `[N]`: the argmax where `is_greedy_N` is True, and the ids of `draw_with` elsewhere.
 
     A chunk with only greedy rows skips sampling. A chunk without greedy rows skips the argmax.
     """
@@ -94,7 +94,7 @@ def choose_with(
 
 
 def log_prob(logits_NV: Array, ids_N: Array) -> Array:
-    """`ln p` (nats, `[N]`) of one id per position under `softmax(logits)`."""
+    """Log-probability `[N]` in nats of one id per position under `softmax(logits)`."""
     logits_NV = logits_NV.astype(jnp.float32)
     max_N, weight_NC = vocab.exp_columns(logits_NV)
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
@@ -141,8 +141,8 @@ def _pick(weight_NK: Array, uniform_N: Array) -> Array:
     """Index `[N]` (int32) drawn in proportion to the weights; never an index with weight 0 unless
     all weights are 0.
 
-    The largest entry is placed at the end of the unit interval. The other entries are then resolved
-    relative to their own sum, so that even a tail of mass 1e-9 is drawn in the right proportions.
+    The largest entry is placed at the end of the unit interval. All other entries are then resolved
+    relative to their sum, so that even a tail of mass 1e-9 is drawn in the right proportions.
     """
     heaviest_N = place_of_largest(weight_NK)
     indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]

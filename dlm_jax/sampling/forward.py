@@ -1,10 +1,9 @@
 """The forward pass of a step, over whole rows or over windows of rows with cached keys and values.
 
 With a cache, forward passes process groups of a fixed number of rows. The result for a row
-therefore does not depend on the other rows or on the number of rows that a pass processes. If rows
-are split over devices, a group contains the same number of rows from each device, and all devices
-process it together. Layers with sharded parameters are gathered one by one, as in any other forward
-pass.
+therefore does not depend on other rows or on their number. If rows are split over devices, a group
+contains the same number of rows from each device, and all devices process it together. Layers with
+sharded parameters are gathered one by one, as in any other forward pass.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ class _Inputs(NamedTuple):
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """The state with arrays for the cache and for the self-conditioning signal, if they are used.
+    """Adds the cache and the self-conditioning signal to the state, if they are used.
 
     Existing arrays are unchanged. The Transformer in this package stores ``2 depth L G K`` numbers
-    per row, and twice as many if the program has guidance.
+    per row, or twice that number if the program has guidance.
     """
     state = _with_signal(program, params, state)
     if state.cache is None or jax.tree.leaves(state.cache.kept):
@@ -150,9 +149,7 @@ def _pieces(program: Program) -> CachedTrunk:
 
 
 def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward pass over the window of each row with the cache, or over the whole row if a
-    refresh is due.
-    """
+    """The cached forward pass over each row's window, or over the whole row if a refresh is due."""
     rule, cache = state.rules.cache, state.cache
     assert rule is not None and cache is not None
     num_positions = is_open_BL.shape[1]
@@ -444,12 +441,12 @@ def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
 
 
 def rows_of(row_N: jax.Array, rows: Rows) -> Rows:
-    """The rows with these local indices, from each array."""
+    """The rows of each array with these local indices."""
     return jax.tree.map(lambda leaf: leaf[row_N], rows)
 
 
 def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
-    """`size` consecutive positions of each row, starting at the row's entry in `place_N`."""
+    """`size` consecutive positions of each row, starting at the index in `place_N`."""
     return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
         x_NLD, place_N
     )

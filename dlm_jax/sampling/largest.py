@@ -11,7 +11,7 @@ _Pair = tuple[Array, Array]
 
 
 def place_of_largest(x: Array, axis: int = -1) -> Array:
-    """`jnp.argmax` of floats or booleans along an axis, int32.
+    """`jnp.argmax` of floats or booleans along an axis, as int32.
 
     `jnp.argmax` creates a new function on each use, and JAX caches the trace of each such function
     (jax 0.10.1). The memory of a process would therefore grow with every compiled program.

@@ -27,8 +27,8 @@ class Advance:
     The loop ends early when no row is running or `num_ends` rows have ended. `num_steps` and
     `num_ends` are traced numbers, and `state` is donated. One program is compiled per shape, chain
     and set of rules. ``compiled`` lists the compiled shapes, and ``program`` is the static part
-    that they share. ``has_run`` is True once a call has returned, that is, once a program has been
-    compiled.
+    that they share. ``has_run`` is True after a call has returned, that is, after a program has
+    been compiled.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -65,7 +65,7 @@ class Advance:
         return int(getattr(plan, "temp_size_in_bytes", 0))
 
     def compile(self, params: Params, state: State) -> jax.stages.Compiled:
-        """The compiled program of a call. Shapes with shardings may be passed instead of arrays."""
+        """The compiled program of a call. Shapes with shardings can be passed instead of arrays."""
         limit = jax.ShapeDtypeStruct((), np.int32)
         return self._jitted.lower(params, state, limit, limit).compile()
 
@@ -88,9 +88,9 @@ def advanced(
     num_steps: jax.Array | int,
     num_ends: jax.Array | int = _NEVER,
 ) -> State:
-    """The state after up to `num_steps` more steps, or once `num_ends` of the rows have ended.
+    """The state after up to `num_steps` more steps, or after `num_ends` of the rows have ended.
 
-    The parameters must come from `dlm_jax.sampling.forward.ready`.
+    The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
     """
     ran_B = state.is_running_B
     if state.edits is not None:
@@ -119,5 +119,5 @@ def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
 def make_advance(
     program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
 ) -> Advance:
-    """The `Advance` for `program`. The last 64 results are cached by their arguments."""
+    """The `Advance` for `program`. The last 64 results are cached, keyed by their arguments."""
     return Advance(program, compiler_options=dict(compiler_options))

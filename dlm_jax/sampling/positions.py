@@ -21,7 +21,7 @@ T = TypeVar("T")
 def chunk_size(vocab_size: int) -> int:
     """Number of positions per readout: at least 64 on CPU and 256 elsewhere.
 
-    The logits of a chunk of this size fit into the cache of a CPU, or saturate an accelerator.
+    The logits of a chunk of this size fit into the cache of a CPU or saturate an accelerator.
     """
     if platform() == "cpu":
         return max(64, 2**18 // vocab_size)
@@ -56,7 +56,7 @@ def fold(
     """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the requested positions.
 
     Positions are processed in order, `chunk` at a time, so the cost is proportional to the number
-    of positions. The padding of a chunk is marked as not real. With levels, positions are processed
+    of positions. The padding of a chunk is not marked as real. With levels, positions are processed
     level by level, and each chunk processes a single level. Positions of higher levels in the chunk
     are marked as not real and are processed in a later chunk.
     """
@@ -104,7 +104,8 @@ class TrunkOutput(NamedTuple):
     """The output of the trunk in a step.
 
     Attributes:
-      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for a window per row.
+      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for one window per
+        row.
       bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;
@@ -162,7 +163,7 @@ class TrunkOutput(NamedTuple):
 def returned(
     value: T, by: Any, method: str, axes: str, shape: tuple[int | None, ...], of: Any
 ) -> T:
-    """`value`, after a check of its shape and dtype.
+    """Returns `value` after checking its shape and dtype.
 
     Args:
       value: the result of the method.

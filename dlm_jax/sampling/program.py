@@ -21,17 +21,17 @@ class Program:
     Attributes:
       network: the model as pure functions.
       mask_id: the id of MASK.
-      chunk: number of positions per readout. Larger chunks take more memory (``chunk * V`` float32
-          logits) but fewer kernel launches.
+      chunk: number of positions per readout. Larger chunks need more memory (``chunk * V`` float32
+        logits) but fewer kernel launches.
       rows: sharding of the rows over devices; None if not sharded. Each device computes logits and
           draws tokens only for its own rows. The number of slots must be divisible by the number of
           devices.
       draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may use guidance. If False, the guidance scale of every row is
+      is_guided: True if rows can use guidance. If False, the guidance scale of every row is
         ignored.
       eos_ids: ids that end a generation.
-      banned_ids: ids that starting positions of waves and ``Filled.best_BL`` ignore, regardless of
-          the row's chain, and that re-noise never writes.
+      banned_ids: ids that re-noise never writes, and that starting positions of waves and
+        ``Filled.best_BL`` ignore regardless of the row's chain.
       pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
       num_traced: maximum number of recorded steps per row; 0 disables traces.
@@ -56,11 +56,11 @@ class Program:
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, such that each device
+        """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device
         computes only its own rows if the rows are sharded.
 
-        Without the wrapper, the compiler gathers all rows on every device, at the cost of a sum
-        over devices each time.
+        Without the wrapper, the compiler gathers all rows on every device, which costs a sum over
+        devices each time.
         """
         if self.rows is None:
             return fn

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 
 class Drawn(NamedTuple):
-    """How the candidates of a step were drawn, ``[B, L]``. Values at positions without a candidate
-    are undefined.
+    """Statistics of the draws of a step, ``[B, L]``. Values at positions without a candidate are
+    undefined.
 
     Attributes:
       logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
@@ -51,9 +51,7 @@ class Records(NamedTuple):
     choice_BS: jax.Array
 
     def with_step(self, step_B: jax.Array, steps_B: jax.Array, new: Records) -> Records:
-        """The records after adding the values of one step, ``[B, L]`` and ``[B]``, in rows where
-        ``steps_B`` is True.
-        """
+        """Adds the values of one step, ``[B, L]`` and ``[B]``, where ``steps_B`` is True."""
         row_B, num_steps = jnp.arange(step_B.shape[0]), self.choice_BS.shape[1]
         place_B = jnp.where(steps_B, step_B, num_steps)
         put = (

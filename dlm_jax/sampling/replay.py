@@ -27,8 +27,8 @@ from dlm_jax.types import Params, Status
 
 @pytree
 class Trace:
-    """All tokens drawn in sampled rows, and all inputs (except model parameters) needed to compute
-    their probabilities.
+    """All tokens drawn in sampled rows, and all inputs (except model parameters) that their
+    probabilities depend on.
 
     Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
     the length of the longest row. A trace is a pytree. The leaves of a trace can be indexed by rows
@@ -59,7 +59,7 @@ class Trace:
       width: maximum number of tokens that a row writes in one step; static.
       mask_id: the id of MASK; static.
       chunk: number of positions per readout; static.
-      is_guided: whether rows may be guided; static.
+      is_guided: True if rows can be guided; static.
       vocab_size: number of logits; static.
       vocabulary: fingerprint of the tokenizer; empty if unknown; static.
     """
@@ -179,10 +179,9 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def with_gradient_of_step(program: Program, params: Params, before: State, after: State) -> State:
-    """`after`, the state one step after `before`, with derivatives of the new log-probabilities
-    with respect to `params`.
-
-    The values do not change. Without differentiation, nothing is recomputed.
+    """Makes the new log-probabilities in `after`, the state one step after `before`, differentiable
+    with respect to `params`. The values do not change. Without differentiation, nothing is
+    recomputed.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
@@ -207,7 +206,7 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
 
 
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """Like `with_gradient_of_step`, but `after` may be any number of steps after `before`. Memory
+    """Like `with_gradient_of_step`, but `after` can be any number of steps after `before`. Memory
     does not grow with the number of steps.
     """
     records, old = after.records, before.records
@@ -228,7 +227,7 @@ def with_gradient(program: Program, params: Params, before: State, after: State)
 def _as_sampled(
     score: Callable[[Params, Any], jax.Array], params: Params, seen: Any, sampled: jax.Array
 ) -> jax.Array:
-    """`sampled`, with the derivatives of ``score(params, seen)``."""
+    """Returns `sampled` with the derivatives of ``score(params, seen)``."""
     return sampled
 
 
@@ -247,7 +246,7 @@ def replayed(
     """Log-probabilities ``[B, S, L]`` of a trace's written tokens under these parameters; 0 at
     other positions.
 
-    With `every_draw`, all drawn tokens are scored. The steps are processed one at a time, for all
+    With `every_draw`, all drawn tokens are scored. The steps are processed one at a time, with all
     rows together, and each step's forward pass is recomputed for the gradient. Memory therefore
     does not grow with the number of steps.
     """

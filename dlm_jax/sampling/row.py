@@ -19,15 +19,15 @@ from dlm_jax.settings import (
     rule,
 )
 
-STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
+STEPS = Setting("steps", 128, "number of denoising steps per sample", low=1)
 BLOCK_LENGTH = Setting(
     "block_length", 0,
-    "tokens per block; blocks are finished in order; 0: a single block", low=0,
+    "tokens per block; blocks are finished in order; 0 is a single block", low=0,
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
-    "maximum number of open blocks; the next block opens when open_share of the last one is "
-    "written",
+    "maximum number of open blocks; the next block opens when the share open_share of the last one "
+    "is written",
     low=1, high=64,
 )  # fmt: skip
 OPEN_SHARE = Setting(
@@ -48,17 +48,17 @@ STOP_AT_EOS = Setting(
 RESAMPLE = Setting("resample", False, "treat every token that is not given as a hole at every step")
 MAX_NEW_TOKENS = Setting(
     "max_new_tokens", 0,
-    "length_target_mode: number of generated tokens; 0: the initial number",
+    "length_target_mode: number of generated tokens; 0 is the initial number",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 TIES = Setting(
     "ties", "key",
-    "order of positions that tie within float rounding: random by the seed (key), or lower "
+    "order of positions that tie within float rounding: random, from the seed (key), or lower "
     "positions first (lower), as in published loops",
     choices={"key": "key", "lower": "lower"},
 )  # fmt: skip
 _SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
-_CAPACITY = Setting("capacity", 0, "maximum number of tokens of a row after edits", low=0)
+_CAPACITY = Setting("capacity", 0, "maximum number of tokens in a row after edits", low=0)
 
 
 @rule
@@ -88,8 +88,8 @@ class RowParams(Rule):
             raise SettingError(
                 "open_blocks",
                 row.open_blocks,
-                "leaves a block once it has no holes, but remask, resample, re-noise or edit "
-                "would still change it",
+                "closes a block without holes, although remask, resample, re-noise or edit would "
+                "still change it",
                 "use open_blocks=1",
             )
         if row.stop_at_eos and row.ignore_eos:
@@ -114,14 +114,14 @@ class Counters(NamedTuple):
     """
 
     # A forward pass over a block counts like a forward pass over a whole row.
-    forwards: Annotated[Any, "Forwards of the model."] = 0
+    forwards: Annotated[Any, "Forward passes of the model."] = 0
     # Positions are counted only with a cache; other forward passes compute the whole row.
-    positions: Annotated[Any, "Live positions that forwards with a cache computed."] = 0
+    positions: Annotated[Any, "Live positions computed by forward passes with a cache."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
-    bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
-    filled: Annotated[Any, "Candidates that were drawn."] = 0
-    insertions: Annotated[Any, "Tokens that edits inserted."] = 0
-    deletions: Annotated[Any, "Tokens that edits deleted."] = 0
+    bootstrapped: Annotated[Any, "Positions drawn by the LM head in wavefront fills."] = 0
+    filled: Annotated[Any, "Candidates drawn."] = 0
+    insertions: Annotated[Any, "Tokens inserted by edits."] = 0
+    deletions: Annotated[Any, "Tokens deleted by edits."] = 0
     lost: Annotated[
         Any, "Insertions refused for lack of space, and tokens dropped by insertions."
     ] = 0

@@ -1,4 +1,4 @@
-"""The rules of a step: slots, tables, and the facts about a model that rules read."""
+"""The rules of a step: their slots and tables, and the facts about a model that they read."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class ModelFacts(NamedTuple):
       banned_ids: ids that are never proposed: MASK, PAD, BOS and the padding of the vocabulary.
       eos_ids: ids that end a generation. If empty, ``ignore_eos`` causes a warning and is disabled.
       space_id: the id of the space; -1 for a vocabulary without one.
-      noise: noise schedule that the model was trained with; None if there is none.
+      noise: noise schedule used in training; None if there is none.
       heads: names of the model's heads, as in `Network.heads`.
-      has_cache: whether the network supports cached keys and values.
-      shows_maps: whether the network returns its attention maps.
-      is_causal: whether the model is autoregressive.
+      has_cache: True if the network supports cached keys and values.
+      shows_maps: True if the network returns its attention maps.
+      is_causal: True if the model is autoregressive.
       block_length: number of positions per block in a block-causal model; 0 for other models.
-      process: forward process that the model was trained with; None if unknown.
+      process: forward process used in training; None if unknown.
       canvas_length: number of positions in a canvas of a network with canvases; 0 otherwise.
     """
 
@@ -68,7 +68,7 @@ class ModelFacts(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """The rules in the slots of a step, with the parameters of each row.
+    """The rules of a step, by slot, with the parameters of each row.
 
     Attributes:
       chain: logit transforms.
@@ -106,14 +106,16 @@ class Rules(NamedTuple):
 AUTO = "auto"
 """Value of ``fill`` that selects a fill according to the model's heads."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
-EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
+EDIT = Setting(
+    "edit", False, "insert and delete tokens between steps, which changes the lengths of rows"
+)
 DRAW = Setting(
     "draw", "inverse_cdf",
     "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
 GEN_LENGTH = Setting(
-    "gen_length", 0, "number of new tokens per sample; 0: all remaining space", low=0
+    "gen_length", 0, "number of new tokens per sample; 0 is all remaining space", low=0
 )
 
 
@@ -123,7 +125,7 @@ class Slot(NamedTuple):
     Attributes:
       base: base class of the rules.
       selector: setting that selects the rule; empty if there is a single rule.
-      by_use: whether the slot is empty for rows that do not use the rule.
+      by_use: True if the slot is empty for rows that do not use the rule.
     """
 
     base: type[Rule]
@@ -141,13 +143,13 @@ SLOTS: Mapping[str, Slot] = {
     "cache": Slot(CacheRule, "cache"),
     "renoise": Slot(Renoise, by_use=True),
 }
-"""Every slot of a step, by the name of its table. `Rules` has a field for each except
+"""The slots of a step, keyed by the names of their tables. `Rules` has a field for each slot except
 transforms."""
 
 
 @dataclass(frozen=True, eq=False)
 class RuleTable:
-    """Rules by name, one table per slot. The rules define all settings of a request."""
+    """Rules keyed by name, with one table per slot. The rules define all settings of a request."""
 
     transforms: Mapping[str, tuple[type[LogitTransform], ...]]
     commit: Mapping[str, type[CommitRule]]
@@ -165,7 +167,7 @@ class RuleTable:
 
     @functools.cached_property
     def settings(self) -> dict[str, Setting]:
-        """All settings of a request by name.
+        """All settings of a request, keyed by name.
 
         Raises:
           ValueError: if two rules declare the same setting with different definitions.
@@ -177,10 +179,11 @@ class RuleTable:
                 "order=random_filled unless an order is given; parallel for other models"}),
             _choice("remask", "none", "rule for the tokens that become holes after a step",
                     self.remask, {"none": ""}),
-            _choice("edit_scoring", "uncertainty", "edit: score of an insertion", self.edit),
+            _choice("edit_scoring", "uncertainty", "edit: rule for insertions and deletions",
+                    self.edit),
             _choice("cache", "none", "keys and values that are cached between steps", self.cache,
                     {"none": ""}),
-            Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
+            Setting("chain", tuple(self.transforms), "logit transforms in order of application",
                 parse=self._parsed_chain, hint=tuple[str, ...]),
         )  # fmt: skip
         found: dict[str, Setting] = {}
@@ -196,7 +199,7 @@ class RuleTable:
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.
 
-        `AUTO` resolves to the parallel fill, and a fill that the row does not use to its
+        `AUTO` resolves to the parallel fill, and a fill that the row does not use resolves to its
         `FillRule.otherwise`. The structure slot is empty if the fill enforces the structure.
         """
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
@@ -222,7 +225,7 @@ class RuleTable:
         return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
-        """The static settings of a row. Rows with equal static settings may share a program."""
+        """The static settings of a row. Rows with equal static settings can share a program."""
         named, kept = (
             tuple((cls, static_values(cls, row)) for cls in classes)
             for classes in (self.of(row), self.chained(row))
@@ -252,7 +255,7 @@ class RuleTable:
         Bans (including ``ignore_eos`` and biases of -inf) always come first, so that no truncation
         leaves only banned candidates in a row. An id in ``banned_ids`` that also ends a generation
         remains allowed unless the row ignores EOS. Candidates that violate the row's structure are
-        removed next. `check_chain` must have checked the rows.
+        removed next. The rows must have passed `check_chain`.
         """
         bans = [self.banned(row, facts) for row in rows]
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
@@ -266,16 +269,16 @@ class RuleTable:
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.
 
-        Programs whose requests are known in advance may omit the other transforms. The shorter
-        chain compiles faster and gives exactly the same tokens, because neutral
-        transforms are the identity.
+        Programs whose requests are known in advance can omit the other transforms. The shorter
+        chain compiles faster and gives exactly the same tokens, because neutral transforms are the
+        identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
         )
 
     def banned(self, row: Any, facts: ModelFacts) -> list[int]:
-        """Ids that a row may not propose, ascending."""
+        """Ids that a row never proposes, in ascending order."""
         eos = frozenset(facts.eos_ids)
         ban = frozenset(facts.banned_ids) - eos
         ban |= {token for token, bias in row.logit_bias if bias == -math.inf}
@@ -311,7 +314,7 @@ class RuleTable:
                     raise SettingError(
                         setting.name,
                         value,
-                        f"needs {name!r}, which the chain lacks",
+                        f"requires {name!r}, which the chain lacks",
                         f"add it to the chain or leave {setting.name} at its default",
                     )
 

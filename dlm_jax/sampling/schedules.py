@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine"}
-"""Schedules, as choices of a setting."""
+"""Schedules, as the choices of a setting."""
 
 
 def ratio_at(
@@ -15,7 +15,8 @@ def ratio_at(
     """float32 ``[B]`` ratio that changes from `start_B` at the first step to `end_B` at the last.
 
     With ``t = step / (steps - 1)``, the linear schedule is ``start + (end - start) t``, and the
-    cosine schedule is ``end + (start - end) (1 + cos(pi t)) / 2``. A single step uses the start.
+    cosine schedule is ``end + (start - end) (1 + cos(pi t)) / 2``. With a single step, the ratio is
+    `start_B`.
 
     Raises:
       ValueError: the schedule is not one of `SCHEDULES`.

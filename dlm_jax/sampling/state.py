@@ -1,7 +1,7 @@
 """The per-row state of the denoising loop, and the state before the first step.
 
 Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row does not depend on
-the rest of the batch, and rows at different steps may be batched together.
+the rest of the batch, and rows at different steps can be batched together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
-"""Value in place of a step number for tokens that an edit or re-noise wrote."""
+"""Value used instead of a step number for tokens written by an edit or re-noise."""
 
 
 class State(NamedTuple):
     """The state of the rows in the denoising loop.
 
     Attributes:
-      canvas: tokens, lengths, frozen positions.
+      canvas: tokens, lengths and frozen positions.
       logprob_BL: float32, log-probability of each committed token under the clean logits it was
         drawn from, in nats; 0 at given tokens, at holes, and at tokens written by an edit or
         re-noise. If the remask rule reads it, draft tokens have the log-probability from the last
@@ -48,7 +48,7 @@ class State(NamedTuple):
       memory: state of the commit rule.
       records: records of every step; None in a loop without traces.
       signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
-        it belongs to the same block; values at other positions are outdated. None for a network
+        that step was in the same block; values at other positions are outdated. None for a network
         without a signal.
     """
 
@@ -98,7 +98,7 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, and other live tokens are frozen.
 
-    With `frozen_BL`, only the tokens at these positions are frozen; the others are a draft. A
+    With `frozen_BL`, only the tokens at these positions are frozen; all others are a draft. A
     length of 0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]

@@ -60,7 +60,7 @@ class StepInputs(NamedTuple):
     Attributes:
       is_open_BL: True at positions that receive a candidate.
       is_read_BL: True at tokens to score for the remask rule: draft tokens, and the whole block if
-        the rule `rereads`; None without a rule.
+        the rule `rereads`; None without a remask rule.
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
@@ -104,7 +104,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     context = visible_context(program, state)
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
     commit = commit._replace(attention_BLL=output.attention_BLL)
-    # The old cache is not used again, so it may be overwritten in place.
+    # The old cache is not used again, so it can be overwritten in place.
     rows = (
         state._replace(cache=None, records=None),
         output,
@@ -237,7 +237,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 
 
 def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
-    """The current canvas, and uniform noise over the ids that each row may write."""
+    """The current canvas, and uniform noise over the ids that can be written in each row."""
     eos_ids = set(program.eos_ids)
     banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
 
@@ -260,9 +260,7 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
 
 
 def begun(program: Program, state: State) -> State:
-    """The state in which the holes of starting rows contain the initial tokens of the commit rule,
-    if the rule renews.
-    """
+    """Fills the holes of starting rows with the initial tokens of the commit rule, if it renews."""
     rule = state.rules.commit
     if not rule.renews:
         return state
@@ -281,9 +279,7 @@ def begun(program: Program, state: State) -> State:
 def _renewed(
     program: Program, state: State, inputs: StepInputs, is_committed_BL: jax.Array
 ) -> State:
-    """The state after a rule that renews has written tokens at the open positions that it did not
-    select.
-    """
+    """Writes the tokens of a rule that renews at the open positions that it did not select."""
     rule, filled = state.rules.commit, inputs.filled
     if not rule.renews:
         return state
@@ -295,7 +291,7 @@ def _renewed(
 
 
 def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
-    """The state after writing tokens that were not candidates."""
+    """Writes tokens that were not candidates."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
     tokens_BL = state.canvas.tokens_BL
     is_other_BL = is_at_BL & (new_BL != tokens_BL)
@@ -346,7 +342,7 @@ def scored_positions(
 
 
 def may_edit(state: State) -> jax.Array:
-    """True at positions that may be edited after this step."""
+    """True at positions that can be edited after this step."""
     edit, edits, canvas = state.rules.edit, state.edits, state.canvas
     assert edit is not None and edits is not None
     is_row_B = edit.is_active() & state.is_running_B
@@ -363,7 +359,7 @@ def beside(is_true_BL: jax.Array) -> jax.Array:
 
 
 def visible_context(program: Program, state: State) -> Context:
-    """The visible canvas, as logit transforms read it."""
+    """The visible canvas, as read by logit transforms."""
     return Context(
         tokens_BL=state.canvas.tokens_BL,
         order_BL=state.committed_BL,
@@ -430,7 +426,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates. If rows are sharded, each device fills its own rows."""
+    """Proposes candidates. If rows are sharded, each device fills its own rows."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -466,7 +462,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
 
 
 def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
-    """The output of a fill, after checks of shapes and dtypes. Errors name the fill."""
+    """Returns the output of a fill after checking shapes and dtypes. Errors name the fill."""
     kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
@@ -477,7 +473,7 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state after the commits, and the committed positions. No row ends here."""
+    """The state after the commits, and the committed positions. This function ends no row."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
     memory = state.memory._replace(places=filled.kept)
     context = inputs.commit._replace(memory=memory)
@@ -601,7 +597,7 @@ def edited(
 
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
-    """The state with the selected tokens remasked."""
+    """Remasks the selected tokens."""
     tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
 
     def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -661,7 +657,7 @@ def _settled(
 def _ended(
     program: Program, state: State, steps_B: jax.Array, is_finite_B: jax.Array, still_B: jax.Array
 ) -> State:
-    """The state at the end of a step: the step is counted, blocks advance, and rows may end.
+    """Finishes a step: counts it, advances blocks, and ends rows.
 
     A block without holes remains current where `still_B` is True, except after its last step.
     """
@@ -704,7 +700,7 @@ def _ended(
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
     """The length of each row's prefix of final tokens.
 
-    The prefix ends at the first hole. In rows whose tokens may be rewritten, tokens become final
+    The prefix ends at the first hole. In rows whose tokens can be rewritten, tokens become final
     when their block ends.
     """
     place_B = place_of_largest(is_hole_BL)

@@ -5,8 +5,8 @@ pass over 256 x 50257 logits takes 20 ms, while accumulating the same function e
 `[N, C]` columns takes 3 ms. Every pass over the logits therefore uses `accumulate`. Each position
 has its own columns, so the result at a position does not depend on the number of positions.
 
-Accelerators sort and reduce whole rows faster than they run these workarounds. `sorts_whole_rows`
-decides which method is used. Both methods give bitwise identical results.
+On accelerators, sorting and reducing whole rows is faster than these workarounds.
+`sorts_whole_rows` decides which method is used. Both methods give bitwise identical results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK = 256
 
 
 def sorts_whole_rows() -> bool:
-    """Whether whole-row sorts and reductions are fastest on the devices in use.
+    """True if whole-row sorts and reductions are fastest on the devices in use.
 
     On a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
     of the compile time of this module's workarounds. Truncation takes one pass after a ``top_k``
@@ -54,7 +54,7 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
     `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`). Column c processes the ids `c + j *
-    C` in ascending order of j. `fn` must be elementwise, because the last block may be narrower and
+    C` in ascending order of j. `fn` must be elementwise, because the last block can be narrower and
     then updates only the leading columns.
     """
     N, V = logits_NV.shape
@@ -122,8 +122,8 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
     """Id `[N]` of the nth matching token at each position, counted from 1; V or more if there are
     fewer.
 
-    Tokens are counted per block and then within one block. This method is fast on hardware with
-    fast whole-row reductions.
+    Tokens are counted per block and then within one block, which is fast on hardware with fast
+    whole-row reductions.
     """
     N, V = is_wanted_NV.shape
     wanted_NKS = jnp.pad(is_wanted_NV, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
@@ -209,7 +209,7 @@ def _largest_flushed(
     member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
-    # If maxima tie at the edge, an excluded column may contain an equal logit with a lower id.
+    # If maxima tie at the edge, an excluded column can contain an equal logit with a lower id.
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
@@ -220,12 +220,12 @@ def _largest_flushed(
 
 
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
-    """`lax.top_k` between barriers. If the operation were fused with its neighbours, the CPU
-    backend of XLA would sort instead.
+    """`lax.top_k` between barriers. Without them, XLA fuses the operation with its neighbours, and
+    its CPU backend sorts instead.
     """
     x = jax.lax.optimization_barrier(x)
-    # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k, on
-    # which a later pass of the partitioner aborts.
+    # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k,
+    # and a later pass of the partitioner then aborts.
     values, ids = (jax.lax.optimization_barrier(y) for y in jax.lax.top_k(x, size))
     return values, ids
 
@@ -238,8 +238,8 @@ def flushed(x: Array) -> Array:
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients of logits and divisors, finite where the logit is finite. A quotient of +inf would
-    make the softmax NaN.
+    """Quotients of logits and divisors, which are finite where the logit is finite. A quotient of
+    +inf would make the softmax NaN.
 
     With a divisor of 1, the logits are returned bitwise unchanged; a multiplication would flush
     denormals.
@@ -301,7 +301,7 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
 
 @jax.custom_jvp
 def _p_log_p(logprob: Array) -> Array:
-    """``p ln p`` and its derivative in ``ln p``; both are 0 in the limit of p = 0."""
+    """``p ln p`` and its derivative in ``ln p``; both are 0 in the limit p = 0."""
     prob = jnp.exp(logprob)
     return jnp.where(prob > 0, prob * logprob, 0.0)
 

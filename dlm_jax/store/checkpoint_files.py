@@ -47,7 +47,7 @@ def not_finite(params: Params) -> str | None:
 
 
 def _is_finite(part: jax.Array | np.ndarray) -> bool:
-    # NumPy reads a host array in place, whereas a JAX function would be compiled for each shape.
+    # NumPy reads a host array in place. A JAX function would be compiled for each shape.
     if isinstance(part, jax.Array) and any(d.platform != "cpu" for d in part.devices()):
         return bool(jnp.isfinite(part).all())
     return bool(np.isfinite(np.asarray(part)).all())
@@ -84,7 +84,8 @@ def step_path(root: Path, step: int) -> Path:
 def failures_of_writing(path: AnyPath) -> Iterator[None]:
     """Converts the `ValueError` that tensorstore raises for a failed write to an `OSError`.
 
-    The errno is the one in the message, or `errno.EIO` if there is none. The file name is `path`.
+    The errno is read from the message, or `errno.EIO` if the message has none. The file name is
+    `path`.
     """
     try:
         yield
@@ -97,10 +98,10 @@ def failures_of_writing(path: AnyPath) -> Iterator[None]:
 
 
 def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
-    """Contents of a checkpoint's manifest other than its files: format, library versions, identity
+    """The contents of a checkpoint's manifest except its files: format, library versions, identity
     of the run, and arrays.
 
-    The identity is ``run`` in the metadata, or empty if the metadata has none.
+    The identity is ``run`` in the metadata, or empty if the metadata has no ``run``.
     """
     writers = ("jax", "orbax-checkpoint", "numpy")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers)
@@ -233,7 +234,7 @@ def _check_one_run(root: Path, steps: list[int]) -> None:
     if len(runs) > 1:
         found = ", ".join(f"{of} of run {run or 'unnamed'}" for run, of in runs.items())
         raise ValueError(
-            f"{root} holds checkpoints of several runs (steps {found}); move the checkpoints of "
+            f"{root} contains checkpoints of several runs (steps {found}); move the checkpoints of "
             f"all but one run elsewhere"
         )
 
@@ -271,7 +272,7 @@ def _why_empty(root: Path) -> str:
         return f"{root} is a single checkpoint; pass its parent directory, {root.parent}"
     names = [path.name for path in root.iterdir()]
     if any(_LEFTOVER_NAME.fullmatch(name) for name in names):
-        return f"{root} holds only an unfinished checkpoint; train until a checkpoint is complete"
+        return f"{root} has only an unfinished checkpoint; train until a checkpoint is complete"
     if not names:
         return f"checkpoint directory {root} is empty; train until a checkpoint is written"
     return f"{root} is not a checkpoint directory (no step_* in it); check the path"
@@ -297,9 +298,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ValueError(f"{name} lies inside another tensor")
+                raise ValueError(f"{name} is nested in another tensor")
         if last in node:
-            raise ValueError(f"other tensors lie inside {name}")
+            raise ValueError(f"other tensors are nested in {name}")
         node[last] = value
     return tree
 

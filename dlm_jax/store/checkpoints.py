@@ -1,6 +1,6 @@
 """Checkpoints that are either complete or absent, and never silently corrupt.
 
-A checkpoint is a directory that gets its final name once all its files are on disk::
+A checkpoint is a directory that is renamed to its final name when all its files are on disk::
 
     step_00000250/
       state/         the pytree of arrays (Orbax, OCDBT)
@@ -10,14 +10,14 @@ A checkpoint is a directory that gets its final name once all its files are on d
 
 Orbax loads most files with flipped bits without an error. Therefore, `restore` verifies the
 manifest first and falls back to an earlier checkpoint if the newest one is damaged. Only this file
-uses Orbax: the asynchronous checkpointer, but not the manager of Orbax, which ignores checksums
-when it prunes checkpoints.
+uses Orbax. It uses the asynchronous checkpointer but not the manager of Orbax, which ignores
+checksums when it prunes checkpoints.
 
 In a bucket, files cannot be renamed, and every process writes its own files. The folder ``state/``
-in a bucket contains a zarr array for each array, written and read by tensorstore, because Orbax
-does not support ``s3://``. Each process writes the shards of its devices, reads the files back, and
-writes their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all processes,
-process 0 writes the manifest, which completes the checkpoint.
+in a bucket contains a zarr array for each array. Tensorstore writes and reads these arrays, because
+Orbax does not support ``s3://``. Each process writes the shards of its devices, reads the files
+back, and writes their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all
+processes, process 0 writes the manifest, which completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _POLL = 0.2
 
 
 Part = tuple[str, tuple[slice, ...], np.ndarray]
-"""A piece of an array on the host: the name of the array, the index of the piece, its values."""
+"""A piece of an array on the host: name of the array, index of the piece, and values."""
 
 
 def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
@@ -247,7 +247,7 @@ class Checkpoints:
       check: called on process 0 before files in the directory are removed or a checkpoint is
         completed. `check` raises an error if another process has claimed the directory.
 
-    ``when_closed`` is a stack of callbacks that run after closing.
+    ``when_closed`` is a stack of callbacks that run after `close`.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
     ):
         if keep < 1:
-            raise ValueError(f"keep={keep} would leave no checkpoint to resume from; use 1 or more")
+            raise ValueError(f"keep={keep} leaves no checkpoint to resume from; use 1 or more")
         self.directory = checkpoint_root(directory)
         self._keep = keep
         self._check = check
@@ -284,7 +284,7 @@ class Checkpoints:
         of ``step`` exists.
 
         The method waits for the previous save. The new save continues in the background, and the
-        arrays may be donated once the method has returned.
+        arrays can be donated after the method returns.
 
         Args:
           step: at least 0, and not before the newest checkpoint.
@@ -342,15 +342,16 @@ class Checkpoints:
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
     ) -> Restored:
-        """Restores the newest usable checkpoint (or the one at ``step``) with the structure of
+        """Restores the newest usable checkpoint, or the one at ``step``, with the structure of
         ``abstract_state``.
 
-        Unless ``step`` is given, a damaged checkpoint is reported and skipped, and the checkpoint
-        before it is used.
+        Unless ``step`` is given, a damaged checkpoint is reported and skipped, and the previous
+        checkpoint is used.
 
         Args:
-          abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings may differ
-            from those at the save. A leaf without a sharding is restored on the first local device.
+          abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings can differ
+            from the saved shardings. A leaf without a sharding is restored on the first local
+            device.
           step: step of the checkpoint to restore; None for the newest usable one.
           report: called on process 0 with one line for each damaged checkpoint that is skipped.
             Default: `warnings.warn`.
@@ -431,7 +432,7 @@ def _newest(
     report: Report | None,
     checked: dict[int, bool],
 ) -> tuple[int, Path]:
-    """The checkpoint to restore, chosen by process 0; see `newest_usable`."""
+    """The checkpoint to restore, selected by process 0; see `newest_usable`."""
     quiet_orbax()
     found = on_first_process(
         lambda: newest_usable(root, step, leaves, report or warnings.warn, checked)
@@ -447,10 +448,11 @@ def load_params(
     place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and metadata of the newest usable checkpoint (or the one at ``step``).
+    """The parameters and metadata of the newest usable checkpoint, or of the one at ``step``.
 
     Only the parameters are read (or their moving average, if there is one), not the optimiser
-    state. The mesh and the number of processes may differ from those at the save.
+    state. The mesh and the number of processes can differ from those of the run that saved the
+    checkpoint.
 
     Args:
       directory: the directory passed to `Checkpoints`, or its parent.

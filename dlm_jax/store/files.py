@@ -164,8 +164,8 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
         leftovers are removed after an hour.
 
     Raises:
-      OSError: the file cannot be written; the error names `path`. An `OSError` raised in the block
-        that names another file is unchanged.
+      OSError: the file cannot be written; the error names `path`. An `OSError` from the block that
+        names another file is unchanged.
     """
     if is_remote(path):
         with located(path).open("wb") as file:
@@ -231,7 +231,7 @@ def remove_tree(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error means that the disk is full or broken, rather than a bad file name."""
+    """Whether an error is due to a full or broken disk rather than a bad file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return isinstance(error, OSError) and error.errno in full
 
@@ -260,7 +260,7 @@ _ENDING_BYTES = len(', "crc": "00000000"}')
 
 
 class Damaged(ValueError):
-    """A line or file differs from what was written."""
+    """A line or file has changed since it was written."""
 
 
 def with_crc(line: bytes) -> bytes:
@@ -305,7 +305,7 @@ def source_digest(code: object) -> str | None:
 _READERS = 32
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.json.damaged"
-"""The name under which the manifest of a damaged checkpoint in a bucket is kept."""
+"""The new name of the manifest of a damaged checkpoint in a bucket."""
 
 
 def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def write_line(path: AnyPath, line: str) -> None:
 
 
 def read_line(path: AnyPath) -> str:
-    """The line that `write_line` wrote; raises `Damaged` if the file has changed since."""
+    """The line that `write_line` wrote; raises `Damaged` if the file has changed."""
     text = path.read_bytes().decode(errors="replace")
     line = text.partition("\n")[0]
     if text != _with_crc(line):
@@ -394,7 +394,7 @@ LOCK = ".lock"
 
 
 class DirectoryLock:
-    """Reserves directories for one process until it releases them or ends.
+    """Reserves directories for one process until the process releases them or ends.
 
     `lock` locks the directory itself, or the file `LOCK` in it if only files can be locked, as on
     network file systems. In a bucket, or on a file system without locks, the process writes a claim
@@ -407,7 +407,7 @@ class DirectoryLock:
         self._claims: dict[AnyPath, str] = {}
 
     def lock(self, directory: AnyPath, setting: str) -> bool:
-        """Locks a directory without changing it otherwise. A second call has no effect.
+        """Locks a directory and makes no other change. A second call has no effect.
 
         Args:
           directory: an existing directory, or a path in a bucket.

@@ -221,7 +221,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "dynatemp_range='0.5' is not", "steps=3000000000 is outside [1, 2147483647]",
                  "exceeds the canvas",
                  "max_length=10000000", "top_p=1000", "stop_at_eos has no effect", "is not a gap",
-                 "top_k=5 needs 'top_k'", "logit_bias has id 999"):  # fmt: skip
+                 "top_k=5 requires 'top_k'", "logit_bias has id 999"):  # fmt: skip
         assert part in told, part
 
 

@@ -263,7 +263,7 @@ def test_a_scale_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir, tmp_p
     [
         (["--fit", "x"], LABELLED, "--task requires"),
         (["--task", "x"], LABELLED, "--task requires"),
-        (["--text", "x"], LABELLED, "--labelled excludes other sources"),
+        (["--text", "x"], LABELLED, "--labelled cannot be combined with other sources"),
         (["--order", "best"], LABELLED, "order='best'"),
         ([], [LABELLED[0] | {"label": "cat"}], "line 1: label='cat' is not one"),
         ([], [LABELLED[0] | {"choices": ["sat", ""]}], "contains an empty label"),

@@ -74,7 +74,7 @@ def test_a_walk_of_two_steps_writes_the_texts_of_its_law():
             law[text] += 0.5**LENGTH * np.prod(
                 [(first if c else second)[i, text[i]] for i, c in enumerate(chosen)]
             )
-    tokens = np.asarray(_walked(2).tokens_BL)
+    tokens = np.asarray(_walked(2)[0])
     assert set(np.unique(tokens)) == set(LETTERS)
     for text, share in law.items():
         found = float((tokens == np.array(text)).all(1).mean())

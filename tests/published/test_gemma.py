@@ -218,7 +218,7 @@ def test_the_family_is_found_from_the_settings_alone(both):
     ("changes", "text"),
     [
         ({"layer_types": ["sliding_attention", "full_attention"] + ["full_attention"] * 4},
-         "only equal groups"),
+         "use equal groups"),
         ({"attention_bias": True}, "attention_bias=True is not implemented"),
         ({"per_layer_config": {"2": {"head_dim": 8}}}, "only one for all full layers"),
         ({"hidden_activation": "silu"}, "hidden_activation='silu' is not implemented"),

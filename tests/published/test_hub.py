@@ -85,8 +85,8 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
             "you can access",
             "checkpoint: checkpoint='org/m@none' is not an existing revision",
             "checkpoint: checkpoint='org/gated' is gated",
-            "checkpoint: checkpoint='org/empty' has neither a config.json nor one file of "
-            ".safetensors",
+            "checkpoint: checkpoint='org/empty' has neither a config.json nor a single "
+            ".safetensors file",
         ]
         assert {token for _, _, token in hub.asked} == {"secret"}
         assert not [path for _, path, _ in hub.asked if ".py" in path or "original" in path]

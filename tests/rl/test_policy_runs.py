@@ -279,7 +279,8 @@ def test_a_judge_tells_rewards_that_are_missing_from_those_that_are_there():
         ({"rl__loss": "trace", "sample__cache": "dual", "sample__block_length": 2},
              "cache='dual' has no trace"),
         ({"rl__loss": "trace", "sample__temperature": 0.0},
-             "sample.temperature=0.0 draws nothing that rl.loss='trace' can train on; use 1"),
+             "sample.temperature=0.0 makes no random choices, which rl.loss='trace' requires; "
+             "use 1"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, message):

@@ -64,11 +64,15 @@ def test_default_settings_are_neutral():
         ({"dry_breakers": (99,)}, (), "^dry_breakers has id 99, outside .* use 0 to 39$"),
         ({}, (40,), "^banned_ids has id 40"),
         ({"logit_bias": {i: -math.inf for i in range(1, 40)}}, (0,), "^all 40 tokens are banned; "),
-        ({"top_p": 0.5, "chain": ["top_k"]}, (), "^top_p=0.5 needs 'top_p', which the chain lacks"),
-        ({"temperature": 0.0, "chain": ["top_k"]}, (), "^temperature=0.0 needs 'temperature'"),
-        ({"temperature_end": 0.5, "chain": []}, (), "^temperature_end=0.5 needs 'temperature'"),
-        ({"logit_bias": {1: 1.0}, "chain": ["top_k"]}, (), r"^logit_bias=\(.* needs 'bias'"),
-        ({"mirostat": 1, "chain": ["top_k"]}, (), "^mirostat=1 needs 'mirostat'"),
+        (
+            {"top_p": 0.5, "chain": ["top_k"]},
+            (),
+            "^top_p=0.5 requires 'top_p', which the chain lacks",
+        ),
+        ({"temperature": 0.0, "chain": ["top_k"]}, (), "^temperature=0.0 requires 'temperature'"),
+        ({"temperature_end": 0.5, "chain": []}, (), "^temperature_end=0.5 requires 'temperature'"),
+        ({"logit_bias": {1: 1.0}, "chain": ["top_k"]}, (), r"^logit_bias=\(.* requires 'bias'"),
+        ({"mirostat": 1, "chain": ["top_k"]}, (), "^mirostat=1 requires 'mirostat'"),
     ],
 )
 def test_what_a_model_or_a_chain_does_not_allow_is_refused_with_the_remedy(

@@ -118,8 +118,8 @@ X = np.zeros(3, np.float32)
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"a": X, "a/b": X}, "a/b lies inside another tensor"),
-        ({"a/b": X, "a": X}, "lies inside another tensor"),
+        ({"a": X, "a/b": X}, "a/b is nested in another tensor"),
+        ({"a/b": X, "a": X}, "is nested in another tensor"),
         ({"a": np.zeros(3, np.int8)}, "a has type I8, which is not one of float32, float16"),
         ({"a": np.zeros(3, np.float64)}, "a has type F64"),
     ],

@@ -68,7 +68,9 @@ def test_a_checkpoint_of_another_run_is_neither_continued_nor_loaded(runs, ours)
     shutil.copytree(
         runs[1] / "checkpoints" / "step_00000008", ours / "checkpoints" / "step_00000009"
     )
-    told = r"holds checkpoints of several runs \(steps \[8\] of run \w+, \[9\] of run \w+\); move"
+    told = (
+        r"contains checkpoints of several runs \(steps \[8\] of run \w+, \[9\] of run \w+\); move"
+    )
     _refused(ours, told)
     for load in (load_params, config_of_run):
         with pytest.raises(ValueError, match=told):

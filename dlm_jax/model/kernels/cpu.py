@@ -1,7 +1,7 @@
-"""Exact forms of some layers that are faster on XLA's CPU backend.
+"""Equivalent forms of some layers that are faster on XLA's CPU backend.
 
-Which form is traced depends only on the devices in use (`dlm_jax.devices`); GPU and TPU programs
-use the plain formulas. The two forms differ only in the order of operations.
+These forms are traced only if the devices in use (`dlm_jax.devices`) are CPUs; GPU and TPU programs
+use the plain formulas. The results differ only by the order of operations.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
 
-    `scale` has the rank and the last axis of `x`, and size 1 along the other axes. On CPU, an
-    explicit backward pass stores `x` and one number per position, and reduces the gradient of
-    `scale` once.
+    `scale` has the rank of `x`, the same size along the last axis, and size 1 along all other axes.
+    On CPU, an explicit backward pass stores `x` and one number per position, and reduces the
+    gradient of `scale` once.
     """
     if platform() != "cpu":
         return x * _per_root_mean_square(x, epsilon) * scale
@@ -76,10 +76,10 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
     """Queries or keys rotated by position, computed in float32 and returned in the input's dtype.
 
-    Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
-    K/2]`` if positions differ between rows. On CPU, the halves are swapped by reversing an axis of
-    size 2, which keeps the index affine. A concatenation of the halves, fused into a loop, would
-    cost a branch per element.
+    Dimensions ``i`` and ``i + K/2`` form a pair (half rotation). `cos_LK` and `sin_LK` are ``[L,
+    K/2]``, or ``[B, L, K/2]`` if positions differ between rows. On CPU, the halves are swapped by
+    reversing an axis of size 2, which keeps the index affine. A concatenation of the halves, fused
+    into a loop, would add a branch per element.
     """
     cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
@@ -122,7 +122,7 @@ def attention_where(
 ) -> jax.Array:
     """Attention output ``[B, N, H, K]``; queries attend to the keys where `is_seen_BNM` is True.
 
-    Everything else is as in `attention`. The first two axes of `is_seen_BNM` may have size 1. The
+    Heads and dtypes are as in `attention`. The first two axes of `is_seen_BNM` can have size 1. The
     output of a query without a visible key is finite.
     """
     if platform() != "cpu":
@@ -219,12 +219,13 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def run_blocks(
     block: Callable[[jax.Array, Any, Any], jax.Array], x: jax.Array, blocks: Any, context: Any
 ) -> jax.Array:
-    """The final `x` after ``x = block(x, parameters, context)`` for each layer in stacked `blocks`.
+    """Applies ``x = block(x, parameters, context)`` for each layer of `blocks`; returns the last
+    `x`.
 
     The layers run in one `jax.lax.scan`. On CPU, the loop is unrolled if it is differentiated and
-    has at most 16 layers, because a scan copies every value that the backward pass needs into a
-    stack and back, which takes a quarter of a training step. `block` must not close over traced
-    arrays; pass them in `context`.
+    has at most 16 layers, because a scan copies the values for the backward pass into a stack and
+    back, which takes a quarter of a training step. `block` must not close over traced arrays; pass
+    them in `context`.
     """
     depth = jax.tree.leaves(blocks)[0].shape[0]
     if platform() != "cpu" or depth > 16:
@@ -258,13 +259,13 @@ _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
 
 
 def keep_freed_memory() -> bool:
-    """Makes the process retain freed memory instead of returning it to the kernel; True on success.
+    """Makes the process retain freed memory instead of returning it to the kernel.
 
-    XLA allocates all temporaries of a CPU program as one block, which glibc maps and unmaps in
-    every call. These calls cause 78,000 page faults, which take a quarter of the time of a training
-    step with 1M parameters. Call this function once, before the first computation, in a program
-    that trains on CPU. The whole process is affected, so libraries must not call it. There is no
-    effect on other devices or without glibc.
+    The result is True on success. XLA allocates all temporaries of a CPU program as one block,
+    which glibc maps and unmaps in every call. In a training step with 1M parameters, this causes
+    78,000 page faults, which take a quarter of the time. Call this function once, before the first
+    computation, in a program that trains on CPU. The whole process is affected, so libraries must
+    not call it. The function has no effect on other devices or without glibc.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
         return False

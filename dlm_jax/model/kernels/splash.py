@@ -22,7 +22,8 @@ from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
 
 _LANES = 128
-# Of 512, 1024 and 2048 positions per block, 1024 is fastest by the TPU compiler's estimates.
+# Of 512, 1024 and 2048 positions per block, 1024 is fastest according to the TPU compiler's
+# estimates.
 _MAX_BLOCK = 1024
 
 
@@ -36,7 +37,7 @@ def splash_attention(
     saved: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Like `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
+    """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
     Scores and sums are float32. Queries and keys are padded to multiples of 128.
 
@@ -47,7 +48,7 @@ def splash_attention(
       is_live_BM: True at live keys.
       may_see: as in `attention`.
       saved: name under which rematerialisation may save the residuals.
-      interpret: whether Pallas interprets the kernel, on any device; for tests.
+      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
     """
     mesh = mesh_in_use()
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)

@@ -1,4 +1,4 @@
-"""Cache rules: which positions of each row a step computes, and which are read from a cache."""
+"""Cache rules, which select the positions that a step computes and those read from a cache."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRu
 from dlm_jax.sampling.cache.exact import Exact
 
 CACHE_RULES: Mapping[str, type[CacheRule]] = {rule.name: rule for rule in (Exact, Prefix, Dual)}
-"""Cache rules by the setting ``cache``, in addition to ``none``."""
+"""Cache rules, keyed by the value of ``cache``. The value ``none`` has no rule."""
 
 __all__ = [
     "CACHE_RULES",

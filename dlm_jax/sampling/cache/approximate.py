@@ -1,7 +1,7 @@
-"""Approximate, periodically refreshed caches for bidirectional models, after Fast-dLLM.
+"""Approximate, periodically refreshed caches for bidirectional models, as in Fast-dLLM.
 
-In such a model, every position attends to all others. Cached values outside the window date from
-the last refresh of the whole row.
+In a bidirectional model, every position attends to all others. Cached values outside the window are
+those of the last refresh of the whole row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlm_jax.settings import Setting, SettingError, per_row, reads, rule, static
 
 CACHE_REFRESH = Setting(
     "cache_refresh", 0,
-    "prefix, dual: steps between refreshes of the whole row; 0: only when a block starts",
+    "prefix, dual: steps between refreshes of the whole row; 0 refreshes only when a block starts",
     low=0, activates=False,
 )  # fmt: skip
 CACHE_MARGIN = Setting(
@@ -54,14 +54,14 @@ class Dual(CacheRule):
             raise SettingError(
                 "cache",
                 cls.name,
-                "is for bidirectional models only",
+                "supports only bidirectional models",
                 "use cache='exact', which is exact for this model",
             )
         if row.block_length == 0:
             raise SettingError(
                 "cache",
                 cls.name,
-                "computes one block per step, but block_length=0 is a single block",
+                "computes one block per step, but block_length=0 makes the row a single block",
                 "use block_length=32, say",
             )
 
@@ -87,7 +87,7 @@ class Dual(CacheRule):
 class Prefix(Dual):
     """Computes the block and all later positions. Keys and values before the block are cached.
 
-    The whole row is computed at the same steps as in `Dual`.
+    The whole row is computed at the same steps as with `Dual`.
     """
 
     about = "everything before the block; approximate, for bidirectional models"

@@ -1,4 +1,4 @@
-"""Cache rules: which positions of a row a step computes, and which are read from a cache.
+"""Cache rules, which select the positions that a step computes and those read from a cache.
 
 A step computes a window of static size at each row's block. The keys and values of all other
 positions are cached. An exact rule never uses stale entries; an approximate rule refreshes stale
@@ -23,9 +23,9 @@ class CacheState(NamedTuple):
     Attributes:
       kept: keys and values of the canvas, in the format of the network.
       bare: keys and values of the canvas with its given tokens masked; None without guidance.
-      valid_B: int32, cached positions before this index match the current tokens.
-      age_B: int32, number of steps since the whole row was last computed, counting that step; 0 if
-        it never was.
+      valid_B: int32 index; cached positions before it match the current tokens.
+      age_B: int32, number of steps since the whole row was last computed, including that step; 0 if
+        it has not been computed.
       block_B: int32, index of the block in which the whole row was last computed.
     """
 
@@ -62,9 +62,9 @@ class CachePlan(NamedTuple):
 
     Attributes:
       begin_B: int32, first position of the window.
-      end_B: int32, end of the window, exclusive; at most `begin_B` plus the largest of
-        `CacheRule.sizes`, or the end of the canvas.
-      is_due_B: True where the whole row, instead of a window, is computed and cached.
+      end_B: int32, exclusive end of the window; at most `begin_B` plus the largest of
+        `CacheRule.sizes`, or equal to the end of the canvas.
+      is_due_B: True where the whole row is computed and cached instead of a window.
       settles_B: True where the last ``sizes()[0]`` positions before `begin_B`, whose tokens are
         final, are computed first and cached.
       valid_B: int32, `CacheState.valid_B` after the step.
@@ -84,22 +84,22 @@ class CacheRule(Rule):
 
     @property
     def keeps(self) -> bool:
-        """Whether the keys and values of a step's window are cached; static."""
+        """True if the keys and values of a step's window are cached; static."""
         return False
 
     @property
     def settles(self) -> bool:
-        """Whether a plan can finalise positions before a window; static."""
+        """True if a plan can finalise positions before a window; static."""
         return False
 
     @property
     def sees_behind(self) -> bool:
-        """Whether a window attends to cached positions after it; static."""
+        """True if a window attends to cached positions after it; static."""
         return True
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Always True, because the setting ``cache`` selects the rule by its name."""
+        """Always True, because the setting ``cache`` selects the rule."""
         return True
 
     @classmethod
@@ -128,7 +128,7 @@ class CacheRule(Rule):
     def check_trace(cls, row: Any) -> None:
         """Raises unless the cache is exact."""
         raise SettingError(
-            "cache", cls.name, "has no trace: a replay computes exact values",
+            "cache", cls.name, "has no trace, because a replay computes exact values",
             "use cache='none'",
         )  # fmt: skip
 
@@ -140,7 +140,7 @@ class CacheRule(Rule):
         """
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        """Static sizes of the windows, ascending, at most `num_positions`.
+        """Static window sizes in ascending order, at most `num_positions` each.
 
         With a single size, a step computes all rows together. With several sizes, each row is
         computed in the smallest size that fits its window, together with the other rows of that
@@ -149,10 +149,10 @@ class CacheRule(Rule):
         raise NotImplementedError
 
     def prefix(self, first: int) -> int:
-        """Length of the prefix, before the first open position `first`, whose cached values depend
-        only on the tokens in the prefix; 0 if there is no such prefix.
+        """Length of the longest prefix before `first`, the first open position, whose cached values
+        depend only on tokens in the prefix; 0 if there is none.
 
-        A row whose prefix is already cached may start with this length as `CacheState.valid_B`.
+        A row whose prefix is already cached can start with this length as `CacheState.valid_B`.
         """
         return 0
 

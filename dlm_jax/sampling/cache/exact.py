@@ -1,6 +1,6 @@
 """The exact cache for causal and block-causal models.
 
-After a block is finished, it is computed only once.
+A finished block is computed once more, and is then read from the cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Exact(CacheRule):
 
     In a block-causal model, no earlier position attends to the block, so the cached values equal
     those of a full forward pass. Results equal those without a cache, up to rounding in the logits.
-    A finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025, section
-    3). The whole row is computed once, at the first step, unless the given tokens fit in one block.
+    Each finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025,
+    section 3). The whole row is computed once, at the first step, unless the given tokens fit in
+    one block.
 
     A causal model has blocks of one position. The model predicts each token from the token before
     it, so the forward pass that predicts a token also computes the cached values of its input, and
@@ -72,8 +73,8 @@ class Exact(CacheRule):
                 raise SettingError(
                     name,
                     value,
-                    "may write positions other than the next one, but cache='exact' of a causal "
-                    "model writes only that one",
+                    "can write positions other than the next one, but cache='exact' with a causal "
+                    "model writes only the next one",
                     f"use {name}={fine[0]!r}",
                 )
 
@@ -83,7 +84,7 @@ class Exact(CacheRule):
             raise SettingError(
                 "steps",
                 row.steps,
-                f"is less than the {is_open.sum()} tokens to write; cache='exact' of a causal "
+                f"is less than the {is_open.sum()} tokens to write; cache='exact' with a causal "
                 f"model writes one per step",
                 f"use steps={is_open.sum()} or more",
             )
@@ -102,7 +103,7 @@ class Exact(CacheRule):
         begin_B, end_B = context.first_B, None
         if self.canvas_length:
             begin_B, end_B = context.block.begin_B, context.block.end_B
-        elif self.block_length:  # the block of a row may be part of a block of the model
+        elif self.block_length:  # the block of a row can be part of a block of the model
             begin_B = context.block.begin_B // self.block_length * self.block_length
         settles_B = jnp.zeros_like(begin_B, bool)
         if self.settles:

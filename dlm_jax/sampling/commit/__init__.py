@@ -1,4 +1,4 @@
-"""Commit rules: which of the proposed tokens a step writes into the canvas."""
+"""Commit rules, which select the proposed tokens that a step writes into the canvas."""
 
 from collections.abc import Mapping
 
@@ -43,7 +43,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         Posterior, EntropyRenoise, Dawn,
     )
 }  # fmt: skip
-"""Commit rules by the setting ``order``."""
+"""Commit rules, keyed by the value of ``order``."""
 
 __all__ = [
     "Ancestral",

@@ -1,4 +1,4 @@
-"""Sampling along the noise process used in training: ancestral steps of MDLM and ReMDM.
+"""Ancestral sampling of MDLM and ReMDM, which reverses the noise process used in training.
 
 Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule, in which
 ``alpha`` is the fraction of visible tokens.
@@ -28,7 +28,7 @@ REMASK_ETA = Setting(
 
 
 class NoiseSchedule(Protocol):
-    """The noise schedule that the model was trained with; hashable."""
+    """The noise schedule used in training; hashable."""
 
     def masked_ratio(self, t: jax.Array, /) -> jax.Array:
         """``1 - alpha(t)`` for t in [0, 1]."""
@@ -47,8 +47,7 @@ SIGMAS = {
     "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
     "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
 }
-"""Remask probability by name of the remask rule, for rules that use the same probability for all
-tokens."""
+"""Remask probabilities of the rules that use the same probability for all tokens, keyed by rule."""
 
 
 def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
@@ -74,7 +73,7 @@ class Ancestral(CommitRule):
     remask: str = reads("remask", "none")
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes that the process unmasks in this step. Other holes need no logits."""
+        """The holes that the process unmasks in this step. All other holes need no logits."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])

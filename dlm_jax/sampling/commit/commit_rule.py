@@ -1,8 +1,8 @@
-"""Commit rules: which of the proposed tokens are written into the canvas at a step.
+"""Commit rules, which select the proposed tokens that a step writes into the canvas.
 
 A rule is a frozen pytree whose static values are metadata and whose per-row settings are ``[B]``
 leaves. Each call processes the whole batch, and rows are independent. Scores that differ only by
-rounding are treated as ties, because their order may differ between compiled programs (see
+rounding are treated as ties, because their order can differ between compiled programs (see
 `TOLERANCE`).
 """
 
@@ -19,7 +19,7 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RuleMemory(NamedTuple):
-    """State that a rule carries from step to step. None of its arrays has a vocabulary axis.
+    """The state of a rule between steps. None of its arrays has a vocabulary axis.
 
     Attributes:
       places: per-position arrays ``[B, L, ...]``, updated at positions whose logits are read.
@@ -31,13 +31,13 @@ class RuleMemory(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The current canvas, and uniform noise for its positions; for rules that renew tokens.
+    """The current canvas and uniform noise for its positions, for rules that renew tokens.
 
     Attributes:
       tokens_BL: int32 canvas.
       is_mask_BL: True at MASK.
-      is_noise_BL: True at tokens that may occur as noise in the row. The noise ids of a row are all
-          ids that the row may write.
+      is_noise_BL: True at tokens whose ids are noise ids of the row. The noise ids of a row are all
+        ids that can be written in the row.
       random_BL: int32, one of the row's noise ids per position, drawn uniformly for this step.
       num_ids_B: int32, number of noise ids of the row.
       mask_id: the id of MASK.
@@ -55,8 +55,8 @@ class CommitContext(NamedTuple):
     """The current block of each row at the start of a step.
 
     Attributes:
-      is_hole_BL: True at the writable positions of the block in running rows: the holes or, in rows
-        that resample, all unfrozen positions.
+      is_hole_BL: True at the writable positions of the block in running rows: these are the holes
+        or, in rows that resample, all unfrozen positions.
       first_holes_B: int32, number of holes in the block before its first step.
       step_B: int32, number of steps taken in the block.
       steps_B: int32, total number of steps for the block, at least 1.
@@ -66,8 +66,8 @@ class CommitContext(NamedTuple):
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
       standing: current content of the positions; None unless the rule `renews`.
-      is_token_BL: True at live tokens of the whole canvas that are not MASK.
-      attention_BLL: float32 attention from each live position (axis 1) to the others (axis 2) in
+      is_token_BL: True at all live tokens of the canvas except MASK.
+      attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
         the forward pass of the step; None if the rule's `map_blocks` is 0.
     """
 
@@ -91,7 +91,7 @@ class Proposal(NamedTuple):
       tokens_BL: int32 candidate ids.
       logprob_BL: float32 log-probability of the candidate under the clean logits.
       final_logprob_BL: float32, log-probability of the candidate under the logits it was drawn
-        from, after all transforms; 0 if none of the row's transforms reads it.
+        from, after all transforms; 0 if no transform of the row reads it.
       confidence_BL: float32, the result of the rule's `measure`; higher is more confident. If the
           rule `renews`, this is the confidence of the current token.
     """
@@ -103,18 +103,18 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Selects which of the eligible positions a step commits. Only `select` is required.
+    """Selects the eligible positions that a step commits. Only `select` is required.
 
     At the last step of a block, the loop also commits every remaining hole.
 
     Attributes:
-      rewrites: whether `select` may also select written tokens of the block, for which candidates
-        are then drawn as well. A block of such a rule ends after a step that starts without holes
-        and rewrites nothing, or after `patience` steps that start without holes.
-      renews: whether the rule also writes tokens other than candidates at the open positions that
-          it does not select; see `renewed` and `begin`.
+      rewrites: True if `select` can also select written tokens of the block. Candidates are then
+        drawn for these tokens as well, and a block ends after a step that starts without holes and
+        rewrites nothing, or after `patience` steps that start without holes.
+      renews: True if the rule also writes tokens other than candidates, at open positions that it
+        does not select; see `renewed` and `begin`.
       scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied.
-      remembers_ids: whether the memory that `observe` returns depends on the candidates.
+      remembers_ids: True if the memory that `observe` returns depends on the candidates.
       map_blocks: number of final Transformer blocks whose attention, averaged over blocks and
         heads, the rule reads; 0 for none.
     """
@@ -131,7 +131,8 @@ class CommitRule(Rule):
         """Raises if the rule reads attention maps and the row has a cache."""
         if cls.map_blocks and row.cache != "none":
             raise SettingError(
-                "cache", row.cache, f"computes no attention maps, which order={cls.name!r} reads",
+                "cache", row.cache,
+                f"computes no attention maps, which order={cls.name!r} requires",
                 "use cache='none'",
             )  # fmt: skip
 
@@ -140,7 +141,7 @@ class CommitRule(Rule):
         """Raises if the rule reads attention maps and the network returns none."""
         if cls.map_blocks and not facts.shows_maps:
             raise SettingError(
-                "order", cls.name, "reads attention maps, which this network does not return",
+                "order", cls.name, "requires attention maps, which this network does not return",
                 "set Network.inside, or use order='threshold'",
             )  # fmt: skip
 
@@ -149,7 +150,7 @@ class CommitRule(Rule):
         raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """True at the holes that this step may commit, ``[B, L]``.
+        """True at the holes that this step can commit, ``[B, L]``.
 
         Logits are computed only at these holes.
         """
@@ -173,10 +174,10 @@ class CommitRule(Rule):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        """The memory of N positions, updated after their logits are read, and their confidence.
+        """Returns the memory of N positions, updated with their logits, and their confidence.
 
-        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. If
-        the rule has a per-position `RuleMemory`, this method is called instead of `measure`.
+        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. This
+        method is called instead of `measure` if the rule has a per-position `RuleMemory`.
         """
         return kept, self.measure(logits_NV, logprob_N)
 
@@ -224,8 +225,8 @@ class CommitRule(Rule):
         """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
         ``context.key_B``.
 
-        A rule that does not use this key returns 0 (see `certain`). The random breaking of ties is
-        not counted. Traces require this method.
+        A rule that does not use this key returns 0 (see `certain`). Random tie-breaking is not
+        included. Traces require this method.
         """
         raise NotImplementedError
 
@@ -287,8 +288,8 @@ def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int
     """Positive uint32 numbers ``[B, L]`` that break ties: the position with the highest number
     wins.
 
-    In rows with `prefers_lower_B` the numbers descend from left to right. In all other rows they
-    are random, drawn from the row's key, independently of the canvas length.
+    In rows with `prefers_lower_B`, the numbers descend from left to right. In all other rows, they
+    are drawn at random from the row's key, independently of the canvas length.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
@@ -342,9 +343,8 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
     """uint32 ``[B]``: the `count_B`-th largest number in each row; 0 if fewer numbers are above 0.
-
-    The number is computed bit by bit. On CPU, a sort takes 5 times as long at 16 x 256 and 13 times
-    as long at 64 x 1024.
+    The number is computed bit by bit, because a sort on CPU takes 5 times as long for 16 x 256
+    numbers and 13 times as long for 64 x 1024.
     """
 
     def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:
@@ -363,5 +363,5 @@ def _ascending(score: jax.Array) -> jax.Array:
 
 
 def uniform(key_B: jax.Array, num_positions: int) -> jax.Array:
-    """A uniform number per position, ``[B, L]``, which depends only on the row's key."""
+    """One uniform random number per position, ``[B, L]``, which depends only on the row's key."""
     return jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(key_B)

@@ -1,4 +1,4 @@
-"""CreditDecoding: confidence that grows while a position keeps its prediction."""
+"""CreditDecoding: raises the confidence of predictions that persist over several steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ credit."""
 
 
 class Credits(NamedTuple):
-    """Credit of some ids, ``[..., K]`` each. An id of -1 marks an empty entry."""
+    """The credit of K ids per position, ``[..., K]`` each. An id of -1 marks an empty entry."""
 
     ids: jax.Array
     credit: jax.Array
@@ -51,7 +51,7 @@ class Credit(CommitRule):
     """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
     If no hole reaches the threshold, the most confident one is committed. The confidence of a hole
-    is its largest probability in this softmax. In each step the most likely id v gains credit: ``C
+    is its largest probability in this softmax. In each step, the most likely id v gains credit: ``C
     <- beta C + [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for
     4 ids per position. Candidates are drawn without credit.
     """
@@ -91,7 +91,7 @@ class Credit(CommitRule):
             jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
         )
         # Each probability is multiplied by exp(alpha ln(1 + C)) and divided by the sum of these
-        # products. All factors are divided by the largest, because they may overflow float32.
+        # products. All factors are divided by the largest, because they can overflow float32.
         gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credits.credit)
         gain_NK = jnp.where(credits.ids >= 0, gain_NK, 0.0)
         peak_N1 = gain_NK.max(axis=1, keepdims=True)

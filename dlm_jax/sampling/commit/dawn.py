@@ -1,4 +1,4 @@
-"""DAWN: commits confident holes that, according to the attention maps, do not conflict."""
+"""DAWN: commits confident holes that do not conflict according to the attention maps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ APART_THRESHOLD = Setting(
 )  # fmt: skip
 DEPENDENCE = Setting(
     "dependence", 0.07,
-    "order=dawn: a position depends on those to which it pays at least this attention",
+    "order=dawn: minimum attention from a position to another position on which it depends",
     low=0.0, high=1.0,
 )  # fmt: skip
 SINK = Setting(
@@ -47,10 +47,10 @@ class Dawn(Confident):
 
     The minimum confidences of these holes are ``tau_high``, ``tau_induced`` and ``tau_low``. A
     position depends on the positions that it attends to with at least ``tau_edge``, except for
-    sinks. Anchors are given tokens and tokens of confidence >= ``tau_high``. Two positions conflict
-    if one depends on the other; of conflicting holes, only the most confident commits (Luo et al.
-    2026, DAWN, section 4 and algorithm 1). If no hole qualifies, the most confident one commits.
-    The attention is averaged over the heads of the last 4 blocks.
+    sinks. Anchors are given tokens and tokens with confidence >= ``tau_high``. Two positions
+    conflict if one depends on the other; of conflicting holes, only the most confident is committed
+    (Luo et al. 2026, DAWN, section 4 and algorithm 1). If no hole qualifies, the most confident one
+    is committed. The attention is averaged over the heads of the last 4 blocks.
     """
 
     about = "confident holes, and holes selected by their attention to other positions"
@@ -117,5 +117,5 @@ class Dawn(Confident):
 
 
 def _any_of(pairs_BLL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """True at positions (axis 1) with a pair whose other position (axis 2) is in the set."""
+    """True at positions (axis 1) that are paired with a position in the set (axis 2)."""
     return jnp.any(pairs_BLL & is_in_BL[:, None], axis=2)

@@ -19,10 +19,10 @@ _ROUNDS = 24
 
 @rule
 class Dilated(CommitRule):
-    """In round t, commits the holes whose position is a multiple of ``s_t = a^(R - t)``.
+    """Commits the holes at multiples of ``s_t = a^(R - t)`` in round t.
 
     A block of G holes takes ``R = ceil(log_a G)`` rounds, and t starts at 1 (Luxembourg et al.
-    2025, DUS, section 3). Only the logits at the positions of the round are needed. Positions are
+    2025, DUS, section 3). A step needs logits only at the positions of its round. Positions are
     counted from the start of the canvas.
     """
 

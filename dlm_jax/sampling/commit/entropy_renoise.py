@@ -1,4 +1,4 @@
-"""DiffusionGemma's loop: tokens with low entropy are kept, and new noise replaces the others."""
+"""The loop of DiffusionGemma, which keeps tokens with low entropy and renews all others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule
 
 RENOISE_STOP = Setting(
     "renoise_stop", 0.005,
-    "order=entropy_renoise: a block ends when a step leaves its most likely tokens unchanged and "
-    "its mean entropy is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
+    "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its most "
+    "likely tokens are unchanged", low=0.0, high=1e6, activates=False,
 )  # fmt: skip
 
 
@@ -31,17 +31,17 @@ class Predicted(NamedTuple):
 
 @rule
 class EntropyRenoise(Renewing, EntropyBound):
-    """Accepts candidates as `EntropyBound` does, but at any open position, and writes new noise at
-    the other open positions.
+    """Accepts candidates by the criterion of `EntropyBound` at any open position, and writes new
+    noise at the remaining open positions.
 
     A block ends when its most likely tokens are the same as in the previous step and the mean
-    entropy of its open positions is below ``stop_B``, or when its steps are used up. Each position
-    then gets its most likely token, whose log-probability is not recorded (DiffusionGemma,
-    ``DiffusionGemmaForBlockDiffusion``). Entropies are those of the distribution that tokens are
-    drawn from, after temperature.
+    entropy of its open positions is below ``stop_B``, or when it has no steps left. Each position
+    is then set to its most likely token, whose log-probability is not recorded (DiffusionGemma,
+    ``DiffusionGemmaForBlockDiffusion``). Entropies are computed after temperature, from the
+    distribution that tokens are drawn from.
     """
 
-    about = "holes with a small total entropy; new noise replaces the rest at every step"
+    about = "holes with a small total entropy; all other holes get new noise at every step"
 
     stop_B: jax.Array = per_row(RENOISE_STOP)
 

@@ -1,4 +1,4 @@
-"""Frechet profile: commits as many holes as the bound on their joint probability allows."""
+"""Frechet profile: commits the largest number of holes that the joint probability bound allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRECHET_MARGIN = Setting(
 
 @rule
 class Frechet(Confident):
-    """Commits the most confident holes with ``L_n - U_n > delta``, at least one.
+    """Commits the most confident holes with ``L_n - U_n > delta``, and at least one hole.
 
     ``L_n = max(0, sum of c_j up to n, minus (n - 1))`` is a lower bound on the joint probability of
     the n candidates (Frechet), and ``U_n = 1 - c_n`` is an upper bound on the probability of any

@@ -22,9 +22,9 @@ HIERARCHY_FLOOR = Setting(
 class Hierarchical(Confident):
     """Commits holes with confidence >= threshold, and the most confident hole of each run.
 
-    Each step thus divides every run in two, so that a run of n holes may need only about
-    ``log2(n)`` steps (Ma et al. 2025, dInfer, section 4.2). If all holes are below the floor and
-    the threshold, only the most confident one commits.
+    Each step thus splits every run in two, so a run of n holes can take only about ``log2(n)``
+    steps (Ma et al. 2025, dInfer, section 4.2). If all holes are below the floor and the threshold,
+    only the most confident one is committed.
     """
 
     about = "the most confident hole of each run of holes, and all holes above the threshold"

@@ -1,4 +1,4 @@
-"""KLASS: commits confident holes whose prediction has been stable for several steps."""
+"""KLASS: commits confident holes whose predictions have been stable for several steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dlm_jax.settings import Setting, per_row, rule
 
 KLASS_DIVERGENCE = Setting(
     "klass_divergence", 0.01,
-    "order=klass: maximum change of a stable prediction per step in nats, exclusive, >= 0",
+    "order=klass: upper bound (exclusive) on the change of a stable prediction per step, in nats, "
+    ">= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 KLASS_STEPS = Setting(

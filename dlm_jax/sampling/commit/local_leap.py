@@ -12,11 +12,12 @@ from dlm_jax.settings import Setting, per_row, rule, static
 
 LEAP_THRESHOLD = Setting(
     "leap_threshold", 0.75,
-    "order=local_leap: confidence that commits a hole near one that reaches threshold, in [0, 1]",
+    "order=local_leap: minimum confidence of a committed hole near a hole that reaches threshold, "
+    "in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 LEAP_RADIUS = Setting(
-    "leap_radius", 4, "order=local_leap: maximum distance to the hole that reaches threshold", low=0
+    "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold", low=0
 )
 
 
@@ -26,7 +27,7 @@ class LocalLeap(Confident):
     within W positions of an anchor.
 
     If there is no anchor, the most confident hole is committed. Predictions next to an anchor are
-    nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
+    nearly deterministic (Kong et al. 2025, LocalLeap, algorithm 1).
     """
 
     about = "confident holes, and less confident ones near them"

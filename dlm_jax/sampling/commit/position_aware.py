@@ -21,7 +21,8 @@ from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
 
 POSITION_DECAY = Setting(
-    "position_decay", 0.25, "order=position_aware: weight exp(-decay i) of the i-th position, >= 0",
+    "position_decay", 0.25, "order=position_aware: decay rate of the weight exp(-decay i) of "
+    "position i, >= 0",
     low=0.0, high=1e3,
 )  # fmt: skip
 INFORMATION_LIMIT = Setting(
@@ -40,7 +41,10 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
     if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
         raise SettingError(
-            "common_ids", value, "has negative shares, or shares with a sum above 1", "use {}"
+            "common_ids",
+            value,
+            "has a negative frequency, or frequencies with a sum above 1",
+            "use {}",
         )
     if len({id_ for id_, _ in found}) < len(found):
         raise SettingError("common_ids", value, "names an id twice", "add up its shares")
@@ -49,8 +53,8 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
 
 COMMON_IDS = Setting(
     "common_ids", (),
-    "order=position_aware: frequencies of ids in the corpus: 12:0.05,30:0.2; all other ids share "
-    "the rest evenly",
+    "order=position_aware: frequencies of ids in the corpus, such as 12:0.05,30:0.2; all other ids "
+    "share the rest evenly",
     parse=_shares, hint=Mapping[int, float] | tuple[tuple[int, float], ...],
 )  # fmt: skip
 
@@ -59,11 +63,11 @@ COMMON_IDS = Setting(
 class PositionAware(Confident):
     """Commits a quota of holes with the highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
-    Here i is the index of the position, p the probability of its candidate, and f the relative
-    frequency of that token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
+    Here i is the index of the position, p is the probability of its candidate, and f is the
+    relative frequency of that token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
     """
 
-    about = "a quota of the holes by position, probability and token rarity"
+    about = "a quota of the holes, ranked by position, probability and token rarity"
     log_chance = certain
 
     decay_B: jax.Array = per_row(POSITION_DECAY)

@@ -1,7 +1,7 @@
-"""Sampling along a forward process with noise other than MASK: every token may change.
+"""Reverses a forward process with noise other than MASK. Every token can change.
 
 Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, where ``a`` is 1, or
-less to preserve more of a draft. At each open position, ``z_s`` is drawn from ``q(z_s | z_t, x)``,
+lower to keep more of a draft. At each open position, ``z_s`` is drawn from ``q(z_s | z_t, x)``,
 with the model's predicted distribution in place of x (Schiff et al. 2024, UDLM, equation 15; von
 Rutte et al. 2025, GIDD, section 3.3).
 """
@@ -38,10 +38,10 @@ _KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
 
 
 class NoiseProcess(Protocol):
-    """The forward process that the model was trained with; hashable.
+    """The forward process used in training; hashable.
 
     Attributes:
-      is_masked: whether MASK is the only noise.
+      is_masked: True if MASK is the only noise.
     """
 
     is_masked: ClassVar[bool]
@@ -66,7 +66,7 @@ class Chances(NamedTuple):
 
 
 class Renewing(CommitRule):
-    """A rule under which every token of a block may change until the block ends."""
+    """A rule that can change every token of a block until the block ends."""
 
     renews = True
 
@@ -77,7 +77,7 @@ class Renewing(CommitRule):
             if given not in fine:
                 raise SettingError(
                     name, given,
-                    f"is not supported with order={cls.name!r}, where any token may change",
+                    f"is not supported with order={cls.name!r}, which can change any token",
                     f"use {name}={fine[0]!r}",
                 )  # fmt: skip
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
@@ -92,14 +92,14 @@ class Renewing(CommitRule):
         if row.cache != "none" and not facts.canvas_length:
             raise SettingError(
                 "cache", row.cache,
-                f"is not supported with order={cls.name!r}, where any token may change",
+                f"is not supported with order={cls.name!r}, which can change any token",
                 "use cache='none'",
             )  # fmt: skip
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "order", cls.name, "has no trace: it also writes tokens that are no candidates",
+            "order", cls.name, "has no trace: it also writes tokens that are not candidates",
             "leave trace out",
         )  # fmt: skip
 
@@ -118,7 +118,7 @@ class Posterior(Renewing):
     model with probability ``alpha_s``, and otherwise from the noise.
     """
 
-    about = "reverse steps of the noise process; any token may change until the end"
+    about = "reverse steps of the noise process; any token can change until the end"
 
     start_B: jax.Array = per_row(POSTERIOR_START)
     process: NoiseProcess = fact("process")
@@ -141,7 +141,7 @@ class Posterior(Renewing):
         return jnp.where(kind_BL == 1, noise_BL, standing.tokens_BL)
 
     def chances(self, context: CommitContext, own_BL: jax.Array) -> Chances:
-        """The `Chances`, given the model's probability of the current token."""
+        """Computes the `Chances` from the model's probability of the current token."""
         standing = context.standing
         assert standing is not None, "the rule renews"
         now, then = (
@@ -170,7 +170,7 @@ class Posterior(Renewing):
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
     def _kind(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """0 to write the candidate, 1 to write new noise, 2 to keep the token; ``[B, L]``."""
+        """The outcome ``[B, L]``: 0 for the candidate, 1 for new noise, 2 for the current token."""
         chances = self.chances(context, proposal.confidence_BL)
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
@@ -178,7 +178,7 @@ class Posterior(Renewing):
         return jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
 
     def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
-        """Noise ``[B, L]`` at a level: MASK or random ids that the row may write."""
+        """Noise ``[B, L]`` at a level: MASK, or random ids that can be written in the row."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
         is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1

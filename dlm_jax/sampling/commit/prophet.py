@@ -21,8 +21,8 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 PROPHET_GAP = Setting(
     "prophet_gap", 7.5,
-    "order=prophet: all holes commit if their two largest logits differ by this on average, >= 0; "
-    "the first third of the steps uses this value, the second 2/3 of it, and the last 1/3",
+    "order=prophet: minimum mean gap between the two largest logits at which all holes are "
+    "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0

@@ -1,4 +1,4 @@
-"""Commit rules with a quota of holes: the most confident, random, or leftmost ones."""
+"""Commit rules that commit a quota of the most confident, random, or leftmost holes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cosine_quota(context: CommitContext) -> jax.Array:
     """A quota that grows over the steps: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
 
     See Chang et al. 2022 (MaskGIT), section 3.2; h is the number of holes before the first step. If
-    there are about as many steps as holes, the first steps commit nothing.
+    the number of steps is close to the number of holes, the first steps commit nothing.
     """
     done = (context.step_B + 1).astype(jnp.float32) / context.steps_B
     # A product that is an integer in exact arithmetic must not be rounded up.
@@ -50,8 +50,8 @@ _LAST_TIME = 1e-3
 def timestep_quota(context: CommitContext) -> jax.Array:
     """``floor(holes (1 - s / t))`` for a step from time t to s; all holes at the last step.
 
-    The times decrease evenly from 1 to 1e-3. As in ``diffusion_generate`` of Dream (Ye et al.
-    2025), they are float32 numbers that are interpolated from both ends.
+    The times decrease evenly from 1 to 1e-3. They are float32 numbers interpolated from both ends,
+    as in ``diffusion_generate`` of Dream (Ye et al. 2025).
     """
     steps_B = context.steps_B
     width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
@@ -102,8 +102,8 @@ def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 
 def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Probability of the most likely token minus that of the second most likely (Kim et al. 2025,
-    ``topk_margin``).
+    """Probability of the most likely token minus that of the second most likely token (Kim et al.
+    2025, ``topk_margin``).
     """
     best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
     total_N1 = jax.nn.logsumexp(logits_NV, axis=1, keepdims=True)
@@ -113,7 +113,8 @@ def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 CONFIDENCE = Setting(
     "confidence", "sampled",
-    "confidence of a hole: probability of the drawn token (sampled), or of the likeliest (max)",
+    "confidence of a hole: probability of the drawn token (sampled), or of the most likely token "
+    "(max)",
     choices={"sampled": sampled, "max": maximum},
 )  # fmt: skip
 SCHEDULE = Setting(
@@ -157,7 +158,7 @@ class Confident(CommitRule):
 
 
 class Weighed(CommitRule):
-    """A rule whose confidence is computed from logits that two settings select.
+    """A rule with two settings that select the logits for its confidence.
 
     Attributes:
       source: ``clean`` or ``filtered`` logits (the latter as in Dream, Ye et al. 2025).
@@ -225,8 +226,8 @@ class LowConfidence(Confident, _SurestFirst):
     """
 
     about = (
-        "a quota of the most confident holes: the default of LLaDA, which collapses to spaces "
-        "and line ends for small models on an empty canvas (docs/readings.md)"
+        "a quota of the most confident holes, as in LLaDA; on an empty canvas, small models "
+        "collapse to spaces and line ends (docs/readings.md)"
     )
 
     quota: Quota = static(SCHEDULE)

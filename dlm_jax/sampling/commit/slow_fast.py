@@ -1,4 +1,4 @@
-"""SlowFast: slow steps find a span of confident predictions, and fast steps fill it."""
+"""SlowFast: slow steps determine a span of confident predictions, and fast steps fill it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 SLOW_THRESHOLD = Setting(
     "slow_threshold", 0.3,
-    "order=slow_fast: the span ends at the last hole with this confidence, in [0, 1]",
+    "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 SLOW_STEPS = Setting(
@@ -30,8 +30,8 @@ SLOW_STEPS = Setting(
 )
 SLOW_SPREAD = Setting(
     "slow_spread", 1.0,
-    "order=slow_fast: a span is fixed when two consecutive proposals for its end deviate by less "
-    "than this, in positions, >= 0",
+    "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals fix the "
+    "end of a span",
     low=0.0, high=1e6,
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ class SlowFast(Confident):
 
     A slow step considers all holes after the previous span. The step commits those with confidence
     >= threshold, or else the most confident one, and proposes the last hole with confidence >= tau'
-    as the end of the span. Once two consecutive proposals deviate by less than sigma, or after K
+    as the end of the span. Once two consecutive proposals differ by less than sigma, or after K
     slow steps, fast steps commit holes within the span by the same criterion (Wei et al. 2025,
     SlowFast, algorithm 1).
     """
@@ -94,7 +94,7 @@ class SlowFast(Confident):
         is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
         seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
         slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
-        # Each of two numbers deviates from their mean by half of their distance.
+        # The deviation of two numbers from their mean is half of their distance.
         is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
         mean_B = jnp.where(slow_B > 1, (seen_B + cycle.seen_B) // 2, seen_B)
         found_B = jnp.where(is_stable_B, seen_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))

@@ -1,4 +1,4 @@
-"""Commit rules without a quota: all confident holes, but at least one."""
+"""Commit rules without a quota, which commit all confident holes, and at least one hole."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 THRESHOLD = Setting(
     "threshold",
     0.9,
-    "order=threshold: confidence that commits a hole, in [0, 1]",
+    "order=threshold: minimum confidence of a committed hole, in [0, 1]",
     low=0.0,
     high=1.0,
 )
 THRESHOLD_ABOVE = Setting(
-    "threshold_above", False, "order=threshold: commit only holes above the threshold, not at it"
+    "threshold_above", False, "order=threshold: commit only holes strictly above the threshold"
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least", 1, "order=threshold: minimum number of commits per step", low=1
+    "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
 )
 THRESHOLD_ALONE = Setting(
     "threshold_alone", 0,
-    "order=threshold: a hole at a multiple of this commits alone, before the others of its block; "
-    "0 is off", low=0,
+    "order=threshold: commit each hole at a multiple of this alone, before all other holes of its "
+    "block; 0 is off", low=0,
 )  # fmt: skip
 FACTOR = Setting(
     "factor", 1.0,
-    "order=factor: n holes commit together if each has confidence of at least 1 - factor / (n + 1)",
+    "order=factor: n holes are committed together if the confidence of each is at least 1 - factor "
+    "/ (n + 1)",
     low=0.0, high=1e6,
 )  # fmt: skip
 ENTROPY_BOUND = Setting(
-    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the total entropy of a commit, "
-    ">= 0",
+    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the total entropy of the holes "
+    "committed in a step, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 
@@ -63,7 +64,7 @@ REWRITE_THRESHOLD = Setting(
 )  # fmt: skip
 REWRITE_STEPS = Setting(
     "rewrite_steps", 16,
-    "order=joint_threshold: maximum number of rewriting steps of a block without holes",
+    "order=joint_threshold: maximum number of rewriting steps in a block without holes",
     low=0, activates=False,
 )  # fmt: skip
 
@@ -72,9 +73,9 @@ REWRITE_STEPS = Setting(
 class Threshold(Confident, Weighed):
     """Commits every hole with confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
 
-    SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a given number may be
-    committed alone, as in Fast-dLLM v2, in which the first token of a block is predicted by the
-    previous block.
+    SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a given number can be
+    committed alone, as in Fast-dLLM v2, where the previous block predicts the first token of a
+    block.
     """
 
     about = "holes above the threshold"
@@ -89,7 +90,7 @@ class Threshold(Confident, Weighed):
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The first hole that commits alone, or all holes if no hole commits alone."""
+        """The first hole that must be committed alone, or all holes if there is none."""
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         unit_B1 = self.alone_B[:, None]
         is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
@@ -109,8 +110,8 @@ class Threshold(Confident, Weighed):
 class Factor(Confident):
     """Commits the most confident holes while ``c_n >= 1 - f / (n + 1)``.
 
-    The confidences ``c_n`` are in descending order, and n starts at 1. The more holes commit in
-    one step, the higher their confidence must be (Fast-dLLM, section 3.3, theorem 1).
+    The confidences ``c_n`` are in descending order, and n starts at 1. A step that commits more
+    holes requires a higher confidence (Fast-dLLM, section 3.3, theorem 1).
     """
 
     about = "confident holes, with a threshold that depends on their number"
@@ -156,7 +157,7 @@ class EntropyBound(CommitRule):
 
 @rule
 class JointThreshold(Confident):
-    """Commits confident holes, and replaces written tokens of the block by confident new ones.
+    """Commits confident holes, and replaces written tokens of the block with confident new ones.
 
     A block without holes continues until a step rewrites nothing, or for a limited number of steps
     (LLaDA2.1, Bie et al. 2026, "token-to-token editing"). Given tokens and tokens in earlier blocks
@@ -180,7 +181,7 @@ class JointThreshold(Confident):
             raise SettingError(
                 "open_blocks",
                 row.open_blocks,
-                "leaves a block once it has no holes, but order='joint_threshold' would still "
+                "closes a block without holes, although order='joint_threshold' would still "
                 "rewrite it",
                 "use open_blocks=1",
             )
@@ -211,7 +212,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
 def _surest(
     context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
 ) -> jax.Array:
-    """The `count_B` most confident holes in each row, at least one."""
+    """The `count_B` (at least 1) most confident holes in each row."""
     return most(
         proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
         context.preference_BL, scale,

@@ -10,7 +10,7 @@ from dlm_jax.sampling.edits.uncertainty import Lead, Uncertainty
 EDIT_RULES: Mapping[str, type[EditRule]] = {
     rule.name: rule for rule in (Uncertainty, Lead, Likelihood)
 }
-"""Edit rules by the setting ``edit_scoring``."""
+"""Edit rules, keyed by the value of ``edit_scoring``."""
 
 __all__ = [
     "EDIT_RULES",

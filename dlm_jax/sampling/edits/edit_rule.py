@@ -19,8 +19,8 @@ class EditState(NamedTuple):
     Attributes:
       inserted_BL: True at inserted positions, including overwritten ones.
       mark_BL: True at the marks of the last step's edits.
-      origin_BL: int32, index that each position had when `Advance` was last called; -1 if the
-        position is new.
+      origin_BL: int32, index of each position at the last call of `Advance`; -1 if the position is
+        new.
       capacity_B: int32, maximum number of live positions.
       target_B: int32, target length.
       warms_B: True for rows whose draft is scored and edited before the first step.
@@ -34,7 +34,7 @@ class EditState(NamedTuple):
     warms_B: jax.Array
 
     def after(self, cells: Cells, position_map: PositionMap) -> EditState:
-        """The state after the edits in the map that produced `cells`."""
+        """The state after the edits of the map that produced `cells`."""
         return self._replace(
             inserted_BL=cells.inserted_BL,
             mark_BL=cells.mark_BL,
@@ -73,14 +73,13 @@ class Snapshot(NamedTuple):
 
     Attributes:
       own_BL: float32 log-probability in nats of the token at each position.
-      right_BL: float32 log-probability that the model assigns, at each position, to the token of
-          the position to the right.
+      right_BL: float32 log-probability, at each position, of the token to its right.
       best_BL: float32 log-probability of the most likely token other than the current one. (At
-          positions drawn in this step, the current token is not excluded.) If that token is banned,
-          this is the log-probability of the current token. None if no rule reads it.
-      is_due_BL: True where that most likely token equals the token to the right; None if no rule
+          positions drawn in this step, the current token is not excluded.) If the most likely token
+          is banned, this is the log-probability of the current token. None if no rule reads it.
+      is_due_BL: True where the token of `best_BL` equals the token to the right; None if no rule
           reads it.
-      best_id_BL: int32, id of that most likely token, -1 if it is banned; None if no rule reads it.
+      best_id_BL: int32, id of the token of `best_BL`, -1 if it is banned; None if no rule reads it.
     """
 
     own_BL: jax.Array
@@ -98,9 +97,8 @@ class Tried(NamedTuple):
       is_real_KB: True for trials that exist.
       gain_KB: float32 gain in nats. The gain is the sum of the log-probabilities of all tokens in
           the edited text, each predicted from the whole text, minus the same sum for the current
-          text.
-          If tokens are hidden (`EditRule.num_hidden`), it is the joint log-probability of the
-          tokens around the edit, minus the same value without the edit.
+          text. If tokens are hidden (`EditRule.num_hidden`), the gain is the joint log-probability
+          of the tokens around the edit, minus the same value without the edit.
     """
 
     edits: Edits
@@ -109,12 +107,12 @@ class Tried(NamedTuple):
 
 
 class EditContext(NamedTuple):
-    """The canvas after the commits of a step, for an edit rule.
+    """The canvas after the commits of a step, as passed to an edit rule.
 
     Attributes:
       cells: the canvas.
       snapshot: predictions of the last forward pass for this canvas.
-      is_open_BL: True where edits may delete the token or insert a token before it; only in the
+      is_open_BL: True where edits can delete the token or insert a token before it; only in the
         current block, in rows with edits.
       step_B: int32, index of the next step.
       steps_B: int32, total number of steps of the row.
@@ -148,7 +146,7 @@ class EditRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     reads_likeliest: ClassVar[bool] = False
-    """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
+    """True if the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
     """Number K of trial edits per row for `select`; static. The K edited texts and the current text
@@ -157,21 +155,21 @@ class EditRule(Rule):
     num_hidden: int = 0
     """Number H of tokens on either side of an edit that are hidden during the comparison; static.
     If H is 0, no token is hidden. If H is positive, ``2 K (2 H + 2)`` texts are scored, and each
-    candidate may edit only one position."""
+    candidate can edit only one position."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
-        """Whether a row with these settings may grow."""
+        """True if a row with these settings can grow."""
         return row.edit
 
     @classmethod
     def deletes(cls, row: Any) -> bool:
-        """Whether a row with these settings may shrink."""
+        """True if a row with these settings can shrink."""
         return row.edit
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether the length of a row with these settings may change."""
+        """True if the length of a row with these settings can change."""
         return cls.inserts(row) or cls.deletes(row)
 
     @classmethod
@@ -181,11 +179,11 @@ class EditRule(Rule):
         )  # fmt: skip
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for rows whose length may change; all rows by default."""
+        """True ``[B]`` for rows whose length can change; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
-        """The inserted id, MASK or the space, for all rows or as int32 ``[B]``."""
+        """The inserted id (MASK or the space), for all rows or as int32 ``[B]``."""
         return mask_id
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
@@ -193,5 +191,5 @@ class EditRule(Rule):
         raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:
-        """The edits of each row, in terms of old positions. Only open positions may be edited."""
+        """The edits of each row, in terms of old positions. Only open positions can be edited."""
         raise NotImplementedError

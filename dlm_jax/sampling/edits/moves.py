@@ -1,7 +1,7 @@
 """A single position map for all insertions and deletions of a step.
 
 For each new position, the map gives the old position, and every per-position array is gathered
-through the map. The map equals the result of applying the shift primitives `insert_at_gap` and
+through the map. The map is the result of applying the shift primitives `insert_at_gap` and
 `delete_at` to the array of indices, one edit at a time.
 """
 
@@ -18,15 +18,15 @@ from dlm_jax.types import live_positions
 def insert_at_gap(
     x_BL: jax.Array, gap_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` with `fill` inserted into one gap in each row; the suffix moves right by one.
+    """Inserts `fill` into one gap of each row and moves the suffix right by one.
 
     The gap between positions g and g + 1 is denoted by ``g + 1``, the new position of `fill`. The
     value at ``end - 1`` is dropped. A row whose gap is at or beyond its end is unchanged.
 
     Args:
-      x_BL: any array with a value per position.
+      x_BL: any array with one value per position.
       gap_B: int32, ``g + 1``; 0 inserts `fill` before the row.
-      end_B: int32, first position that does not move; pass the length + 1 to let the row grow.
+      end_B: int32, first position that does not move; pass the length + 1 if the row grows.
       fill: one value for all rows, or ``[B, 1]``.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
@@ -38,7 +38,7 @@ def insert_at_gap(
 def delete_at(
     x_BL: jax.Array, position_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` without one position in each row; the suffix moves left by one.
+    """Deletes one position of each row and moves the suffix left by one.
 
     `fill` is written at ``end - 1``. A row whose position is at or beyond its end is unchanged. The
     arguments are as in `insert_at_gap`.
@@ -53,8 +53,8 @@ class Cells(NamedTuple):
     """The arrays of the canvas that edits read or change.
 
     Attributes:
-      tokens_BL: int32; MASK at holes, PAD from the row's length on.
-      frozen_BL: True at given tokens (which may move but never change) and beyond the length.
+      tokens_BL: int32; MASK at holes, PAD after the end of the row.
+      frozen_BL: True at given tokens (which can move but never change) and beyond the length.
       inserted_BL: True at inserted positions, including overwritten ones.
       mark_BL: True at the marks of the last step's edits, for the cooldown.
       length_B: int32, number of live positions in each row.
@@ -94,7 +94,7 @@ class PositionMap(NamedTuple):
         new length.
       is_new_BL: True at the insertions of this step.
       mark_BL: True at insertions, and at tokens that moved to a deleted position.
-      length_B: int32, the new lengths.
+      length_B: int32, new lengths.
       trimmed_B: int32, number of tokens dropped for lack of capacity.
     """
 
@@ -107,13 +107,13 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map for the edits of a step. The result is the same as if all insertions, and then all
-    deletions, were applied one by one.
+    """The map for the edits of a step. The result equals that of applying all insertions and then
+    all deletions, one by one.
 
     An insertion and a deletion at the same position replace its token. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
-    never dropped. A deletion marks the token that afterwards occupies the deleted position (the
-    inserted token, if there is one). Dropped tokens are not marked.
+    never dropped. A deletion marks the token that then occupies the deleted position (the inserted
+    token, if any). Dropped tokens are not marked.
 
     `capacity_B` is at least the row's length and at most ``L``.
     """
@@ -150,7 +150,7 @@ def moved(
     fill: jax.Array | float,
     beyond: jax.Array | float | None = None,
 ) -> jax.Array:
-    """`x_BL` moved through the map.
+    """Moves the values of `x_BL` to their new positions.
 
     Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]``, read at the old
     position of the token after the insertion. Positions beyond the new length get the value
@@ -170,7 +170,7 @@ def moved(
 def moved_cells(
     position_map: PositionMap, cells: Cells, inserted: jax.Array | int, *, pad_id: int
 ) -> Cells:
-    """The canvas after the edits in a map.
+    """The canvas after the edits of a map.
 
     `inserted` is the id for insertions: a scalar, int32 ``[B]``, or ``[B, L]`` as in `moved`.
     """
@@ -199,7 +199,7 @@ def _after(is_true_BL: jax.Array) -> jax.Array:
 
 
 def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The old position of each new position, whether it is an insertion, and the new length."""
+    """The old position of each new position, True at insertions, and the new length."""
     num_positions = is_kept_BL.shape[1]
     until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
     kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)

@@ -94,13 +94,13 @@ def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
 def leads(context: EditContext) -> jax.Array:
     """float32 ``[B, L]``: at g + 1, the lead of the most likely token over the current one.
 
-    The lead is ``max_v p(g + 1, v) - p(g + 1, x_g+1)``, because a token missing before position
-    g + 1 belongs at g + 1. The score is 0 at holes and frozen positions, and where the most likely
+    The lead is ``max_v p(g + 1, v) - p(g + 1, x_g+1)``, because a token missing before position g +
+    1 belongs at g + 1. The score is 0 at holes and frozen positions, and where the most likely
     token equals the right neighbour, which indicates a deletion. A high score at position 0 means
-    that the model expects a different first token. Unlike `gap_scores`, this score is low where the
-    model is merely uncertain, and it selects only one of the two gaps next to a wrong token. The
-    score requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which predict
-    the correct token at each position.
+    that the model predicts a different first token. Unlike `gap_scores`, this score is low where
+    the model is merely uncertain, and it selects only one of the two gaps next to a wrong token.
+    The score requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which
+    predict the correct token at each position.
     """
     assert context.snapshot.best_BL is not None
     lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
@@ -117,7 +117,7 @@ def may_be_led(context: EditContext) -> jax.Array:
 
 
 def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: how much the model prefers the suffix one position earlier.
+    """float32 ``[B, L]``: the model's preference for the suffix one position to the left.
 
     The score at i is ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 is ``p(i,
     x_i+1) - p(i, x_i)`` and D2 is the value of D1 at i + 1. Differences that involve a hole or a

@@ -1,4 +1,4 @@
-"""Likelihoods of edited texts, compared with that of the current text."""
+"""Compares the likelihoods of edited texts with that of the current text."""
 
 from __future__ import annotations
 
@@ -177,13 +177,14 @@ _NUM_KINDS = 3
 class Likelihood(EditRule):
     """Tries insertions, replacements and deletions, and applies the edit with the highest score.
 
-    At each position, there are up to three candidates: to insert the most likely token before the
-    current one, to replace the current token by it, or to delete the current token. An insertion
-    before the first token is allowed. Banned ids are never written. If the most likely token equals
-    the right neighbour, there is no replacement, because this indicates a repeated or stray token.
+    Each position has up to three candidates: inserting the most likely token before the current
+    one, replacing the current token with it, and deleting the current token. An insertion before
+    the first token is allowed. Banned ids are never written. If the most likely token equals the
+    right neighbour, replacement is not a candidate, because the current token is probably repeated
+    or stray.
 
     The lead of a candidate is the log-probability in nats of the most likely token (for deletions,
-    of the next token) minus that of the current token, and may be negative. The candidates with the
+    of the next token) minus that of the current token; it can be negative. The candidates with the
     highest leads are tried individually in one forward pass. The score of an edit is the gain in
     the summed log-probability of all tokens, plus `lead_gain_B` times the lead. The best edit is
     applied if its score exceeds `gain_B`. A step therefore makes at most one edit per row, and it
@@ -192,7 +193,7 @@ class Likelihood(EditRule):
     likelihood of visible tokens.
 
     If `num_hidden` is positive, the texts are compared only around the edit. The tokens around the
-    edit are hidden and scored one by one, as if the model generated them within their context. The
+    edit are hidden and scored one by one, as if the model generated them in their context. The
     prediction at a position then cannot copy a misprint at that position.
     """
 
@@ -220,8 +221,8 @@ class Likelihood(EditRule):
         """The best candidates in each row. Deletions win ties at a position.
 
         Frozen tokens, holes, a row's last token, and spaces that no edit inserted are not deleted.
-        Of adjacent equal tokens, only the last is a candidate for deletion, because all of these
-        deletions give the same text.
+        Of adjacent equal tokens, only the last is a candidate for deletion, because deleting any of
+        them gives the same text.
         """
         cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
         assert snapshot.best_id_BL is not None

@@ -37,15 +37,23 @@ INSERT_RATIO_START = _ratio(
     "insert_ratio_start", 0.04,
     "edit: insertions per generated token before the first step, in [0, 1]",
 )  # fmt: skip
-INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same ratio before the last step")
-DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, as insertions")
-DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same ratio before the last step")
-INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: minimum score of an insertion, exclusive")
+INSERT_RATIO_END = _ratio(
+    "insert_ratio_end", 0.0, "edit: insertions per generated token before the last step"
+)
+DELETE_RATIO_START = _ratio(
+    "delete_ratio_start", 0.04, "edit: deletions per generated token before the first step"
+)
+DELETE_RATIO_END = _ratio(
+    "delete_ratio_end", 0.0, "edit: deletions per generated token before the last step"
+)
+INSERT_MARGIN = _weight(
+    "insert_margin", 0.0, "edit: lower bound (exclusive) on the score of an insertion"
+)
 DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
-    "edit: minimum lead of the next token at the position of a token, exclusive, >= 0",
+    "edit: lower bound (exclusive) on the lead of the next token over a deleted token, >= 0",
 )  # fmt: skip
-DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead at the next position")
+DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of the lead at the next position")
 COOLDOWN_DISTANCE = Setting(
     "cooldown_distance", 1,
     "edit: minimum distance to the edits of the last step; 0 is off",
@@ -97,13 +105,13 @@ class Uncertainty(EditRule):
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
-        """Whether a ratio or a target may add tokens."""
+        """True if a ratio or a target can add tokens."""
         ratios = max(row.insert_ratio_start, row.insert_ratio_end)
         return row.edit and (ratios > 0 or row.length_target_mode != "none")
 
     @classmethod
     def deletes(cls, row: Any) -> bool:
-        """Whether a ratio or a target may delete tokens."""
+        """True if a ratio or a target can delete tokens."""
         ratios = max(row.delete_ratio_start, row.delete_ratio_end)
         return row.edit and (ratios > 0 or row.length_target_mode != "none")
 
@@ -163,8 +171,8 @@ class Uncertainty(EditRule):
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The maximum numbers of insertions and of deletions in each row, and True for rows that
-        must grow.
+        """The maximum numbers of insertions and deletions in each row, and True for rows that must
+        grow.
         """
         ratios = (
             ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
@@ -194,14 +202,14 @@ class Uncertainty(EditRule):
         Only edits with scores above 0 are selected. A gap must have a live position on its right. A
         deleted token must be live and unfrozen, and it must be neither a hole nor the last token in
         its row. A space is deleted only at a position that an edit inserted. Positions within the
-        cooldown distance of a mark are skipped; for a gap, the position of its new token counts.
+        cooldown distance of a mark are skipped; for a gap, this is the position of its new token.
         Insertions and deletions are selected independently. In rows that do not trim, insertions
         are limited to the free capacity after the deletions. The same limit applies in rows that
         grow towards a target, so that no token is dropped.
 
-        In rows with an exact target, edits with scores of 0 or below are also selected, as many as
-        the target requires in this step, and there is no cooldown. Tokens whose successor fits
-        worst are deleted last.
+        In rows with an exact target, a step makes the number of edits that the target requires,
+        including edits with scores of 0 or below, and ignores the cooldown. Tokens with the
+        worst-fitting successors are deleted last.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])

@@ -1,4 +1,4 @@
-"""Fills: candidates for the open positions of a step."""
+"""Fill rules, which propose candidates for the open positions of a step."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
 FILL_RULES: Mapping[str, type[FillRule]] = {
     rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained, ConstrainedWaves)
 }
-"""Fills by the setting ``fill``."""
+"""Fill rules, keyed by the value of ``fill``."""
 
 __all__ = [
     "FILL_RULES",

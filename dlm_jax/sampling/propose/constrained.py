@@ -35,7 +35,7 @@ from dlm_jax.types import live_positions
 _CUT = 1e4
 """Difference of log-weights, in nats, between ids that the chain keeps and ids that it removes."""
 _LEAST = math.log(1e-30)
-"""Log-weight above which float32 sums are exact enough. Lower weights are summed in the log
+"""Log-weight above which float32 sums are sufficiently exact. Lower weights are summed in the log
 domain."""
 _MOST_MEMBERS = 1 << 22
 _MOST_ARCS = 1 << 20
@@ -65,13 +65,13 @@ class Constrained(FillRule):
     The match is drawn from the product of the positions' distributions after the row's chain,
     conditioned on the automaton. The matched text starts after the given prefix, includes given
     tokens between holes, and is followed by EOS. A greedy row takes the most likely match. Any
-    subset of the candidates may be committed, because the remaining candidates complete the match.
+    subset of the candidates can be committed, because the remaining candidates complete the match.
 
-    Independent draws that already match are used as they are, which does not change the
-    distribution. If every text matches the structure, the result is therefore bitwise equal to that
-    of `Parallel`. An id removed by truncation is drawn only if no match exists without such an id.
-    Holes that the step does not fill, such as those in later blocks, may become any token that
-    fits. Rows without structure use `Parallel`.
+    Independent draws that already match are kept, which does not change the distribution. If every
+    text matches the structure, the result is therefore bitwise equal to that of `Parallel`. An id
+    removed by truncation is drawn only if no match exists without such an id. Holes that the step
+    does not fill, such as those in later blocks, can become any token that fits. Rows without
+    structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
@@ -81,11 +81,11 @@ class Constrained(FillRule):
       is_member_BCK: bool, True where class c belongs to label k.
       ids_BJM: int32, blocks of ids; all ids in a block are of the same class.
       class_BM: int32, the class of each block.
-      is_final_BS: bool, True where a text may end.
+      is_final_BS: bool, True where a text can end.
       start_B: int32 state before the text.
     """
 
-    about = "jointly, as a match of the structure, in rows with one; in parallel in other rows"
+    about = "jointly, as a match of the row's structure; in parallel in rows without a structure"
     holds_structure = True
     drawn = "together"
 
@@ -144,7 +144,7 @@ class Constrained(FillRule):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
-        """The automata of the rows, padded so that few programs are compiled."""
+        """The automata of the rows, padded to limit the number of compiled programs."""
         automata = [held(row) for row in rows]
         arcs = [automaton.arcs for automaton in automata]
         degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
@@ -196,7 +196,7 @@ class Constrained(FillRule):
         return fold(is_read_BL, reader.chunk, draw, start)
 
     def _first_blocks(self) -> jax.Array:
-        """The first block of each class, ``[B, C]``."""
+        """Index of the first block of each class, ``[B, C]``."""
         class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
         return jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
 
@@ -294,7 +294,7 @@ class Constrained(FillRule):
         )
 
     def _arrivals(self, writer: CandidateWriter, places: Places) -> tuple[jax.Array, jax.Array]:
-        """The `_waits` for drawing an arc, ``[B, L, D]``, and a class, ``[B, L, C]``."""
+        """Arrival times (`_waits`) of arcs, ``[B, L, D]``, and classes, ``[B, L, C]``."""
         num_rows, num_positions = places.is_open_BL.shape
         place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
         key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
@@ -367,15 +367,16 @@ class Constrained(FillRule):
     def _walked(
         self, places: Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Whether each row's independent candidates match, ``[B]``, and the labels of a drawn
-        match, ``[B, L]``.
+        """Returns True ``[B]`` where the independent candidates match, and the labels ``[B, L]`` of
+        a drawn match.
         """
         rows_B = jnp.arange(self.start_B.size)
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
             behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
             arc_B, drawn_B = self._next(states.drawn_B, behind_BS, wait_BD, label_BK)
-            # Independent candidates are followed likewise, up to the first hole that is not filled.
+            # Independent candidates are followed in the same way, up to the first hole that is not
+            # filled.
             arc_BD, next_BD = self._leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
@@ -417,7 +418,7 @@ class Places(NamedTuple):
 
     Attributes:
       is_open_BL: True where a candidate is drawn.
-      is_text_BL: True in the text that must match.
+      is_text_BL: True at positions of the text that must match.
       is_wild_BL: True at holes in the text that the step does not fill.
       takes_best_BL: True where the maximum over paths is used instead of the sum.
       class_BL: int32, class of each token or candidate.
@@ -433,7 +434,7 @@ class Places(NamedTuple):
 
 
 class _States(NamedTuple):
-    """States of the walks over the automaton from the left, ``[B]``.
+    """States of the left-to-right walks over the automaton, ``[B]``.
 
     Attributes:
       drawn_B: int32, state of the drawn match.
@@ -544,7 +545,7 @@ def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """Entries along an axis, without bounds checks, which would take as long as reading them."""
+    """Entries along an axis, without bounds checks, which would double the cost of the reads."""
     return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 

@@ -1,4 +1,4 @@
-"""A fill that draws matches from left to right, weighing the sampler head by the completions."""
+"""A fill that draws matches from left to right, weighted by their completion probabilities."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ConstrainedWaves(Constrained):
     and ``beta_i`` is the probability that the trunk's independent distributions at later positions
     complete the match from this state. A greedy row takes the largest ``h_i(x) beta_i(s(x))``,
     where ``beta_i`` is the probability of the most likely completion. At a position with neither a
-    visible token nor a candidate next to it, ``h_i`` is the distribution of the LM head. A wave is
-    one position of all rows.
+    visible token nor a candidate next to it, ``h_i`` is the distribution of the LM head. A wave
+    consists of one position in all rows.
 
     Ids removed by truncation, holes outside the step and EOS are treated as in `Constrained`. Rows
     without structure use `Wavefront`.
@@ -125,7 +125,7 @@ class ConstrainedWaves(Constrained):
     ) -> Callable[[jax.Array, jax.Array, jax.Array, Seen], Seen]:
         """``(index, candidates_BL, is_read_B, seen) -> seen``: the head's `Seen`, ``[B, 1, C]``.
 
-        Rows that are not read keep the given `seen`, ``[B, C]``.
+        Other rows keep the given `seen`, ``[B, C]``.
         """
         grown = grown_from(reader, level_BL, tokens_BL, self.temperature_B)
         first_BC, num_positions = self._first_blocks(), level_BL.shape[1]

@@ -1,4 +1,4 @@
-"""Fill rules, which propose a candidate for every open position of a step; the parallel fill."""
+"""Fill rules, which propose candidates for the open positions of a step, and the parallel fill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlm_jax.types import Network, Params
 
 
 class Wanted(NamedTuple):
-    """What a fill must compute at each position, ``[B, L]``.
+    """The inputs of a fill: the values to compute, and the canvas.
 
     Attributes:
       is_open_BL: True where a candidate is needed. The current token at such a position is not
@@ -32,12 +32,12 @@ class Wanted(NamedTuple):
       length_B: int32, number of live positions in each row.
       is_scored_BL: True where ``total_BL`` is needed in addition to the positions that the writer
           scores; None if there are no such positions.
-      keeps_best: whether ``best_BL`` is also needed; static.
+      keeps_best: True if ``best_BL`` is also needed; static.
       preference_BL: uint32, priority of each position when scores are tied; see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
       kept: per-position memory of the commit rule, or None.
       is_given_BL: True at given tokens; None if unknown.
-      is_traced: whether `Filled.drawn` is needed; static.
+      is_traced: True if `Filled.drawn` is needed; static.
       signal_BLD: self-conditioning signal of the previous step, or None.
     """
 
@@ -81,7 +81,7 @@ class Filled(NamedTuple):
       proposal: the candidates.
       is_finite_B: False for rows in which the clean logits of some position contain NaN or +inf, or
         are all -inf.
-      counts: int32 ``[B]`` each, the fill's counts by the field names of `Counters`.
+      counts: int32 ``[B]`` each, the fill's counts, keyed by the field names of `Counters`.
       total_BL: float32, log-normaliser of the LM head at positions where the head was read; None if
         not needed.
       best_BL: int32, most likely id under the LM head other than the scored id; -1 if this id is
@@ -122,7 +122,7 @@ class Proposed(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The distribution that some of the candidates were drawn from.
+    """The distribution from which some of the candidates were drawn.
 
     Attributes:
       is_from_BL: True at these candidates.
@@ -141,27 +141,27 @@ class FillRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("propose",)
 
     allows_host: ClassVar[bool] = False
-    """Whether host samplers and read-back may run between the candidates and the commit."""
+    """True if host samplers and read-back can run between the proposal and the commit."""
 
     forwards: ClassVar[int] = 0
     """Number of additional forward passes of the trunk per step."""
 
     holds_structure: ClassVar[bool] = False
-    """Whether the candidates match a row's structure even without the structure transform."""
+    """True if the candidates match a row's structure even without the structure transform."""
 
     drawn: ClassVar[str] = "in waves"
-    """How candidates are drawn, for error messages of a fill that does not support host samplers
-    and read-back."""
+    """Description of the draws, for the errors of a fill that does not support host samplers and
+    read-back."""
 
     needs_sampler: ClassVar[bool] = False
-    """Whether candidates are drawn from a sampler head."""
+    """True if candidates are drawn from a sampler head."""
 
     otherwise: ClassVar[str] = "parallel"
     """Name of the fill for rows that do not use this fill."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row with these settings uses this fill instead of `otherwise`."""
+        """True if a row with these settings uses this fill instead of `otherwise`."""
         return True
 
     @classmethod
@@ -223,8 +223,8 @@ class CandidateWriter:
         memory.
       kept: per-position memory of the rule before this step.
       standing_BL: tokens whose confidence is measured; None to measure that of the candidates.
-      signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits of the draw;
-        None for a network without a signal.
+      signal: ``(logits_NV) -> vectors_ND``, which computes the self-conditioning signal from the
+        logits of the draw; None for a network without a signal.
     """
 
     chain: Chain
@@ -249,11 +249,11 @@ class CandidateWriter:
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> Filled:
-        """`found`, with candidates added at the real places ``row * L + index``.
+        """Adds candidates to `found` at the real places ``row * L + index``.
 
         Candidates are drawn from `drawable_NV` after the chain and are scored under `clean_NV`. If
-        `drawable_NV` is None, the clean logits come from the LM head, and candidates are drawn from
-        them.
+        `drawable_NV` is None, candidates are drawn from the clean logits, which are those of the LM
+        head.
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
@@ -285,7 +285,7 @@ class CandidateWriter:
                 is_banned_N |= self.chain.forbids(best_N, row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
-            # Existing tokens may have probability 0, but drawn tokens may not.
+            # Existing tokens can have probability 0, but drawn tokens cannot.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:
@@ -312,7 +312,7 @@ class CandidateWriter:
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability and confidence of K candidates per position, ``[N, K]``.
 
-        Arguments as for `write`.
+        The arguments are those of `write`.
         """
         places_N = at.row_N * self.num_positions + at.index_N
 
@@ -373,7 +373,7 @@ def _recorded(
     policy_N: jax.Array,
     clean_NV: jax.Array,
 ) -> Drawn:
-    """The record of the draws, with the draws at the real places added."""
+    """Adds the draws at the real places to the record."""
     entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
     pair = drawn.logprob_BL, drawn.entropy_BL
     policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
@@ -386,7 +386,7 @@ class Parallel(FillRule):
 
     The open positions of all rows are gathered and processed in chunks. The cost is therefore
     proportional to the number of open positions, and no ``[B, L, V]`` array exists. The key of a
-    draw is derived from the row's key and the index on the canvas.
+    draw is derived from the row's key and the position's index on the canvas.
     """
 
     about = "independently of each other"

@@ -1,4 +1,4 @@
-"""Drafts from a block-causal model, verified by the same weights with blocks of one token."""
+"""Drafts of a block-causal model, verified by the same model with blocks of one token."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Speculative(FillRule):
     """Drafts the open positions in parallel and verifies them token by token.
 
     The draft x at a position is drawn from q, the model's prediction for the block with its holes.
-    A second forward pass with blocks of one token gives p, the prediction at every open position
+    A second forward pass with blocks of one token computes p, the prediction at every open position
     given the preceding drafts. From left to right, each draft x is accepted with probability
-    ``min(1, p(x) / q(x))``. At the first rejected position, a token is drawn from
-    ``max(p - q, 0)`` instead, and the remaining positions stay open (Leviathan et al. 2023,
-    Speculative decoding, algorithm 1). Both p and q are taken after the row's chain. The text
-    therefore follows the one-token-at-a-time distribution p, whatever the drafts are.
+    ``min(1, p(x) / q(x))``. At the first rejected position, a token is drawn from ``max(p - q, 0)``
+    instead, and the remaining positions stay open (Leviathan et al. 2023, Speculative decoding,
+    algorithm 1). Both p and q are taken after the row's chain. The text therefore follows p, the
+    distribution of decoding one token at a time, for any drafts.
 
-    For ``order = "threshold"``, accepted candidates have confidence 1, and the others have
+    For ``order = "threshold"``, accepted candidates have confidence 1, and all others have
     confidence 0. A step writes at least one token. Each block needs one step per hole, because the
     last step of a block would write all remaining holes without verification.
     """
 
-    about = "a draft that a block-causal model verifies token by token"
+    about = "a draft, verified token by token by a block-causal model"
     forwards = 1
 
     @classmethod
@@ -63,13 +63,13 @@ class Speculative(FillRule):
                 )
         if row.threshold <= 0:
             raise SettingError(
-                "threshold", 0.0, "takes what fill='speculative' rejected", "use 0.9, say"
+                "threshold", 0.0, "commits drafts that fill='speculative' rejects", "use 0.9, say"
             )
         if row.threshold >= 1 and row.threshold_above:
             raise SettingError(
                 "threshold",
                 row.threshold,
-                "with threshold_above commits nothing that fill='speculative' accepts",
+                "with threshold_above commits no draft that fill='speculative' accepts",
                 "use threshold=0.9, say",
             )
         if row.edits or row.renoises:
@@ -83,8 +83,9 @@ class Speculative(FillRule):
             for cls_ in row.table.transforms[name]:
                 if cls_.prepare is not LogitTransform.prepare and cls_.is_used(row):
                     raise ValueError(
-                        f"{name!r} of the chain reads what is written, and fill='speculative' "
-                        "verifies before that; leave it at its default"
+                        f"{name!r} of the chain depends on committed tokens, but "
+                        "fill='speculative' verifies drafts before they are committed; leave it at "
+                        "its default"
                     )
 
     @classmethod
@@ -93,7 +94,7 @@ class Speculative(FillRule):
             raise SettingError(
                 "fill",
                 "speculative",
-                "needs model.attention_type='block_causal'",
+                "requires model.attention_type='block_causal'",
                 "use fill='parallel'",
             )
 
@@ -148,8 +149,7 @@ def _verified(
     draft_BL: jax.Array,
     true_logits: Callable[[jax.Array], jax.Array],
 ) -> _Verified:
-    """Whether each draft is accepted, a replacement, and the log-probabilities of the draft and of
-    the replacement; ``[B, L]``.
+    """True at accepted drafts, the replacements, and both log-probabilities; ``[B, L]`` each.
 
     The replacement is used if the draft is the first rejected one.
     """

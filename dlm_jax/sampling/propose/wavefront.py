@@ -1,4 +1,4 @@
-"""Coherent candidates: the sampler head fills open positions in waves that start at filled ones.
+"""The wavefront fill: the sampler head fills open positions in waves that start at filled ones.
 
 The wave number of a hole is its distance to the nearest filled position and does not depend on any
 token. Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost
@@ -30,7 +30,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 from dlm_jax.types import Network, Params
 
 NEVER = 2**30
-"""A distance larger than any canvas."""
+"""A distance that is larger than any canvas."""
 
 
 def by_density(
@@ -74,9 +74,7 @@ def bootstrap(
 
 
 def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
-    """``floor(rank count / total)`` for numbers up to 2^20, without a product that overflows 32
-    bits.
-    """
+    """``floor(rank count / total)`` for numbers up to 2^20, without 32-bit overflow."""
     rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
     total = jnp.maximum(total, 1).astype(jnp.uint32)
     thousands = rank // 1024 * count
@@ -156,7 +154,7 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: exponent of the row's unfilled share in a factor of sampler_min_neighbors_ratio",
+    "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
@@ -170,8 +168,8 @@ SAMPLER_EVEN_ODD = Setting(
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,
-    "wavefront: fill holes between two tokens from the left, so that waves never meet; takes up "
-    "to twice as many waves",
+    "wavefront: fill holes between two tokens from the left, so that waves never meet; this can "
+    "double the number of waves",
 )  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
@@ -226,7 +224,7 @@ class Wavefront(FillRule):
     an earlier wave, regardless of other rows and of chunks.
     """
 
-    about = "in waves by the sampler head, given neighbours"
+    about = "in waves by the sampler head, given the neighbours"
     needs_sampler = True
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
@@ -322,7 +320,7 @@ def _grow(
     tokens_BL: jax.Array,
     temperature_B: jax.Array,
 ) -> Filled:
-    """`found` with the candidates of the sampler head, level by level."""
+    """Adds the candidates of the sampler head to `found`, level by level."""
     grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:

@@ -1,7 +1,7 @@
 """Remask rules, which turn committed tokens into holes again after a step.
 
-A rule is a frozen pytree like a commit rule. The loop calls it with the unfrozen tokens of a block
-after every step except the last.
+A rule is a frozen pytree like a commit rule. The loop calls the rule with the unfrozen tokens of a
+block after every step except the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RemaskContext(NamedTuple):
-    """The tokens that may be remasked, after the commits of a step.
+    """The tokens that can be remasked, after the commits of a step.
 
     Attributes:
       step: context of the commit rule, before the commits.
@@ -46,7 +46,7 @@ class RemaskRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     rereads: ClassVar[bool] = False
-    """Whether each forward pass scores the current tokens of the block again."""
+    """True if each forward pass scores the current tokens of the block again."""
 
     reads_head: str = ""
     """Name of the head in `Network.heads` whose sigmoid is ``context.wrong_BL``, which costs a
@@ -54,7 +54,7 @@ class RemaskRule(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Always True, because the setting ``remask`` selects the rule by its name."""
+        """Always True, because the setting ``remask`` selects the rule."""
         return True
 
     @classmethod

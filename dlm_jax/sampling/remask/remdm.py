@@ -1,4 +1,4 @@
-"""ReMDM: remasks tokens along the noise process used in training."""
+"""ReMDM: remasks tokens according to the noise process used in training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RemdmCap(RemaskRule):
         return log_each(is_old_BL, is_chosen_BL, jnp.clip(chance_BL, 0.0, 1.0))
 
     def _chances(self, context: RemaskContext) -> tuple[jax.Array, jax.Array]:
-        """The tokens that may be remasked, and the probability of each."""
+        """The tokens that can be remasked, and the probability of each."""
         most_B = sigma_max(*visible_shares(self.schedule, context.step))
         is_old_BL = context.is_open_BL & ~context.is_fresh_BL
         return is_old_BL, self.chance(most_B, is_old_BL, context.probability_BL)

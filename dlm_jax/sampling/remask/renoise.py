@@ -1,6 +1,6 @@
 """Re-noise: overwrites some tokens before each forward pass, so that the model rewrites them.
 
-Unlike remasking, re-noise may write a space or a random token, which the model reads as text
+Unlike remasking, re-noise can write a space or a random token, which the model reads as text
 (`docs/readings.md`, readings of variable-length edits).
 """
 
@@ -20,15 +20,17 @@ from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 RENOISE_TOKENS = ("space", "mask", "random")
 RENOISE = Setting(
     "renoise", "space",
-    "re-noise: token that overwrites others before a forward pass: space, mask or random",
+    "re-noise: token written over other tokens before a forward pass: space, mask or random",
     choices={name: name for name in RENOISE_TOKENS},
 )  # fmt: skip
 RENOISE_START = Setting(
-    "renoise_start", 0.0, "re-noise: share overwritten before the first step", low=0.0, high=1.0
-)
+    "renoise_start", 0.0,
+    "re-noise: share of tokens overwritten before the first step", low=0.0, high=1.0,
+)  # fmt: skip
 RENOISE_END = Setting(
-    "renoise_end", 0.0, "re-noise: share overwritten before the last step", low=0.0, high=1.0
-)
+    "renoise_end", 0.0,
+    "re-noise: share of tokens overwritten before the last step", low=0.0, high=1.0,
+)  # fmt: skip
 RENOISE_SCHEDULE = Setting(
     "renoise_schedule",
     "cosine",
@@ -103,8 +105,8 @@ class Renoise(Rule):
         """The canvas before the forward pass of a step, and the overwritten positions.
 
         `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
-        `is_text` returns an array ``[B, V]`` that is True at the ids allowed as random tokens. Rows
-        without such an id get MASK.
+        `is_text` returns an array ``[B, V]`` that is True at the ids allowed as random tokens. MASK
+        is used in rows without such ids.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
@@ -125,7 +127,7 @@ class Renoise(Rule):
 
 
 def random_ids(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
-    """An allowed id for each number in [0, 1); MASK in rows without an allowed id."""
+    """Maps each number in [0, 1) to an allowed id, or to MASK in rows without allowed ids."""
     upto_BV = jnp.cumsum(is_text_BV, axis=1)
     number_B1 = upto_BV[:, -1:]
     nth_BL = jnp.floor(uniform_BL * number_B1).astype(jnp.int32) + 1

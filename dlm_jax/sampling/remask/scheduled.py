@@ -12,11 +12,11 @@ from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 REMASK_START = Setting(
-    "remask_start", 0.95, "scheduled: initial remasked share, in [0, 1]",
+    "remask_start", 0.95, "scheduled: initial share of remasked tokens, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_END = Setting(
-    "remask_end", 0.05, "scheduled: share remasked before the last step, in [0, 1]",
+    "remask_end", 0.05, "scheduled: share of tokens remasked before the last step, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_RANDOMNESS = Setting(
@@ -26,7 +26,7 @@ REMASK_RANDOMNESS = Setting(
 )  # fmt: skip
 REMASK_BY = Setting(
     "remask_by", "confidence",
-    "scheduled: measure of wrongness: the probability of the token at its draw (confidence), "
+    "scheduled: measure of wrongness: the probability of the token when it was drawn (confidence), "
     "or the critic head on the filled text (critic), which costs a forward pass",
     choices={"confidence": "", "critic": "critic"},
 )  # fmt: skip
@@ -43,7 +43,7 @@ class Scheduled(RemaskRule):
     "Refinement").
     """
 
-    about = "remasks a share of the tokens, those with the highest wrongness"
+    about = "remasks the share of tokens with the highest wrongness"
     log_chance = certain
 
     start_B: jax.Array = per_row(REMASK_START)
@@ -89,14 +89,14 @@ class Scheduled(RemaskRule):
         return self.worst(wrong_BL, ratio_B, context) & self.is_active()[:, None]
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
-        """True at the open tokens with the highest wrongness, as many as `ratio_B` prescribes."""
+        """True at the open tokens with the highest wrongness; `ratio_B` determines their number."""
         count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
         return most(wrong_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
 
 
 @rule
 class ScheduledThreshold(Scheduled):
-    """Remasks the tokens with wrongness above ``1 - r``, with r and wrongness as in `Scheduled`.
+    """Remasks the tokens with wrongness above ``1 - r``; r and wrongness are as in `Scheduled`.
 
     A block without such tokens is finished.
     """

@@ -21,13 +21,13 @@ class Wino(RemaskRule):
     """Remasks tokens with a probability below ``tau_2`` in the forward pass of this step.
 
     The rule remasks fewer tokens than the step committed, the least likely first, so the number of
-    holes decreases with every step (Hong et al. 2025, WINO, algorithm 1). Drafts come from
-    ``order="threshold"`` with a lower ``tau_1``. The paper computes the probability in a second
-    copy of the block, in which a position does not attend to itself. This rule instead uses the
-    forward pass of the step, in which the network may attend to the token itself.
+    holes decreases with every step (Hong et al. 2025, WINO, algorithm 1). ``order="threshold"``
+    with a lower ``tau_1`` writes the drafts. The paper computes the probability in a second copy of
+    the block, in which a position does not attend to itself. This rule instead uses the forward
+    pass of the step, in which the network can attend to the token itself.
     """
 
-    about = "remasks tokens that later forward passes find unlikely, fewer than the step commits"
+    about = "remasks tokens that become unlikely in later passes, fewer than the step commits"
     rereads = True
     log_chance = certain
 

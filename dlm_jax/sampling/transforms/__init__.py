@@ -31,7 +31,7 @@ TRANSFORMS: Mapping[str, tuple[type[LogitTransform], ...]] = {
     "xtc": (Xtc,),
     "mirostat": (MirostatV1, MirostatV2),
 }
-"""Transforms by their name in a chain, in the order of the default chain."""
+"""Transforms, keyed by their names in a chain, in the order of the default chain."""
 
 __all__ = [
     "MAX_CANDIDATES",

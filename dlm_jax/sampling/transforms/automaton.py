@@ -2,7 +2,7 @@
 
 A candidate is kept if the other holes can be filled such that the whole text is in the language.
 Sets of states are propagated from the left over possible prefixes and from the right over possible
-suffixes (Rabin and Scott 1959, subsets of a finite automaton). Tokens may therefore be committed in
+suffixes (Rabin and Scott 1959, subsets of a finite automaton). Tokens can therefore be committed in
 any order, as long as each step commits one token. For fast reductions, sets are packed into words
 of 32 states.
 """
@@ -49,7 +49,7 @@ def any_of(is_in_BS: Array, words_BSW: Array) -> Array:
 
 
 def unpacked(words_BW: Array, num_states: int) -> Array:
-    """Inverse of `packed`: sets as bool ``[B, S]``."""
+    """The inverse of `packed`: sets as bool ``[B, S]``."""
     bits_BWK = (words_BW[:, :, None] >> _PLACES[None, None]) & jnp.uint32(1)
     return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
 
@@ -62,7 +62,7 @@ _MOST_REDUCED = 512
 
 
 class Arcs(NamedTuple):
-    """An automaton as arcs. One arc stands for all classes of ids that lead from a state to the
+    """An automaton as arcs. One arc represents all classes of ids that lead from a state to the
     same next state.
 
     Attributes:
@@ -97,9 +97,9 @@ class Automaton:
 
     Attributes:
       pattern: regular expression of the language.
-      class_of_V: int16 ``[V]``, class of each id. Ids in a class have the same transitions.
+      class_of_V: int16 ``[V]``, class of each id. All ids in a class have the same transitions.
       next_SC: int16 ``[S, C]``, next state for each class.
-      is_final_S: bool ``[S]``, True where a text may end.
+      is_final_S: bool ``[S]``, True where a text can end.
       start: state before the first id.
     """
 
@@ -122,8 +122,8 @@ class Automaton:
 
     @cached_property
     def fewest_S(self) -> np.ndarray:
-        """Minimum number of ids from each state to the end of a text; a large number if a text
-        cannot end from there.
+        """Minimum number of ids from each state to the end of a text; a large number if no end is
+        reachable.
         """
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
         for count in range(1, len(fewest) + 1):
@@ -184,7 +184,7 @@ class Automaton:
         return found
 
     def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Whether the ids are a text in the language, optionally followed by EOS."""
+        """True if the ids are a text in the language, optionally followed by EOS."""
         state = self.start
         for token in tokens:
             state = int(self.next_SC[state, self.class_of_V[token]])
@@ -195,7 +195,7 @@ _without = lru_cache(maxsize=64)(Automaton.without)
 
 
 def held(row: Any) -> Automaton:
-    """The automaton of a row with a structure, without the ids that the row's biases ban."""
+    """The automaton of a row with a structure, without the ids banned by the row's biases."""
     banned = frozenset(token for token, bias in row.logit_bias if bias == -math.inf)
     return _without(row.structure, banned) if banned else row.structure
 
@@ -220,7 +220,7 @@ def _no_column(rows: Sequence[Any]) -> Any:
 
 @rule
 class Structure(LogitTransform):
-    """Keeps the ids with which the row can still become a text in its language.
+    """Keeps the ids that can still lead to a text in the row's language.
 
     The text starts after the row's given prefix. The restriction is exact if each step commits one
     token per row, in any order. `dlm_jax.inference.structure` rejects other requests.
@@ -230,7 +230,7 @@ class Structure(LogitTransform):
       next_BCS: int16, see `Automaton`, transposed and padded with the dead state.
       leads_BSW: uint32, `Automaton.leads_SS` in words of 32 states.
       is_final_BS: see `Automaton`.
-      start_B: int32; 0, the dead state, for rows without structure.
+      start_B: int32 start state; 0 (the dead state) for rows without structure.
     """
 
     class_of_BV: Array = per_row(STRUCTURE, column=_no_column)
@@ -265,7 +265,7 @@ class Structure(LogitTransform):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
-        """The automata of the rows, padded so that few programs are compiled."""
+        """The automata of the rows, padded to limit the number of compiled programs."""
         automata = [row.structure for row in rows]
         states = _padded(max(len(a.next_SC) for a in automata), _STATE_SIZES)
         classes = _padded(max(a.next_SC.shape[1] for a in automata), _CLASS_SIZES)
@@ -353,9 +353,7 @@ class Structure(LogitTransform):
         before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
 
         def of_one() -> Array:
-            """Variant for positions with at most one possible previous state, as in left-to-right
-            decoding.
-            """
+            """For positions with at most one previous state, as in left-to-right decoding."""
             state_N = place_of_largest(before_NS)
             next_NC = self.next_BCS[at.row_N, :, state_N].astype(jnp.int32)
             return jnp.take_along_axis(behind_NS, next_NC, axis=1)

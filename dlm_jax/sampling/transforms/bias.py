@@ -18,7 +18,7 @@ _SMALLEST_BUCKET = 8
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray:
-    """Rows stacked and padded to a power of two, so that few widths are compiled."""
+    """Stacks rows and pads them to a power of two, which limits the number of compiled widths."""
     longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
     table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
     for row, values in enumerate(rows):
@@ -27,7 +27,7 @@ def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray
 
 
 def check_id(name: str, value: Any) -> None:
-    """Raises ValueError unless the value can be an id."""
+    """Raises ValueError unless the value is a valid id."""
     is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_integer or not 0 <= int(value) <= INT_LIMIT:
         raise SettingError(name, value, "is not a non-negative 32-bit integer", "use one")
@@ -68,7 +68,7 @@ LOGIT_BIAS = Setting(
 class LogitBias(LogitTransform):
     """Adds a bias to chosen ids: `x[id] += bias`.
 
-    The biases of duplicate ids add up, and -inf bans an id.
+    The biases of duplicate ids are summed, and -inf bans an id.
 
     Attributes:
       ids_BK: int32 ids of each row, padded with ids >= V, which are dropped.

@@ -25,12 +25,12 @@ from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
 
 def is_wanted(transform: Any, at: At) -> Array:
-    """Whether the chunk has a real position in a row where the transform is active."""
+    """True if the chunk has a real position in a row where the transform is active."""
     return (transform.is_active()[at.row_N] & at.is_real_N).any()
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """Whether `is_wanted` holds for any of the transforms."""
+    """True if `is_wanted` is True for any of the transforms."""
     wanted = [is_wanted(t, at) for t in transforms]
     return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
 
@@ -81,13 +81,13 @@ with few candidates, the largest logits in descending order and their ids."""
 
 @pytree
 class Chain:
-    """A sequence of transforms; itself a `LogitTransform`.
+    """A sequence of transforms, which is itself a `LogitTransform`.
 
-    A transform runs if the chunk has a real position in an active row. The choice is made by one
-    `lax.cond` for the whole batch (under `vmap`, both branches would run). Rows in which a top-k
-    keeps at most `MAX_CANDIDATES` finish the chain on only those candidates if the following
-    transforms ignore ids. Whether a row takes this path depends only on its own parameters, so its
-    result is bitwise independent of other rows.
+    A transform runs if the chunk has a real position in an active row. One `lax.cond` makes this
+    choice for the whole batch (under `vmap`, both branches would run). Rows in which a top-k keeps
+    at most `MAX_CANDIDATES` finish the chain on only those candidates if the following transforms
+    ignore ids. This depends only on the parameters of the row, so the result of a row is bitwise
+    independent of other rows.
     """
 
     transforms: tuple[Any, ...]
@@ -175,7 +175,7 @@ class Chain:
         """Ids `[N]` (int32), and their log-probabilities `[N]` if needed.
 
         Greedy rows take the argmax, and other rows sample. The log-probabilities (in nats, after
-        the whole chain) are 0 unless some row in the chunk has a feedback controller, which reads
+        the whole chain) are 0 unless a row in the chunk has a feedback controller, which reads
         them.
         """
         logits_NV = logits_NV.astype(jnp.float32)
@@ -209,7 +209,7 @@ class Chain:
         is_few_N: Array,
         method: str,
     ) -> _Found:
-        """Drawn tokens in rows with many candidates, and the candidates of the other rows.
+        """Drawn tokens in rows with many candidates, and the candidates of all other rows.
 
         Three code paths give bitwise identical results. The logits are read in place if plain
         temperature is the only active transform, or if all rows have few candidates and no other

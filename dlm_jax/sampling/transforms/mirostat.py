@@ -1,6 +1,6 @@
 """Mirostat: truncations that steer the surprise of a row's tokens towards a target.
 
-Each row has one number, mu in bits. After each step with commits, mu is corrected by the mean
+Each row stores one number, mu, in bits. After each step with commits, mu is corrected by the mean
 surprise of the committed tokens: `mu -= eta * (surprise - tau)`. The surprise of a token is
 measured after truncation and renormalisation. Source: Basu et al. 2021, "Mirostat".
 """
@@ -51,7 +51,7 @@ class _Controller(LogitTransform):
         return is_greedy(row)
 
     def as_settings(self) -> dict[str, Any]:
-        """The settings of the fields, and the mirostat version."""
+        """The settings of the fields, and the Mirostat version."""
         return super().as_settings() | {"mirostat": self.version}
 
     def init(self, num_rows: int) -> Array:
@@ -59,14 +59,14 @@ class _Controller(LogitTransform):
         return 2.0 * self.tau_B
 
     def prepare(self, state: Array, context: Context) -> Array:
-        """The state; mu is constant within a step."""
+        """Returns the state, because mu is constant within a step."""
         return state
 
     def is_active(self) -> Array:
         return self.is_on_B
 
     def update(self, state: Array, is_committed_BL: Array, proposal: Any) -> Array:
-        """mu after the commits of a step; unchanged in rows without commits."""
+        """The value of mu after the commits of a step; unchanged in rows without commits."""
         surprise_BL = -proposal.final_logprob_BL / math.log(2.0)
         count_B = is_committed_BL.sum(-1)
         total_B = jnp.where(is_committed_BL, surprise_BL, 0.0).sum(-1)
@@ -94,7 +94,7 @@ class MirostatV1(_Controller):
         size = min(_NUM_FITTED, logits_NV.shape[1])
         top_NK, _ = vocab.largest(logits_NV, size)
         is_pair_NK = top_NK[:, 1:] > -jnp.inf
-        # Denormals that compare as equal may still differ.
+        # Denormals that compare as equal can still differ.
         lead_NK = jnp.maximum(top_NK[:, :-1] - top_NK[:, 1:], 0.0)
         ratio_NK = jnp.where(is_pair_NK, lead_NK, 0.0)
         step_1K = jnp.log1p(1.0 / jnp.arange(1.0, size))[None]

@@ -1,7 +1,6 @@
-"""Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
+"""Penalties on tokens that already occur in the row, by count and by repeated runs (DRY).
 
-Both penalties are computed anew from the context of each step, so tokens that have been remasked
-are not counted.
+Both penalties are recomputed from the context of each step, so remasked tokens are not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ PRESENCE_PENALTY = Setting(
     remedy="use 0.0 to disable it",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "number of newest tokens that penalties count; -1 is all, 0 is off",
+    "penalty_last_n", 64, "number of newest tokens that count towards penalties; -1 is all, 0 is "
+    "off",
     low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
 )  # fmt: skip
 DRY_MULTIPLIER = Setting(
@@ -48,7 +48,7 @@ DRY_ALLOWED_LENGTH = Setting(
 )  # fmt: skip
 DRY_LAST_N = Setting(
     "dry_last_n", -1,
-    "number of newest tokens of a run that DRY searches; -1 is the whole run and 0 is off",
+    "number of newest tokens in a run that DRY searches; -1 is the whole run, 0 is off",
     low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
 )  # fmt: skip
 
@@ -198,7 +198,9 @@ class Dry(LogitTransform):
 
 
 def _is_newest(context: Context, last_n_B: Array) -> Array:
-    """True `[B, L]` at the newest `last_n_B` visible tokens, or at all if it is negative."""
+    """True `[B, L]` at the newest `last_n_B` visible tokens, or at all visible tokens if it is
+    negative.
+    """
     B, L = context.tokens_BL.shape
     place_BL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (B, L))
     order_BL = jnp.where(context.is_visible_BL, context.order_BL.astype(jnp.int32), -(2**31))

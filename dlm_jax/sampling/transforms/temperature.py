@@ -18,9 +18,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting, which rejects values that are too small for float32 and negative values except
-    the sentinel -1.
-    """
+    """The setting, which rejects values too small for float32, and negative values except -1."""
 
     def parse(value: Any) -> float:
         value = setting.checked(value)
@@ -45,7 +43,7 @@ TEMPERATURE = _temperature(Setting(
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
-    "temperature of the last step (or of step n with n holes, if earlier), reached linearly; -1: "
+    "temperature of the last step (or of step n with n holes, if earlier), reached linearly; -1 is "
     "constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
@@ -55,7 +53,7 @@ DYNATEMP_RANGE = Setting(
     low=0.0, high=1e6, remedy="use 0.0 to disable it",
 )  # fmt: skip
 DYNATEMP_EXPONENT = Setting(
-    "dynatemp_exponent", 1.0, "dynamic temperature: power of the relative entropy, > 0",
+    "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
     low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
 )  # fmt: skip
 
@@ -103,7 +101,7 @@ class Temperature(_Moving):
 
 @rule
 class DynamicTemperature(_Moving):
-    """`x / T'`, where T' depends on the entropy of the candidates.
+    """Divides the logits by T', which depends on the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
     is the entropy in nats of the n candidates. A position with one candidate is unchanged. If

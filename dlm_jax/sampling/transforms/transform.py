@@ -62,15 +62,15 @@ class LogitTransform(Rule):
     required: ClassVar[tuple[str, ...]] = ("apply",)
 
     reads_final_logprob: ClassVar[bool] = False
-    """Whether `update` reads ``proposal.final_logprob_BL``."""
+    """True if `update` reads ``proposal.final_logprob_BL``."""
 
     ignores_ids: ClassVar[bool] = False
-    """Whether ids matter only for breaking ties, so that the transform may run on a few
-    candidates instead of the whole vocabulary."""
+    """True if ids matter only for breaking ties, so that the transform can run on a few candidates
+    instead of the whole vocabulary."""
 
     @classmethod
     def yields(cls, row: Any) -> bool:
-        """Whether another setting of the row replaces this transform and makes it neutral."""
+        """True if another setting of the row replaces this transform and makes it neutral."""
         return False
 
     @classmethod
@@ -137,12 +137,12 @@ class LogitTransform(Rule):
 
 
 def is_greedy(row: Any) -> bool:
-    """Whether a row with these settings takes the argmax at every step."""
+    """True if a row with these settings takes the argmax at every step."""
     return row.temperature == 0 and row.temperature_end in (0, -1)
 
 
 def is_steered(row: Any) -> bool:
-    """Whether mirostat replaces the truncations in a row with these settings."""
+    """True if Mirostat replaces the truncations in a row with these settings."""
     return row.mirostat > 0 and not is_greedy(row)
 
 

@@ -128,7 +128,7 @@ def _search(
     V = logits_NV.shape[1]
     all_key = _key(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
-    # The lower end starts below -inf, because a search may end at -inf.
+    # The lower end starts below -inf, because a search can end at -inf.
     low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
     high_N = jnp.where(keeps_all_N, all_key, _key(vocab.flushed(top_N)))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
@@ -179,8 +179,8 @@ def _expected_bounds(
     mass_N: Array,
     count_N: Array,
 ) -> list[Array]:
-    """The largest value after the prefix and the smallest value in it, according to the largest
-    values alone.
+    """The largest value after the prefix and the smallest value in it, computed from the largest
+    values only.
 
     The masses are summed in a different order than in a pass, so a pass must verify the result.
     """
@@ -203,8 +203,8 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     The key is found by false position on the logarithms of the mass above the ends. The key is
     shifted past the estimate by half of the expected deviation, so that both ends move. The weight
     of an end is halved each time that the end does not move (the "Illinois" rule). Where false
-    position is unreliable, the middle value is used. Every fourth bound, wide brackets and the last
-    passes use the middle key, which closes any bracket in 32 passes and terminates even if many
+    position is unreliable, the middle value is used. The middle key is used for every fourth bound,
+    for wide brackets and in the last passes. It closes any bracket in 32 passes, even if many
     values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
@@ -302,7 +302,7 @@ def _key(value: Array) -> Array:
 
 
 def _float(key: Array) -> Array:
-    """Inverse of `_key`, with denormals as 0."""
+    """The inverse of `_key`, with denormals as 0."""
     bits = jnp.where(key >> 31 == 1, key & jnp.uint32((1 << 31) - 1), ~key)
     return vocab.flushed(jax.lax.bitcast_convert_type(bits, jnp.float32))
 
@@ -342,7 +342,7 @@ TOP_N_SIGMA = Setting(
 
 
 class Truncation(LogitTransform):
-    """A truncation that does not depend on ids and that mirostat replaces."""
+    """A truncation that does not depend on ids and that Mirostat replaces."""
 
     ignores_ids = True
 
@@ -392,7 +392,7 @@ class TopP(Truncation):
         return (self.p_B < 1) | (self._grown_p() < 1)
 
     def _grown_p(self) -> Array:
-        """The p for tokens that the sampler head draws."""
+        """The p for tokens drawn by the sampler head."""
         return jnp.where(self.grown_p_B == 0, self.p_B, self.grown_p_B)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
@@ -493,7 +493,9 @@ class TopNSigma(Truncation):
 
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
-    """Logits with all but the `count_N` (at least 1) largest set to -inf; lower ids win ties."""
+    """Keeps the `count_N` (at least 1) largest logits and sets all others to -inf; lower ids win
+    ties.
+    """
     seen_NV = jax.lax.stop_gradient(logits_NV)
     is_kept_NV = keeps_prefix(
         seen_NV,
@@ -507,7 +509,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
 
 
 def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
-    """Logits with values below `floor_N` set to -inf in active rows, except for the `min_keep_N`
+    """Sets logits with values below `floor_N` to -inf in active rows, except the `min_keep_N`
     largest.
 
     `min_keep_N` is at most `MAX_CANDIDATES`.
@@ -567,15 +569,13 @@ def _half_range(logits_NV: Array) -> tuple[Array, Array]:
 
 
 def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
-    """`min_keep` in active rows, and the vocabulary size in other rows, where it ends the
-    search.
-    """
+    """`min_keep` in active rows, and the vocabulary size in other rows, which ends the search."""
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Logits with dropped tokens set to -inf in rows where the transform is active."""
+    """Sets the logits of dropped tokens to -inf in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)

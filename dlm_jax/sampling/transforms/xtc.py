@@ -16,11 +16,12 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 _XTC_SALT = 0x7863
 
 XTC_PROBABILITY = Setting(
-    "xtc_probability", 0.0, "probability that XTC drops all but the least likely choice, in [0, 1]",
+    "xtc_probability", 0.0, "probability that XTC drops all top choices except the least likely "
+    "one, in [0, 1]",
     low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 XTC_THRESHOLD = Setting(
-    "xtc_threshold", 0.1, "minimum probability of a top choice of XTC; above 0.5 is off",
+    "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 is off",
     low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
 )  # fmt: skip
 

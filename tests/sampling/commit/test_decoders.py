@@ -218,7 +218,9 @@ def test_dependences_decide_what_commits_together():
 
 def test_what_reads_attention_maps_needs_a_network_that_shows_them():
     rule, row = COMMIT_RULES["dawn"], SampleConfig(order="dawn")
-    with pytest.raises(ValueError, match="order='dawn' reads attention maps, which this network"):
+    with pytest.raises(
+        ValueError, match="order='dawn' requires attention maps, which this network"
+    ):
         rule.check_model(row, FACTS)
     rule.check_model(row, FACTS._replace(shows_maps=True))
     with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
