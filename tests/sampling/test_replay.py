@@ -298,7 +298,7 @@ def test_traces_of_other_models_and_settings_are_refused():
         dlm_jax.replay(MODEL.__class__(enumerable.NETWORK, PARAMS, other, 3), PARAMS, trace)
     with pytest.raises(ValueError, match="vocabulary of 6, but the model has 12"):
         dlm_jax.replay(canvases.shared_network(), PARAMS, trace)
-    bare = enumerable.NETWORK.__class__(**vars(enumerable.NETWORK) | {"sampler_readout": None})
+    bare = enumerable.NETWORK.__class__(**vars(enumerable.NETWORK) | {"heads": {}})
     waves = _all_traces("random_filled", "wavefront")[0]
     with pytest.raises(ValueError, match="sampler head that the model lacks"):
         dlm_jax.replay(bare, PARAMS, waves)
