@@ -200,7 +200,7 @@ def meant(name: str, value: Any) -> str:
 
 
 def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
-    """Settings in the user's notation, with the names in `shown` where they exist."""
+    """Settings in the user's notation, with the name in `shown` for each setting that has one."""
     parts = []
     for name, value in asked.items():
         called = shown.get(name, name)

@@ -4,7 +4,7 @@ A rule is a class decorated with `rule`: a frozen dataclass that is a pytree. It
 parameters for the rows that use the rule, made with `per_row` (an array with one value per row),
 `static` (compiled in) or `fact` (a property of the model). Everything else about a setting is
 derived from its `Setting`: flags and help, keys of requests, recommendations in checkpoints,
-columns, static settings, and refusals.
+columns, static settings, and error messages.
 """
 
 from __future__ import annotations

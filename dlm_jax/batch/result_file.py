@@ -2,8 +2,8 @@
 
 A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run
 and a flag that is set once the results of all processes have been merged. A file with lines but no
-companion is treated as another program's file; an empty file belongs to no run. Lines and record
-have checksums.
+companion is treated as another program's file; an empty file belongs to no run. The lines and the
+run record have checksums.
 
 Results are appended, so that they survive interruption, and are sorted by request at the end.
 

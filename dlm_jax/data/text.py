@@ -355,4 +355,4 @@ NAMED: dict[str, Callable[[], list[Document]]] = {
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
     **{f"task:{name}": functools.partial(_task_documents, name) for name in TASKS},
 }
-"""Corpora by name, independent of the working directory."""
+"""Corpora that are identified by name, independently of the working directory."""

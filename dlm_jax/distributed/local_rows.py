@@ -58,8 +58,8 @@ class OwnRows:
       num_rows: total number of rows in all processes.
 
     Attributes:
-      share: (index of this process's part of the rows, number of parts); processes that split only
-        parameters share a part.
+      share: (index of this process's part of the rows, number of parts); processes across which
+        only parameters are split have the same part.
       count: number of rows of this process.
     """
 

@@ -21,7 +21,7 @@ REMASK_END = Setting(
 )  # fmt: skip
 REMASK_RANDOMNESS = Setting(
     "remask_randomness", 0.0,
-    "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 is random",
+    "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at random",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_BY = Setting(
