@@ -58,7 +58,7 @@ _STEPS_OF_BLOCK = "it is the number of steps per block; steps is the number per 
 
 _STRUCTURED = Here(
     ("response_format", "structure"),
-    note="response_format is a schema, structure is a regular expression",
+    note="response_format is a schema, but structure is a regular expression",
 )
 _ENTROPY = Here(("entropy_bound",), note="it requires order='entropy_bound'")
 _REWRITES = Here(("rewrite_threshold",), note="it requires order='joint_threshold'")

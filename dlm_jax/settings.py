@@ -216,7 +216,7 @@ class Rule:
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row uses the rule: by default, if any of its settings is not neutral."""
+        """Returns whether a row uses the rule; by default, if any setting is not neutral."""
         return any(getattr(row, s.name) != s.default for s in cls._settings if s.activates)
 
     @classmethod

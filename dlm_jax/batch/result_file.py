@@ -86,7 +86,9 @@ def owned(file: Path, fingerprint: str) -> bytes:
 
 
 def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """Complete lines by key (the first of duplicates), and the byte offset at which they end."""
+    """The complete lines, indexed by key (the first of duplicates), and the byte offset of their
+    end.
+    """
     content = owned(file, fingerprint)
     *lines, _ = content.split(b"\n")
     rows: Rows = {}
@@ -290,7 +292,9 @@ class Results:
         return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
 
     def _check_others(self) -> bool:
-        """Whether the results are already merged; ValueError for another run or process count."""
+        """Returns whether the results are already merged; ValueError for another run or process
+        count.
+        """
         rows = self._load(self.path)
         if rows and run_of(self.path).get("complete") is True:
             return True

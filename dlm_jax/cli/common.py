@@ -127,7 +127,8 @@ def check_batch(params: Params, batch_size: int) -> None:
 
 
 def share_of_host(params: Params) -> tuple[int, int, bool]:
-    """(index of this process's part of the rows, number of parts, whether it prints results).
+    """Returns (index of this process's part of the rows, number of parts, whether it prints
+    results).
 
     Processes across which only the parameters are sharded have the same part, and only the first of
     them prints.

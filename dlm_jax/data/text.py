@@ -269,7 +269,7 @@ def names_of(source: Source) -> list[str]:
 
 
 def _match(pattern: str) -> tuple[bool, list[Path]]:
-    """Whether `pattern` is the path of one file, and the matching files."""
+    """Returns whether `pattern` is the path of one file, and the matching files."""
     path = Path(os.path.expanduser(pattern))
     if path.is_dir():
         raise ValueError(

@@ -369,7 +369,7 @@ def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
 
 
 def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Operation]) -> bool:
-    """Whether `use` writes part of the parameter in place."""
+    """Returns whether `use` writes part of the parameter in place."""
     if use.kind != "dynamic-update-slice" or not use.operands or parameter is None:
         return False
     name = use.operands[0]
@@ -413,7 +413,7 @@ class Torus:
 
 
 def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tuple[float, float]:
-    """(bytes that a chip receives or sends, seconds) for a collective without contention.
+    """Returns (bytes that a chip receives or sends, seconds) for a collective without contention.
 
     An all-reduce counts as a reduce-scatter followed by an all-gather.
     """

@@ -33,7 +33,7 @@ def num_shares(rows: NamedSharding | None) -> int:
 
 
 def spans_processes(rows: NamedSharding | None) -> bool:
-    """Whether several processes own the devices and must therefore run every step together."""
+    """Returns whether several processes own the devices and must run every step together."""
     return rows is not None and bool(rows.mesh.is_multi_process)
 
 

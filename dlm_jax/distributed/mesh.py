@@ -203,7 +203,7 @@ def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndar
 
 
 def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
-    """Whether the rows of every process are consecutive in a mesh."""
+    """Returns whether the rows of every process are consecutive in a mesh."""
     num_split = sum(name in AXES[:_ROWS] for name in names)
     rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
     held: dict[int, set[int]] = defaultdict(set)

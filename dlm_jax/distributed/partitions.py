@@ -191,7 +191,8 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
 
 
 def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-    """(index, count): this process provides part `index` of `count` equal parts of the batch.
+    """Returns (index, count): this process provides part `index` of `count` equal parts of the
+    batch.
 
     Processes across which only parameters or matrices are split provide the same part.
     """

@@ -406,7 +406,9 @@ def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
-    """Whether each query may attend to each key, ``[B, N, M]``; all True if `block_length` is 0."""
+    """Returns whether each query may attend to each key, ``[B, N, M]``; all True if `block_length`
+    is 0.
+    """
     query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
     if block_length == 0:
         return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)

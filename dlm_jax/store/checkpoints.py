@@ -518,7 +518,7 @@ def load_any(
     place: Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """(parameters, metadata) of a run, a weights file, or a shipped model.
+    """Returns (parameters, metadata) of a run, a weights file, or a shipped model.
 
     Args:
       path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m

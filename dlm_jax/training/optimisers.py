@@ -189,7 +189,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 
 
 def is_matrix(path: str) -> bool:
-    """Whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
+    """Returns whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
 
     The matrices of experts are stacked by layers and experts, and all other matrices by layers.
     """

@@ -53,7 +53,7 @@ class Pieces:
         return self._known[key]
 
     def is_part(self, token: int) -> bool:
-        """Whether `token` is incomplete, but can form a character with its neighbours."""
+        """Returns whether `token` is incomplete, but can form a character with its neighbours."""
         return _BROKEN in self((token,))
 
     def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:
