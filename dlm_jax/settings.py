@@ -196,7 +196,7 @@ def fact(name: str, default: Any = None) -> Any:
 
 
 def reads(name: str, default: Any) -> Any:
-    """A static field with the value of another rule's setting, called `name`."""
+    """A static field with the value of the setting `name`, which another rule declares."""
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
 
 

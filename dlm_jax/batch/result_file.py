@@ -10,7 +10,7 @@ Results are appended, so that they survive interruption, and are sorted by reque
 A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` in the same
 directory. The last process to finish merges the parts. The processes need not communicate: the
 merged file appears atomically, and the parts are removed only afterwards. If a part is missing, its
-lines are in the merged file. Concurrent merges write the same content.
+lines are already in the merged file. Concurrent merges write the same content.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """Replaces names of settings in errors by their flags: ``top_p=2`` becomes ``--top-p=2``.
+    """Replaces names of settings in errors with their flags: ``top_p=2`` becomes ``--top-p=2``.
 
     Use this context only for values of flags. Errors about values in a file must name the file.
     """

@@ -601,12 +601,12 @@ class ModelConfig(Section):
         "attend within attention_window; 0: all layers are full",
         Trait.UNSEEN, low=0,
     )  # fmt: skip
-    full_head_size: int = setting(0, "head_size of the full layers; 0: head_size", low=0)
+    full_head_size: int = setting(0, "head_size of the full layers; 0: same as head_size", low=0)
     full_kv_heads: int = setting(
-        0, "kv_heads of the full layers; 0: kv_heads", Trait.UNSEEN, low=0, high=2**12
+        0, "kv_heads of the full layers; 0: same as kv_heads", Trait.UNSEEN, low=0, high=2**12
     )
     full_rope_theta: float = setting(
-        0.0, "rope_theta of the full layers; 0: rope_theta", Trait.UNSEEN, low=0
+        0.0, "rope_theta of the full layers; 0: same as rope_theta", Trait.UNSEEN, low=0
     )
     full_rotary_share: float = setting(
         1.0, "fraction of the rotary pairs that are rotated in full layers, highest frequencies "
@@ -639,7 +639,7 @@ class ModelConfig(Section):
         False, "canvas: embeddings also depend on the predictions of the previous step"
     )
     vocab_size: int = setting(
-        0, "number of logits; 0: the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
+        0, "number of logits; 0: size of the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
     )
     start_id: int = setting(
         -1, "causal: id before the first token; -1: the tokenizer's MASK",

@@ -10,7 +10,7 @@ from dlm_jax.sampling.row import Counters
 
 
 class Step(NamedTuple):
-    """The rows of one `Engine.step`.
+    """The rows returned by one call to `Engine.step`.
 
     Attributes:
       finished: rows that have ended, truncated after their first EOS.

@@ -109,7 +109,7 @@ _CATEGORY_NAMES = frozenset({
 
 
 def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
-    r"""Replaces ``\p{..}`` and ``\P{..}`` in a pattern by characters of the alphabet."""
+    r"""Replaces ``\p{..}`` and ``\P{..}`` in a pattern with characters of the alphabet."""
     is_inside = False
 
     def written(found: re.Match[str]) -> str:

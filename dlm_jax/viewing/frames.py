@@ -1,6 +1,6 @@
-"""Decodes tokens to whole characters, even if a character consists of several tokens.
+"""Decodes tokens into whole characters, even if a character consists of several tokens.
 
-The module also has snapshots of a row (frames) and the changes between them.
+The module also defines snapshots of a row (frames) and the changes between them.
 
 Shape legend: ``n`` is the number of live positions of the row; frames exclude PAD.
 """

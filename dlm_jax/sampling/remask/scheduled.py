@@ -101,7 +101,7 @@ class ScheduledThreshold(Scheduled):
     A block without such tokens is finished.
     """
 
-    about = "remasks all tokens above a threshold of wrongness"
+    about = "remasks all tokens whose wrongness is above a threshold"
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""
