@@ -137,7 +137,8 @@ class ObjectiveConfig(Section):
     )
     sdtt_share: float = setting(
         0.0,
-        "share of each batch's rows, and of the loss, for learning to replace several sampling steps of a teacher with one",
+        "share of each batch's rows, and of the loss, for learning to replace several sampling "
+        "steps of a teacher with one",
         low=0,
         high=1,
     )
