@@ -322,7 +322,9 @@ def setup_of(source: str, decoder: str) -> Setup:
     else:
         net, mask_id, banned, canvas, pad_id = network(), MASK, (MASK, PAD), LONGEST, PAD
         params = parameters(sources()[source])
-    facts = ModelFacts(net.vocab_size, banned, noise=LINEAR, has_sampler=decoder in HEAD)
+    facts = ModelFacts(
+        net.vocab_size, banned, noise=LINEAR, heads=("sampler",) if decoder in HEAD else ()
+    )
     length = len(next(iter(sources()[source])))
     return Setup(_advance(net, mask_id, pad_id), params, length, canvas, mask_id, facts)
 

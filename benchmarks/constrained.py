@@ -53,6 +53,7 @@ from dlm_jax.inference.structure import Structures, regex_of_objects, regex_of_s
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, make_advance
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import start
@@ -92,8 +93,7 @@ def independent(length: int, *, has_head: bool = False) -> Network:
         embed=lambda params, ids: jax.nn.one_hot(ids, LETTERS.vocab_size),
         readout=lambda params, hidden_ND: hidden_ND @ params["logits"],
         vocab_size=LETTERS.vocab_size,
-        sampler_readout=beside if has_head else None,
-        sampler_context=int(has_head),
+        heads={"sampler": SamplerReadout(beside)} if has_head else {},
     )
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.types import Network, Params
 
 LENGTH = 5
@@ -75,8 +76,7 @@ def network(length: int = LENGTH) -> Network:
         embed=lambda params, ids: jax.nn.one_hot(ids, MASK),
         readout=readout,
         vocab_size=MASK + 1,
-        sampler_readout=beside,
-        sampler_context=1,
+        heads={"sampler": SamplerReadout(beside)},
     )
 
 

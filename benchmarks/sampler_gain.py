@@ -62,7 +62,7 @@ def nats(
             jnp.broadcast_to(is_revealed_1L, tokens_BL.shape), mask_id=mask_id,
         )  # fmt: skip
         nll_BL = cross_entropy_of(
-            network.sampler_readout, params, tuple(inputs), tokens_BL,
+            network.heads["sampler"].readout, params, tuple(inputs), tokens_BL,
             vocab_size=network.vocab_size, mask_id=mask_id,
         )  # fmt: skip
         found[name] = total(nll_BL)

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import Config, HeadsConfig, MeshConfig, ModelConfig, OptimConfig
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
 from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Setup
+from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
 from dlm_jax.training.stages import Stage, StageLoss

@@ -27,6 +27,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "dlm_jax"
 PAGE = 60
 SLOTS = ("transforms", "propose", "commit", "remask", "edits", "cache")
+TABLES = (
+    "dlm_jax.diffusion.mixing.table",
+    "dlm_jax.diffusion.processes.PROCESSES",
+    "dlm_jax.heads.HEADS",
+    "dlm_jax.published.families.FAMILIES",
+    "dlm_jax.rl.ESTIMATORS",
+    "dlm_jax.tasks.TASKS",
+)
+"""Tables of rules outside `SLOTS`."""
 CHANGES = {
     "scalar setting (sampler_even_odd)": "sampler_even_odd",
     "list setting (confidence_without)": "confidence_without",
@@ -36,6 +45,7 @@ CHANGES = {
     "remask rule (ScheduledThreshold)": "ScheduledThreshold",
     "edit rule (Lead)": "Lead",
     "fill rule (Speculative)": "Speculative",
+    "head (critic)": r"(?i:\w*critic\w*)",
     "config field (warmup_steps)": "warmup_steps",
     "HTTP field (diffusing)": "diffusing",
 }
@@ -54,6 +64,14 @@ class Tree:
         self.text = {name: path.read_text(encoding="utf-8") for name, path in self.files.items()}
         self.tree = {name: ast.parse(text) for name, text in self.text.items()}
         self.imports = {name: set(self._imported(name)) for name in self.files}
+        self.homes = {
+            f"{name}.{alias.asname or alias.name}": node.module
+            for name, tree in self.tree.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module in self.files
+            for alias in node.names
+        }
+        self.rules = {module for table in TABLES for module in self._entries(table)}
 
     def _imported(self, module: str) -> Iterator[str]:
         """Modules of the package that a module imports, anywhere and for any purpose."""
@@ -74,13 +92,52 @@ class Tree:
         """Lines that are not blank, comments or docstrings."""
         return sum(len(ast.unparse(_bare(text)).splitlines()) for text in self.text.values())
 
+    def _entries(self, table: str) -> Iterator[str]:
+        """The modules from which a table, ``module.NAME``, takes its entries."""
+        module, _, name = table.rpartition(".")
+        for node in ast.walk(self.tree.get(module, ast.Module([], []))):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else []
+            targets = node.targets if isinstance(node, ast.Assign) else targets
+            if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+                for one in ast.walk(node):
+                    if isinstance(one, ast.Name):
+                        yield self._home(module, one.id)
+
+    def _home(self, module: str, name: str) -> str:
+        """The module that defines a name which another module may pass on."""
+        full = f"{module}.{name}"
+        passed_on = self.homes.get(full)
+        if passed_on is None:
+            return full if full in self.files else module
+        return self._home(passed_on, name)
+
+    def importers(self) -> dict[str, set[str]]:
+        """The modules that import each module, also by names that a package passes on."""
+        found: dict[str, set[str]] = {name: set() for name in self.files}
+        for name, tree in self.tree.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.module in self.files:
+                    for alias in node.names:
+                        found[self._home(node.module, alias.name)].add(name)
+                elif isinstance(node, ast.Import):
+                    for alias in node.names:
+                        if alias.name in self.files:
+                            found[alias.name].add(name)
+        return found
+
     def single_importers(self) -> list[str]:
-        """Modules with a single importer, except tables of rules and their rules."""
-        importers = collections.Counter(name for found in self.imports.values() for name in found)
+        """Modules with one importer; not packages, rules of a table, and what a slot's rules share.
+
+        A package that only passes on the names of a module counts as its importer.
+        """
+        importers = self.importers()
         return [
             name
-            for name in self.files
-            if importers[name] == 1 and not any(f".sampling.{slot}." in name for slot in SLOTS)
+            for name, path in self.files.items()
+            if len(importers[name]) == 1
+            and path.name != "__init__.py"
+            and name not in self.rules
+            and not any(f".sampling.{slot}." in name for slot in SLOTS)
         ]
 
     def records(self) -> list[str]:
@@ -139,12 +196,12 @@ class Tree:
         ]
 
     def files_that_name(self, word: str) -> list[str]:
-        """Modules that use a word in their code, except in comments and docstrings."""
+        """Modules that use a word as a name or a key, in any case; sentences are left out."""
         pattern = re.compile(rf"\b{word}\b")
         return [
             name.removeprefix(f"{PACKAGE}.")
             for name, text in self.text.items()
-            if word in text and pattern.search(ast.unparse(_bare(text)))
+            if pattern.search(text) and any(pattern.search(one) for one in _names(self.tree[name]))
         ]
 
     def decoders(self) -> dict[str, tuple[int, str]]:
@@ -192,6 +249,15 @@ class Tree:
         for what, word in CHANGES.items():
             rows[f"files of a {what}"] = str(len(self.files_that_name(word)))
         return rows
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Names in the code of a module, and its strings without a space."""
+    for node in ast.walk(tree):
+        for one in ("id", "attr", "arg", "name", "asname", "module", "value"):
+            found = getattr(node, one, None)
+            if isinstance(found, str) and " " not in found:
+                yield found
 
 
 def _bare(text: str) -> ast.Module:

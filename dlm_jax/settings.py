@@ -364,6 +364,19 @@ class Section:
         """Raises SettingError for contradictory values."""
 
 
+def with_settings(fields: Mapping[str, Any], *, is_first: bool = False) -> Callable[[T], T]:
+    """Adds `setting` fields that other modules declare to a class that becomes a section."""
+
+    def make(cls: T) -> T:
+        own, more = cls.__annotations__, {key: type(f.default) for key, f in fields.items()}
+        cls.__annotations__ = more | own if is_first else own | more
+        for key, one in fields.items():
+            setattr(cls, key, one)
+        return cls
+
+    return make
+
+
 def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
     """Makes a dataclass the config section `name`, and adds `traits` to all keys."""
 

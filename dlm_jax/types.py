@@ -15,7 +15,7 @@ Legend of shapes, used as suffixes of names and in docstrings:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -104,6 +104,13 @@ class Inside(NamedTuple):
     final_BLD: jax.Array
 
 
+class _Hashable(dict[str, Any]):
+    """A dict that is never changed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 @dataclass(frozen=True)
 class Network:
     """A language model as pure functions over a plain dict of parameters.
@@ -121,23 +128,10 @@ class Network:
       embed: ``(params, ids) -> vectors``, with an axis ``D`` appended to the shape of ``ids``.
       readout: ``(params, hidden_ND) -> logits_NV``, float32.
       vocab_size: ``V``, the number of logits.
-      sampler_readout: ``(params, left_NCD, hidden_ND, right_NCD) -> logits_NV``, float32: the
-        sampler head. ``left`` and ``right`` are the embeddings of the ``C`` nearest positions on
-        each side, nearest first, with zero vectors for missing neighbours. None without a sampler
-        head.
-      sampler_context: the number ``C`` of neighbours on each side; 0 without a sampler head.
-      sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each
-        vector, as a neighbour, to the sampler head's first layer.
-      sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
-        the summed contributions of the neighbours. `sampler_sides` and `sampler_from_sides` save
-        most of the computation if few distinct tokens are neighbours of many positions. If None,
-        only `sampler_readout` is used.
-      critic: ``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
-        wrong, from hidden vectors of the filled canvas. None without a critic head.
+      heads: the functions of the other heads by name, without ``_head``. Each file in
+        `dlm_jax.heads` documents the functions of its head, which rules and losses read.
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: some columns of `readout`,
           which saves a second readout for edits. If None, the whole readout is computed.
-      scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the fraction of
-        corrupted tokens. None except for a sequence scorer.
       cached: the trunk for decoding with a cache; None if caches are not supported.
       inside: ``(params, tokens_BL, length_B) -> Inside``, the trunk's intermediate results; None if
           not available.
@@ -157,13 +151,8 @@ class Network:
     embed: Callable[[Params, jax.Array], jax.Array]
     readout: Callable[[Params, jax.Array], jax.Array]
     vocab_size: int
-    sampler_readout: Callable[..., jax.Array] | None = None
-    sampler_context: int = 0
-    sampler_sides: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
-    sampler_from_sides: Callable[..., jax.Array] | None = None
-    critic: Callable[[Params, jax.Array], jax.Array] | None = None
+    heads: Mapping[str, Any] = _Hashable()
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    scorer: Callable[..., jax.Array] | None = None
     cached: CachedTrunk | None = None
     inside: Callable[..., Inside] | None = None
     behind: Callable[..., jax.Array] | None = None
@@ -171,6 +160,7 @@ class Network:
     canvas_length: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", _Hashable(self.heads))
         if (self.behind is None) != (self.canvas_length < 1):
             raise ValueError(
                 f"Network.canvas_length={self.canvas_length} is not supported with "

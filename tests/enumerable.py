@@ -12,6 +12,7 @@ import numpy as np
 
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
+from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.types import Network, Params
 
 TOKENIZER = CharacterTokenizer.of("ab")
@@ -47,8 +48,7 @@ NETWORK = Network(
     embed=lambda params, ids: jax.nn.one_hot(ids, LENGTH),
     readout=lambda params, hidden_NV: hidden_NV,
     vocab_size=V,
-    sampler_readout=_sampler_readout,
-    sampler_context=1,
+    heads={"sampler": SamplerReadout(_sampler_readout)},
 )
 PARAMS = _init(jax.random.key(0))
 MODEL = Model(NETWORK, PARAMS, TOKENIZER, max_length=LENGTH)

@@ -11,10 +11,11 @@ import toy
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, HeadsConfig, MeshConfig, SampleConfig, TrainConfig
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import Batch, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh, path_name
-from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Head, Setup
+from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.types import Network

@@ -77,7 +77,9 @@ def describe_model(model: Model) -> dict[str, Any]:
     tokenizer = model.tokenizer.to_json()
     network: Any = ""
     if model.config is None:
-        parts = vars(model.network).values()
+        heads = model.network.heads.values()
+        parts = [*vars(model.network).values(), *heads]
+        parts += [part for head in heads if not callable(head) for part in vars(head).values()]
         network = sorted({own_source(part) for part in parts if callable(part)})
     return {
         "network": network,
@@ -141,8 +143,8 @@ def run_requests(
       on_result: called with each written result and the number of tokens generated for it.
       on_turn: called with the engine after each turn.
     """
-    hosts = _Hosts(model, host_samplers, max_candidates)
-    found, asked, refused = _accepted(model, lines, seed, settings or {}, hosts)
+    hosted = functools.partial(_host_settings, model, host_samplers, max_candidates)
+    found, asked, refused = _accepted(model, lines, seed, settings or {}, hosted)
     errors = rows = tokens = 0
     asked = only_chains_in_use(asked)
     with Engine(
@@ -193,47 +195,46 @@ class _Asked(NamedTuple):
         return self.line.first + self.sample
 
 
-class _Hosts(NamedTuple):
-    """The Python functions that requests may use."""
-
-    model: Model
-    samplers: Callable[[str], HostSampler] | None
-    max_candidates: int
-
-    def of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """A line's host settings, in the form of a request's settings, except that `read_back` is a
-        number.
-        """
-        name, size = settings.get("host_sampler"), settings.get("read_back")
-        if size is True:
-            size = self.max_candidates
-        if size is not None and type(size) not in (bool, int):
-            raise ValueError(f"read_back={size!r} is not an integer; pass a number of candidates")
-        if size and not 1 <= size <= self.max_candidates:
-            raise ValueError(
-                f"read_back={size} is outside [1, {self.max_candidates}], the number of "
-                f"candidates sent to the host; use fewer or raise max_candidates"
-            )
-        if (name is not None or size) and spans_processes(split_rows(self.model.params)):
-            raise ValueError(
-                "host_sampler and read_back need whole rows in one process; remove them, or run "
-                "the file in processes that do not share a mesh"
-            )
-        sampler = None if name is None else self._sampler(name)
-        return {"host_sampler": sampler, "read_back": int(size or 0)}
-
-    def _sampler(self, name: Any) -> HostSampler:
-        if not isinstance(name, str):
-            raise ValueError(
-                f'host_sampler={name!r} is not a string; write "module:function", or null for none'
-            )
-        if self.samplers is None:
-            raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or remove it")
-        return self.samplers(name)
+def _host_settings(
+    model: Model,
+    samplers: Callable[[str], HostSampler] | None,
+    max_candidates: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A line's host settings, in the form of a request's settings, except that `read_back` is a
+    number.
+    """
+    name, size = settings.get("host_sampler"), settings.get("read_back")
+    if size is True:
+        size = max_candidates
+    if size is not None and type(size) not in (bool, int):
+        raise ValueError(f"read_back={size!r} is not an integer; pass a number of candidates")
+    if size and not 1 <= size <= max_candidates:
+        raise ValueError(
+            f"read_back={size} is outside [1, {max_candidates}], the number of "
+            f"candidates sent to the host; use fewer or raise max_candidates"
+        )
+    if (name is not None or size) and spans_processes(split_rows(model.params)):
+        raise ValueError(
+            "host_sampler and read_back need whole rows in one process; remove them, or run "
+            "the file in processes that do not share a mesh"
+        )
+    if name is not None and not isinstance(name, str):
+        raise ValueError(
+            f'host_sampler={name!r} is not a string; write "module:function", or null for none'
+        )
+    if name is not None and samplers is None:
+        raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or remove it")
+    sampler = None if name is None or samplers is None else samplers(name)
+    return {"host_sampler": sampler, "read_back": int(size or 0)}
 
 
 def _accepted(
-    model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
+    model: Model,
+    lines: Sequence[Line],
+    seed: int,
+    settings: Mapping[str, Any],
+    hosted: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
     """The rows that can run, their requests, and error results for all other rows."""
     found: list[_Asked] = []
@@ -248,7 +249,7 @@ def _accepted(
             if line.error is not None:
                 raise ValueError(line.error)
             own = _from_json(line.settings, lists)
-            host = hosts.of(common | own)
+            host = hosted(common | own)
             size = host["read_back"]
             own |= host | {"read_back": size > 0}
             asked += make_requests(model, own, common, num_samples=line.num_samples, known=known)

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return End.DONE
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
-        if model.network.scorer is not None:
+        if "scorer" in model.network.heads:
             _judge(model, args, sources)
             return End.DONE
         for name, texts, prompts in sources:

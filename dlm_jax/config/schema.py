@@ -2,7 +2,7 @@
 
 Every key is declared once, as a `Setting`. The rules of `dlm_jax.sampling` declare the keys of
 ``[sample]``. The keys of ``[mesh]`` and ``[objective]`` are declared next to the code that reads
-them, and this module declares all other keys.
+them, those of a head in its file, and this module declares all other keys.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlm_jax.diffusion.objectives import ObjectiveConfig
 from dlm_jax.distributed.mesh import MeshConfig
+from dlm_jax.heads import HEADS
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, RuleTable
 from dlm_jax.sampling.transforms.transform import is_greedy
@@ -31,44 +32,23 @@ from dlm_jax.settings import (
     require,
     section,
     setting,
+    with_settings,
 )
+
+SWITCHES = tuple(head.switch for head in HEADS if head.switch)
+"""The keys of ``[model]`` that add a head."""
 
 
 @section("heads")
 @dataclasses.dataclass(frozen=True)
+@with_settings({key: one for head in HEADS for key, one in head.training.items()}, is_first=True)
 class HeadsConfig(Section):
-    """Training of the sampler head, the critic and custom heads."""
+    """Training of heads: the settings of each built-in head, and those that all heads share."""
 
-    start_sampler_iteration: int = setting(
-        0, "number of steps before the sampler head starts to train", low=0
-    )
-    start_critic_iteration: int = setting(
-        0, "number of steps before the critic starts to train", low=0
-    )
-    end_critic_iteration: int = setting(
-        0,
-        "step at which the critic's loss reaches its full weight; if this is not after the start, "
-        "the weight is full from the start",
-        low=0,
-    )
-    critic_alpha: float = setting(0.5, "full weight of the critic's loss, >= 0", low=0)
-    critic_masked_only: bool = setting(
-        False, "train the critic only on filled holes, not on the text around them"
-    )
-    sampler_reveal: float = setting(
-        0.0,
-        "probability that the sampler head receives the true token of an adjacent hole, in [0, 1]",
-        low=0,
-        high=1,
-        remedy="use 0.5",
-    )
-    sampler_trunk_share: float = setting(
-        0.0,
-        "weight in the sampler head's loss of the divergence from the trunk's prediction given "
-        "the revealed tokens",
-        low=0,
-        high=1,
-    )
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Any): ...
+
     train_main: bool = setting(
         True,
         "train the model; false: the model of train.init_from is frozen, and only heads are "
@@ -469,8 +449,13 @@ _DTYPE = Setting(
 
 @section("model")
 @dataclasses.dataclass(frozen=True)
+@with_settings({key: one for head in HEADS for key, one in head.model.items()})
 class ModelConfig(Section):
     """The Transformer, from GPT-like to LLaMA-like, and its heads."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Any): ...
 
     head_size: int = setting(0, "size of one attention head; 0: width / heads", low=0)
     rotary_share: float = setting(
@@ -656,21 +641,6 @@ class ModelConfig(Section):
         _HEAD | Trait.FREE,
         choices=("none", "block", "attention", "dots", "offload"),
     )
-    add_sampler_head: bool = setting(
-        False, "add a head that uses the neighbours of a hole, for coherent parallel filling", _HEAD
-    )
-    sampler_context: int = setting(
-        1, "number of neighbours on each side that the sampler head uses", _HEAD, low=1, high=2**6
-    )
-    sampler_width: int = setting(
-        0, "inner size of the sampler head's MLP; 0: width", _HEAD, low=0, high=_MOST_WIDTH
-    )
-    sampler_residual: bool = setting(
-        False, "add the sampler head's output, initially zero, to the hidden vector", _HEAD
-    )
-    add_critic_head: bool = setting(
-        False, "add a head that predicts which tokens of a text are wrong", _HEAD
-    )
 
     @property
     def size_of_head(self) -> int:
@@ -831,7 +801,7 @@ class ModelConfig(Section):
         )  # fmt: skip
 
     def _check_heads(self) -> None:
-        for name in ("add_sampler_head", "add_critic_head"):
+        for name in SWITCHES:
             for key, value in (("mode", "language_model"), ("attention_type", "bidirectional")):
                 require(
                     not getattr(self, name) or getattr(self, key) == value, f"model.{name}", True,
@@ -892,8 +862,7 @@ class Config:
         for name, value, needed in (
             ("model.mode", model.mode, "language_model"),
             ("model.attention_type", model.attention_type != "causal", True),
-            ("model.add_sampler_head", model.add_sampler_head, False),
-            ("model.add_critic_head", model.add_critic_head, False),
+            *((f"model.{name}", getattr(model, name), False) for name in SWITCHES),
             ("rl.reward", self.rl.reward, ""),
         ):
             require(
@@ -909,7 +878,7 @@ class Config:
         )  # fmt: skip
         for name, value in (
             ("mode", "language_model"), ("attention_type", "bidirectional"),
-            ("add_sampler_head", False), ("add_critic_head", False),
+            *((name, False) for name in SWITCHES),
         ):  # fmt: skip
             require(
                 getattr(model, name) == value, f"model.{name}", getattr(model, name),

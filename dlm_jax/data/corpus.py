@@ -243,26 +243,30 @@ def load_corpus(
             "data.weights applies to sharded corpora; build them with dlm_jax.data.shard"
         )
     documents = corpora.read_documents(source)
-    job = _Job(corpora.describe(source), seq_len, held_out, folder)
+    name = corpora.describe(source)
     if layout == "documents":
-        return _load_documents(job, documents, tokenizer, tail)
-    return _load_windows(job, documents, tokenizer)
+        return _load_documents(
+            name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder, tail=tail
+        )
+    return _load_windows(
+        name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
+    )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The inputs of both layouts: a name for messages, sizes, and the cache directory."""
-
-    name: str
-    seq_len: int
-    held_out: float
-    folder: Path
-
-    def paths(self, kind: str, key: str) -> dict[str, Path]:
-        return {part: self.folder / f"{kind}-{key}-{part}.npy" for part in PARTS}
+def _paths(folder: Path, kind: str, key: str) -> dict[str, Path]:
+    """The token file of each part."""
+    return {part: folder / f"{kind}-{key}-{part}.npy" for part in PARTS}
 
 
-def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: TokenizerOf) -> Corpus:
+def _load_windows(
+    name: str,
+    documents: Sequence[Document],
+    tokenizer: TokenizerOf,
+    *,
+    seq_len: int,
+    held_out: float,
+    folder: Path,
+) -> Corpus:
     for document in documents:
         if document.prompt is not None:
             raise ValueError(
@@ -271,22 +275,20 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: Tokenizer
             )
     text = corpora.join_documents(documents)
     if len(text) < 2:
-        raise ValueError(
-            f"{job.name} has {len(text)} characters, too short to split; use more text"
-        )
-    parts: dict[str, str] = dict(zip(PARTS, corpora.split_text(text, job.held_out), strict=True))
+        raise ValueError(f"{name} has {len(text)} characters, too short to split; use more text")
+    parts: dict[str, str] = dict(zip(PARTS, corpora.split_text(text, held_out), strict=True))
     coder = _coder(tokenizer, text, parts["train"])
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    paths = job.paths("tokens", _cache_key(sha256, coder, job.held_out))
+    paths = _paths(folder, "tokens", _cache_key(sha256, coder, held_out))
     missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
     # Encode both parts before writing either of them, so that an error leaves no file.
     encoded = {part: _encode(coder, parts[part], documents) for part in missing}
     for part, ids in encoded.items():
         token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
     counts = {part: len(token_files.open_tokens(path)) for part, path in paths.items()}
-    _check_fills_a_row(job.name, counts["train"], job.seq_len)
+    _check_fills_a_row(name, counts["train"], seq_len)
     return Corpus(
-        name=job.name,
+        name=name,
         tokenizer=coder,
         train_rows=paths["train"],
         val_rows=paths["val"],
@@ -299,20 +301,24 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: Tokenizer
 
 
 def _load_documents(
-    job: _Job,
+    name: str,
     documents: Sequence[Document],
     tokenizer: TokenizerOf,
+    *,
+    seq_len: int,
+    held_out: float,
+    folder: Path,
     tail: str,
 ) -> Corpus:
-    train, val = corpora.split_documents(documents, job.held_out, name=job.name)
+    train, val = corpora.split_documents(documents, held_out, name=name)
     parts = {"train": train, "val": val}
     coder = _coder(tokenizer, _all_text(documents), _all_text(train))
     lines = (json.dumps([document.prompt, document.text]) for document in documents)
     sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
-    key = _cache_key(sha256, coder, job.held_out, "documents", job.seq_len)
-    paths, bounds_paths = job.paths("tokens", key), job.paths("rows", key)
+    key = _cache_key(sha256, coder, held_out, "documents", seq_len)
+    paths, bounds_paths = _paths(folder, "tokens", key), _paths(folder, "rows", key)
     made = {
-        part: cut_into_rows(_encoded(coder, parts[part]), seq_len=job.seq_len)
+        part: cut_into_rows(_encoded(coder, parts[part]), seq_len=seq_len)
         for part in PARTS
         if not all(map(token_files.is_intact, (paths[part], bounds_paths[part])))
     }
@@ -324,7 +330,7 @@ def _load_documents(
         part: DocumentRows(
             tokens_path=paths[part],
             bounds_path=bounds_paths[part],
-            seq_len=job.seq_len,
+            seq_len=seq_len,
             eos_id=coder.eos_id,
             pad_id=coder.pad_id,
             tail=tail,
@@ -332,7 +338,7 @@ def _load_documents(
         for part in PARTS
     }
     return Corpus(
-        name=job.name,
+        name=name,
         tokenizer=coder,
         train_rows=rows["train"],
         val_rows=rows["val"],

@@ -63,11 +63,11 @@ def certainty(
         shown_BL = noise["shown"]
         left_K = teacher_steps - jnp.arange(teacher_steps)
         chance_BK = jnp.broadcast_to(1.0 / left_K, (shown_BL.shape[0], teacher_steps))
-        found = walk(
+        tokens_BL, _ = walk(
             network, teacher, shown_BL, noise["length"], chance_BK, noise["draws"],
             mask_id=mask_id, banned_ids=banned_ids, temperature=teacher_temperature,
         )  # fmt: skip
-        return noise | {"targets": found.tokens_BL}
+        return noise | {"targets": tokens_BL}
 
     def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)

@@ -54,11 +54,11 @@ def sdtt(
         }
 
     def anchor(network: Network, params: Params, teacher: Params, noise: Any) -> Any:
-        found = walk(
+        _, hidden_BLD = walk(
             network, teacher, noise["shown"], noise["length"], noise["chance"], noise["draws"],
             mask_id=mask_id, banned_ids=banned_ids,
         )  # fmt: skip
-        return noise | {"hidden": found.hidden_BLD}
+        return noise | {"hidden": hidden_BLD}
 
     def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.diffusion.losses import at_positions
 from dlm_jax.types import Network, Params
-
-
-class Walk(NamedTuple):
-    """A canvas after ancestral steps of a teacher.
-
-    Attributes:
-      tokens_BL: int32 canvas.
-      hidden_BLD: the output of the trunk at the step that filled each hole, or at the last step for
-        unfilled holes; 0 at positions that were not holes.
-    """
-
-    tokens_BL: jax.Array
-    hidden_BLD: jax.Array
 
 
 def draws(key: jax.Array, shown_BL: jax.Array, *, steps: int) -> jax.Array:
@@ -41,7 +26,7 @@ def walk(
     mask_id: int,
     banned_ids: tuple[int, ...],
     temperature: float = 1.0,
-) -> Walk:
+) -> tuple[jax.Array, jax.Array]:
     """Takes K ancestral steps of a teacher, with one forward pass per step and no gradients.
 
     Step k fills each hole with probability ``chance_BK[:, k]``. The tokens of a step are drawn
@@ -57,6 +42,11 @@ def walk(
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
       temperature: temperature of the draws; 0 is greedy.
+
+    Returns:
+      The int32 canvas ``[B, L]`` after the steps, and the output of the trunk ``[B, L, D]`` at the
+      step that filled each hole, or at the last step for unfilled holes; 0 at positions that were
+      not holes.
     """
     params = jax.lax.stop_gradient(params)
     banned = jnp.array((*banned_ids, mask_id), jnp.int32)
@@ -75,20 +65,21 @@ def walk(
             ids_N = jnp.argmax(below_NV > threshold_N1, axis=1)
         return ids_N.reshape(uniform.shape).astype(jnp.float32)
 
-    def step(now: Walk, given: tuple[jax.Array, jax.Array]) -> tuple[Walk, None]:
-        chance_B, draws_BL2 = given
-        is_hole_BL = now.tokens_BL == mask_id
-        hidden_BLD, _ = network.trunk(params, now.tokens_BL, length_B, None)
+    def step(
+        before: tuple[jax.Array, jax.Array], given: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        (tokens_BL, last_BLD), (chance_B, draws_BL2) = before, given
+        is_hole_BL = tokens_BL == mask_id
+        hidden_BLD, _ = network.trunk(params, tokens_BL, length_B, None)
         ids_BL = at_positions(
             drawn, params, (hidden_BLD, draws_BL2[..., 1]),
             vocab_size=network.vocab_size, is_read_BL=is_hole_BL,
         )  # fmt: skip
         is_written_BL = is_hole_BL & (draws_BL2[..., 0] < chance_B[:, None])
-        tokens_BL = jnp.where(is_written_BL, ids_BL.astype(jnp.int32), now.tokens_BL)
-        hidden_BLD = jnp.where(is_hole_BL[..., None], hidden_BLD, now.hidden_BLD)
-        return Walk(tokens_BL, hidden_BLD), None
+        tokens_BL = jnp.where(is_written_BL, ids_BL.astype(jnp.int32), tokens_BL)
+        return (tokens_BL, jnp.where(is_hole_BL[..., None], hidden_BLD, last_BLD)), None
 
     shapes = jax.eval_shape(network.trunk, params, shown_BL, length_B, None)[0]
-    begun = Walk(shown_BL, jnp.zeros(shapes.shape, shapes.dtype))
+    begun = shown_BL, jnp.zeros(shapes.shape, shapes.dtype)
     by_step = jnp.moveaxis(chance_BK, 1, 0), jnp.moveaxis(draws_BKL2, 1, 0)
     return jax.lax.stop_gradient(jax.lax.scan(step, begun, by_step)[0])

@@ -158,7 +158,6 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(^|/)adapters/", P()),
     (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
-    (r"(critic|scorer)_head/out/kernel$", P()),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
     # The parameters of other heads are small and therefore replicated.
     (r"(^|/)\w+_head/", P()),

@@ -292,7 +292,7 @@ class Likelihoods:
     """
 
     def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
-        if model.network.scorer is not None:
+        if "scorer" in model.network.heads:
             raise ValueError(
                 "the model is a sequence scorer, which has no likelihood; load a language model"
             )

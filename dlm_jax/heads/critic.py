@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.distributed.partitions import ROWS
-from dlm_jax.heads.head import Head, HeadInputs, Setup
+from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.heads.sampler import SAMPLER
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.commit_rule import preferences
@@ -21,22 +22,35 @@ from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
 from dlm_jax.sampling.transforms import Chain, Context, LogitBias
+from dlm_jax.settings import Trait, setting
 from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
-RECOMMENDED = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
-"""Request settings that also apply to the canvases of the critic in training."""
 
 
-def critic_head(setup: Setup) -> Head | None:
-    """The record of the critic head, or None for a model without this head.
+def critic_layers(config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    """The logit of the probability that a token is wrong, a linear map of its hidden vector."""
+    return {"out": linear(config.width, 1, scale=0.0)}
+
+
+def critic_function(config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+    """``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is wrong,
+    from hidden vectors of the filled canvas.
+    """
+
+    def critic(params: Params, hidden_ND: jax.Array) -> jax.Array:
+        return layers_of(params).out(hidden_ND)[..., 0].astype(jnp.float32)
+
+    return critic
+
+
+def critic_head(setup: Any) -> Head:
+    """The training of the critic.
 
     The critic reads the shown canvas after the model has filled the supervised holes. The fill uses
     the settings in ``[sample]``. The fill is parallel until training of the sampler head starts.
     After that, it proceeds in waves. The gradient flows into the trunk.
     """
-    if not setup.config.model.add_critic_head:
-        return None
     settings, mask_id = setup.config.heads, setup.mask_id
 
     def positions(example: MixedExample) -> tuple[jax.Array, jax.Array]:
@@ -74,6 +88,41 @@ def critic_head(setup: Setup) -> Head | None:
         weight=settings.critic_alpha,
         stream=1,
     )
+
+
+CRITIC_HEAD = BuiltInHead(
+    name=CRITIC,
+    make=critic_head,
+    layers=critic_layers,
+    function=critic_function,
+    is_added=lambda model: model.add_critic_head,
+    switch="add_critic_head",
+    model={
+        "add_critic_head": setting(
+            False,
+            "add a head that predicts which tokens of a text are wrong",
+            Trait.OWN | Trait.IDLE,
+        ),
+    },
+    training={
+        "start_critic_iteration": setting(
+            0, "number of steps before the critic starts to train", low=0
+        ),
+        "end_critic_iteration": setting(
+            0,
+            "step at which the critic's loss reaches its full weight; if this is not after the "
+            "start, the weight is full from the start",
+            low=0,
+        ),
+        "critic_alpha": setting(0.5, "full weight of the critic's loss, >= 0", low=0),
+        "critic_masked_only": setting(
+            False, "train the critic only on filled holes, not on the text around them"
+        ),
+    },
+    start="start_critic_iteration",
+    sampling=("sampler_min_neighbors_ratio", "sampler_even_odd"),
+)
+"""The critic head, which predicts which tokens of a filled canvas are wrong."""
 
 
 class CriticTargets(NamedTuple):
@@ -131,9 +180,8 @@ def critic_loss(
     Gradients flow into the trunk. `total` is the number of positions in the loss, summed over the
     whole batch.
     """
-    assert network.critic is not None
     hidden_BLD, _ = network.trunk(params, targets.filled_BL, length_B, None)
-    logit_P = network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
+    logit_P = network.heads["critic"](params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
     logit_BL = logit_P.reshape(targets.filled_BL.shape)
     # -log sigmoid(x) for wrong tokens, and -log sigmoid(-x) for correct ones.
     loss_BL = jax.nn.softplus(jnp.where(targets.is_wrong_BL, -logit_BL, logit_BL))
@@ -141,7 +189,7 @@ def critic_loss(
 
 
 def filled(
-    setup: Setup, network: Network, in_waves: bool, params: Params, *rows: jax.Array
+    setup: Any, network: Network, in_waves: bool, params: Params, *rows: jax.Array
 ) -> jax.Array:
     """Tokens ``[B, L]`` for the holes of a batch, generated as in sampling.
 
@@ -164,7 +212,7 @@ def filled(
 
 
 def _fill_rows(
-    setup: Setup, network: Network, in_waves: bool, params: Params, *rows: jax.Array
+    setup: Any, network: Network, in_waves: bool, params: Params, *rows: jax.Array
 ) -> jax.Array:
     hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
     num_rows, num_positions = shown_BL.shape
@@ -183,7 +231,7 @@ def _fill_rows(
     return rule.propose(reader, writer, wanted).proposal.tokens_BL
 
 
-def _waves(setup: Setup, num_rows: int) -> FillRule:
+def _waves(setup: Any, num_rows: int) -> FillRule:
     recommended = setup.config.sample
     never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
     return Wavefront(

@@ -1,57 +1,19 @@
-"""The record of a head, and the inputs for creating heads."""
+"""The declaration of a built-in head, and the record of a head in training."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
-from dlm_jax.config import Config
-from dlm_jax.data import Tokenizer, noise_ids, text_ids
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The inputs for creating a network, an objective or a head.
-
-    Attributes:
-      config: resolved config with ``model.vocab_size`` set.
-      tokenizer: tokenizer of the corpus.
-      mesh: devices over which the rows of a batch are sharded.
-    """
-
-    config: Config
-    tokenizer: Tokenizer
-    mesh: Mesh
-
-    @property
-    def mask_id(self) -> int:
-        return self.tokenizer.mask_id
-
-    @property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that are never written into a hole."""
-        return (*self.tokenizer.banned_ids, self.tokenizer.pad_id)
-
-    @property
-    def text_ids(self) -> tuple[int, ...]:
-        """Ids of text tokens, which can replace the true token in a corruption."""
-        return text_ids(self.tokenizer)
-
-    @property
-    def noise_ids(self) -> tuple[int, ...]:
-        """Ids that forward processes other than the masked one can use as noise."""
-        return noise_ids(self.tokenizer)
-
 
 MAIN = "main"
 """The name of the group of all parameters that do not belong to a head."""
@@ -166,6 +128,50 @@ class Head:
         if self.end <= self.start:
             return jnp.where(step >= self.start, full, 0.0)
         return full * jnp.clip((step - self.start) / (self.end - self.start), 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class BuiltInHead:
+    """A head that a config can add to a model, with its settings, its layers and its training.
+
+    `config` arguments are sections of a config, which this declaration is a part of.
+
+    Attributes:
+      name: top-level name of the head's parameters; must end in ``_head``.
+      make: ``(setup) -> Head``, for a `dlm_jax.training.Setup`.
+      layers: ``(config, linear, norm) -> layers``: the layers by name, in order of initialisation,
+        for the section ``[model]``. They are created by ``linear(fan_in, fan_out, scale=...,
+        bias=False)`` and ``norm(size)``.
+      function: ``(config, layers_of, readout) -> Any``: the entry of the head in `Network.heads`.
+        ``layers_of(params)`` has the layers as attributes.
+      is_added: ``(config) -> bool``: whether the section ``[model]`` adds the head.
+      switch: the key of ``[model]`` that adds the head; empty if the head belongs to a mode.
+      model: settings of ``[model]`` by key, as `setting` fields.
+      training: settings of ``[heads]`` by key, as `setting` fields.
+      start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
+        trains from the first step.
+      sampling: keys of ``[sample]`` that the head's training reads.
+    """
+
+    name: str
+    make: Callable[[Any], Head]
+    layers: Callable[..., dict[str, Any]]
+    function: Callable[..., Any]
+    is_added: Callable[[Any], bool]
+    switch: str = ""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    start: str = ""
+    sampling: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The head's name in `Network.heads` and in messages."""
+        return self.name.removesuffix("_head")
+
+    def __call__(self, setup: Any) -> Head | None:
+        """The record of the head, or None for a model without it."""
+        return self.make(setup) if self.is_added(setup.config.model) else None
 
 
 def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:

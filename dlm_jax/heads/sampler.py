@@ -2,28 +2,90 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.diffusion.losses import Loss, cross_entropy_of, divergence, hidden_of
 from dlm_jax.diffusion.objectives import MixedExample
-from dlm_jax.heads.head import Head, HeadInputs, Setup
+from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
+from dlm_jax.sampling.propose import SamplerReadout
+from dlm_jax.settings import Trait, setting
 from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
 
 
-def sampler_head(setup: Setup) -> Head | None:
-    """The record of the sampler head, or None for a model without this head.
+def sampler_layers(
+    config: Any, linear: Callable[..., Any], norm: Callable[[int], Any]
+) -> dict[str, Any]:
+    """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
+
+    The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
+    neighbours on each side, by default one. With ``model.sampler_residual``, the second layer has
+    no SiLU and is initialised to zero, and its output is added to the hidden vector.
+    """
+    width, inner = config.width, config.sampler_width or config.width
+    return {
+        "inner": linear((1 + 2 * config.sampler_context) * width, inner, scale=1.0),
+        "inner_norm": norm(inner),
+        "out": linear(inner, width, scale=0.0 if config.sampler_residual else 1.0),
+        "out_norm": norm(width),
+    }
+
+
+def sampler_function(
+    config: Any, layers_of: Callable[[Params], Any], readout: Callable[..., jax.Array]
+) -> SamplerReadout:
+    """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
+
+    def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        x_ND = layers.inner_norm(jax.nn.silu(inner_NH))
+        if config.sampler_residual:
+            return layers.out_norm(hidden_ND + layers.out(x_ND))
+        return layers.out_norm(jax.nn.silu(layers.out(x_ND)))
+
+    def whole(
+        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+    ) -> jax.Array:
+        layers, num = layers_of(params), hidden_ND.shape[0]
+        parts = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
+        together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in parts], axis=1)
+        return readout(params, features(layers, layers.inner(together), hidden_ND))
+
+    def sides(params: Params, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The first layer is linear, so each vector's contribution can be computed once.
+        kernel = layers_of(params).inner.kernel[...].astype(vector_VD.dtype)
+        num, width = vector_VD.shape
+        reach = (kernel.shape[0] // width - 1) // 2
+        parts = kernel.reshape(1 + 2 * reach, width, -1)
+
+        def table(parts_CDH: jax.Array) -> jax.Array:
+            flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
+            return flat.reshape(num, reach, -1)
+
+        return table(parts[:reach]), table(parts[reach + 1 :])
+
+    def from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        layers, width = layers_of(params), hidden_ND.shape[1]
+        kernel = layers.inner.kernel[...].astype(hidden_ND.dtype)
+        first = (kernel.shape[0] - width) // 2
+        own_NH = hidden_ND @ kernel[first : first + width]
+        inner_NH = own_NH + sides_NH.astype(hidden_ND.dtype)
+        return readout(params, features(layers, inner_NH, hidden_ND))
+
+    return SamplerReadout(whole, config.sampler_context, sides, from_sides)
+
+
+def sampler_head(setup: Any) -> Head:
+    """The training of the sampler head.
 
     The loss is ``(1 - s)`` times the mean cross-entropy over all supervised positions plus ``s``
     times the divergence from the trunk (`trunk_loss`), where ``s`` is
     ``heads.sampler_trunk_share``.
     """
-    if not setup.config.model.add_sampler_head:
-        return None
     settings, mask_id = setup.config.heads, setup.mask_id
     share = settings.sampler_trunk_share
 
@@ -68,6 +130,62 @@ def sampler_head(setup: Setup) -> Head | None:
     return Head(
         name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
     )
+
+
+_MODEL = Trait.OWN | Trait.IDLE
+
+SAMPLER_HEAD = BuiltInHead(
+    name=SAMPLER,
+    make=sampler_head,
+    layers=sampler_layers,
+    function=sampler_function,
+    is_added=lambda model: model.add_sampler_head,
+    switch="add_sampler_head",
+    model={
+        "add_sampler_head": setting(
+            False,
+            "add a head that uses the neighbours of a hole, for coherent parallel filling",
+            _MODEL,
+        ),
+        "sampler_context": setting(
+            1,
+            "number of neighbours on each side that the sampler head uses",
+            _MODEL,
+            low=1,
+            high=2**6,
+        ),
+        "sampler_width": setting(
+            0, "inner size of the sampler head's MLP; 0: width", _MODEL, low=0, high=2**20
+        ),
+        "sampler_residual": setting(
+            False,
+            "add the sampler head's output, initially zero, to the hidden vector",
+            _MODEL,
+        ),
+    },
+    training={
+        "start_sampler_iteration": setting(
+            0, "number of steps before the sampler head starts to train", low=0
+        ),
+        "sampler_reveal": setting(
+            0.0,
+            "probability that the sampler head receives the true token of an adjacent hole, in "
+            "[0, 1]",
+            low=0,
+            high=1,
+            remedy="use 0.5",
+        ),
+        "sampler_trunk_share": setting(
+            0.0,
+            "weight in the sampler head's loss of the divergence from the trunk's prediction given "
+            "the revealed tokens",
+            low=0,
+            high=1,
+        ),
+    },
+    start="start_sampler_iteration",
+)
+"""The sampler head, which predicts the token in a hole from its hidden vector and neighbours."""
 
 
 class SamplerInputs(NamedTuple):
@@ -124,7 +242,7 @@ def prepare_sampler_inputs(
         is_inside_1L = (index_1L >= 0) & (index_1L < num_positions)
         return jnp.where(is_inside_1L[:, :, None], jnp.roll(vector_BLD, -offset, axis=1), 0.0)
 
-    reach = range(1, network.sampler_context + 1)
+    reach = range(1, network.heads["sampler"].context + 1)
     inputs = SamplerInputs(
         left_BLCD=jnp.stack([beside(-offset) for offset in reach], axis=2),
         hidden_BLD=hidden_BLD,
@@ -148,10 +266,9 @@ def sampler_loss(
     Only the parameters of this head get a gradient. The LM head reads the features of this head but
     gets no gradient. `total` is the number of supervised positions in the whole batch.
     """
-    assert network.sampler_readout is not None
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
     nll_BL = cross_entropy_of(
-        network.sampler_readout,
+        network.heads["sampler"].readout,
         params,
         tuple(inputs),
         targets_BL,
@@ -194,12 +311,12 @@ def trunk_loss(
       total: number of holes in the loss, in the whole batch.
       mask_id: the id of MASK.
     """
-    assert network.sampler_readout is not None
     frozen = jax.lax.stop_gradient(params)
     seen_BL = jnp.where(is_revealed_BL & (shown_BL == mask_id), tokens_BL, shown_BL)
     hidden_BLD = jax.lax.stop_gradient(hidden_of(network, frozen, seen_BL, tokens_BL, length_B))
     nats_BL = divergence(
-        (network.readout, network.sampler_readout), (frozen, frozen | {SAMPLER: params[SAMPLER]}),
+        (network.readout, network.heads["sampler"].readout),
+        (frozen, frozen | {SAMPLER: params[SAMPLER]}),
         ((hidden_BLD,), tuple(inputs)), is_asked_BL,
         vocab_size=network.vocab_size, mask_id=mask_id,
     )  # fmt: skip

@@ -7,8 +7,9 @@ the share.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,37 @@ import numpy as np
 from dlm_jax.diffusion.likelihood import half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import Batch, MixedExample, ObjectiveConfig, denoising
-from dlm_jax.heads.head import Head, Setup
-from dlm_jax.types import Network, Params
+from dlm_jax.heads.head import BuiltInHead, Head
+from dlm_jax.types import Network, Params, live_positions
 
 SCORER = "scorer_head"
 
 
-def scorer_head(setup: Setup) -> Head | None:
-    """The record of the scorer head, or None for a model without this head.
+def scorer_layers(config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    """The layers from a row's mean hidden vector to its logit."""
+    return {
+        "inner": linear(config.width, config.width, scale=1.0, bias=True),
+        "out": linear(config.width, 1, scale=0.0, bias=True),
+    }
 
-    The scorer head is trained together with the trunk from the first step.
+
+def scorer_function(config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+    """``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the fraction of
+    corrupted tokens in a row.
     """
-    if setup.config.model.mode != "sequence_scorer":
-        return None
+
+    def scorer(params: Params, hidden_BLD: jax.Array, length_B: jax.Array) -> jax.Array:
+        layers = layers_of(params)
+        live = live_positions(length_B, hidden_BLD.shape[1])[:, :, None]
+        total_BD = jnp.sum(jnp.where(live, hidden_BLD.astype(jnp.float32), 0.0), axis=1)
+        mean_BD = total_BD / jnp.maximum(jnp.sum(live, axis=1), 1)
+        return layers.out(jax.nn.silu(layers.inner(mean_BD)))[:, 0]
+
+    return scorer
+
+
+def scorer_head(setup: Any) -> Head:
+    """The training of the scorer head, together with the trunk from the first step."""
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[CorruptedRows, jax.Array]:
         """The corrupted rows with their shares, and the number of rows in the loss."""
@@ -45,6 +64,16 @@ def scorer_head(setup: Setup) -> Head | None:
         trains_trunk=True,
         joins_main=True,
     )
+
+
+SCORER_HEAD = BuiltInHead(
+    name=SCORER,
+    make=scorer_head,
+    layers=scorer_layers,
+    function=scorer_function,
+    is_added=lambda model: model.mode == "sequence_scorer",
+)
+"""The scorer head, which predicts what fraction of a text is corrupted."""
 
 
 class CorruptedRows(NamedTuple):
@@ -105,9 +134,8 @@ def corrupt(
 
 def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.Array) -> jax.Array:
     """Logits of the predicted shares, float32 ``[B]``."""
-    assert network.scorer is not None
     hidden_BLD, _ = network.trunk(params, shown_BL, length_B, None)
-    return network.scorer(params, hidden_BLD, length_B)
+    return network.heads["scorer"](params, hidden_BLD, length_B)
 
 
 def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: jax.Array) -> Loss:

@@ -755,7 +755,7 @@ def _is_number(value: Any) -> bool:
 def _check(
     model: Model, asked: Sequence[Question], order: str, scale: Scale, num_draws: int
 ) -> None:
-    if model.network.scorer is not None:
+    if "scorer" in model.network.heads:
         raise ValueError(
             "the model is a sequence scorer, which has no likelihood; load a language model"
         )

@@ -22,6 +22,7 @@ from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import make_mesh, partition
+from dlm_jax.heads import HEADS
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
 from dlm_jax.model.quantized import is_quantized, quantized, quantizer
@@ -61,7 +62,7 @@ class Model:
         of a published model. `PRESETS` are available for every model.
       chat: chat template of an instruction-tuned model; None for other models.
       family: the family of a published model; empty for other models.
-      untrained: heads (``sampler``, ``critic``) that are not trained yet.
+      untrained: heads, as in `heads`, that are not trained yet.
       corpus_sha256: checksum of the training text (`dlm_jax.data.Corpus`); empty if unknown.
       compiler_options: options for compiling programs, as in ``mesh.compiler_options``.
     """
@@ -94,8 +95,7 @@ class Model:
     @property
     def heads(self) -> tuple[str, ...]:
         """The heads other than the LM head (``sampler``, ``critic``), trained or not."""
-        has = {"sampler": self.network.sampler_readout, "critic": self.network.critic}
-        return tuple(name for name, head in has.items() if head is not None)
+        return tuple(self.network.heads)
 
     @property
     def fills_in_waves(self) -> bool:
@@ -147,8 +147,7 @@ class Model:
             eos_ids=self.eos_ids,
             space_id=-1 if space_id is None else space_id,
             noise=self.noise,
-            has_sampler=self.network.sampler_readout is not None,
-            has_critic=self.network.critic is not None,
+            heads=self.heads,
             has_cache=self.network.cached is not None,
             is_causal=self.is_causal,
             block_length=self.network.block_length,
@@ -261,10 +260,7 @@ def _as_it_is(path: str, parameter: jax.Array) -> jax.Array:
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
     """Returns the heads whose training starts after this step; empty if the step is unknown."""
-    begins = {
-        "sampler": config.heads.start_sampler_iteration,
-        "critic": config.heads.start_critic_iteration,
-    }
+    begins = {head.key: getattr(config.heads, head.start) for head in HEADS if head.start}
     return () if step is None else tuple(name for name, at in begins.items() if step <= at)
 
 

@@ -316,7 +316,7 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
                 "the trace was recorded with a tokenizer other than the model's; "
                 "replay it with the model that sampled it"
             )
-    if trace.rules.fill.needs_sampler and network.sampler_readout is None:
+    if trace.rules.fill.needs_sampler and "sampler" not in network.heads:
         raise ValueError(
             f"the trace uses fill={trace.rules.fill.name!r}, which needs a sampler head that the "
             f"model lacks; "

@@ -207,7 +207,7 @@ def _with_draft(
 
 def check_settings(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that are invalid for the model."""
-    if model.network.scorer is not None:
+    if "scorer" in model.network.heads:
         raise ValueError(
             "the model is a sequence scorer, which does not generate; load another model"
         )

@@ -108,7 +108,7 @@ def score(
       ValueError: a text is empty or cannot be encoded, a prompt and its text together exceed the
         canvas, a size is below 1, or the model is a sequence scorer or has canvases.
     """
-    if model.network.scorer is not None:
+    if "scorer" in model.network.heads:
         raise ValueError(
             "the model is a sequence scorer, which has no likelihood; use dlm_jax.corrupted_share"
         )
@@ -321,7 +321,7 @@ def held_out_errors(
 
 
 def _check_scorer(model: Model) -> None:
-    if model.network.scorer is None:
+    if "scorer" not in model.network.heads:
         raise ValueError(
             "the model is not a sequence scorer; load one that was trained with "
             "model.mode='sequence_scorer'"

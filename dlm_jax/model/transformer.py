@@ -17,6 +17,7 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import pin
+from dlm_jax.heads import HEADS, BuiltInHead
 from dlm_jax.model.attention import (
     attend,
     attend_in_blocks,
@@ -31,107 +32,17 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import GATES, Linear, Norm, embed, rematerialised, unit_norm
 from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.randomness import key_of
-from dlm_jax.types import Inside, Network, Params, live_positions
+from dlm_jax.types import Inside, Network, Params
 
 
-class SamplerHead(nnx.Module):
-    """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
+class HeadLayers(nnx.Module):
+    """The layers of a built-in head, as attributes."""
 
-    The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
-    neighbours on each side, by default one. With ``model.sampler_residual``, the second layer has
-    no SiLU and is initialised to zero, and its output is added to the hidden vector.
-    """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        width, inner = config.width, config.sampler_width or config.width
-        self.is_residual = config.sampler_residual
+    def __init__(self, head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs):
         linear = functools.partial(Linear, bias=False, rngs=rngs)
         norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
-        self.inner = linear((1 + 2 * config.sampler_context) * width, inner, scale=1.0)
-        self.inner_norm = norm(inner)
-        self.out = linear(inner, width, scale=0.0 if self.is_residual else 1.0)
-        self.out_norm = norm(width)
-
-    def __call__(self, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array):
-        """Features ``[N, D]``; the nearest neighbour comes first, and missing ones are zero."""
-        num = hidden_ND.shape[0]
-        sides = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
-        together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in sides], axis=1)
-        return self._features(self.inner(together), hidden_ND)
-
-    def sides(self, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Contributions of vectors to the first layer, as left and right neighbours, ``[V, C, H]``.
-
-        The layer is linear, so these tables save most of the computation if many positions have the
-        same few tokens as neighbours.
-        """
-        kernel = self.inner.kernel[...].astype(vector_VD.dtype)
-        num, width = vector_VD.shape
-        reach = (kernel.shape[0] // width - 1) // 2
-        parts = kernel.reshape(1 + 2 * reach, width, -1)
-
-        def table(parts_CDH: jax.Array) -> jax.Array:
-            flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
-            return flat.reshape(num, reach, -1)
-
-        return table(parts[:reach]), table(parts[reach + 1 :])
-
-    def from_sides(self, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        """Features ``[N, D]`` from the summed contributions of the neighbours."""
-        kernel = self.inner.kernel[...].astype(hidden_ND.dtype)
-        width = hidden_ND.shape[1]
-        first = (kernel.shape[0] - width) // 2
-        own_NH = hidden_ND @ kernel[first : first + width]
-        return self._features(own_NH + sides_NH.astype(hidden_ND.dtype), hidden_ND)
-
-    def _features(self, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        x_ND = self.inner_norm(jax.nn.silu(inner_NH))
-        if self.is_residual:
-            return self.out_norm(hidden_ND + self.out(x_ND))
-        return self.out_norm(jax.nn.silu(self.out(x_ND)))
-
-
-class CriticHead(nnx.Module):
-    """The logit of the probability that a token is wrong, a linear map of its hidden vector."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.out = Linear(config.width, 1, scale=0.0, bias=False, rngs=rngs)
-
-    def __call__(self, hidden_ND: jax.Array) -> jax.Array:
-        """Logits, float32 ``[N]``."""
-        return self.out(hidden_ND)[..., 0].astype(jnp.float32)
-
-
-class ScorerHead(nnx.Module):
-    """An MLP that maps a row's mean hidden vector to the logit of the corrupted fraction."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)
-        self.out = Linear(config.width, 1, scale=0.0, bias=True, rngs=rngs)
-
-    def __call__(self, hidden_BLD: jax.Array, is_live_BL: jax.Array) -> jax.Array:
-        """Logits, float32 ``[B]``."""
-        live = is_live_BL[:, :, None]
-        total_BD = jnp.sum(jnp.where(live, hidden_BLD.astype(jnp.float32), 0.0), axis=1)
-        mean_BD = total_BD / jnp.maximum(jnp.sum(live, axis=1), 1)
-        return self.out(jax.nn.silu(self.inner(mean_BD)))[:, 0]
-
-
-HEADS: dict[str, Any] = {
-    "sampler_head": SamplerHead,
-    "critic_head": CriticHead,
-    "scorer_head": ScorerHead,
-}
-
-
-def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of the config's heads, in order of initialisation."""
-    has = {
-        "sampler_head": config.add_sampler_head,
-        "critic_head": config.add_critic_head,
-        "scorer_head": config.mode == "sequence_scorer",
-    }
-    return tuple(name for name in HEADS if has[name])
+        for name, layer in head.layers(config, linear, norm).items():
+            setattr(self, name, layer)
 
 
 class Attention(nnx.Module):
@@ -340,8 +251,9 @@ class Transformer(nnx.Module):
         has_signal = config.self_conditioning
         self.self_conditioning = SelfConditioning(config, rngs=rngs) if has_signal else None
         # Heads are initialised last, so that the other parameters do not depend on them.
-        for name, head in HEADS.items():
-            setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
+        for head in HEADS:
+            is_added = head.is_added(config)
+            setattr(self, head.name, HeadLayers(head, config, rngs=rngs) if is_added else None)
 
 
 @functools.cache
@@ -407,7 +319,8 @@ def build(config: ModelConfig) -> Network:
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
         cached=cached,
         inside=_inside_of(config, vectors_of, module_of, final_norm),
-        **_head_functions(config, readout),
+        heads={head.key: _head_function(head, config, readout) for head in HEADS
+               if head.is_added(config)},
     )  # fmt: skip
 
 
@@ -511,46 +424,10 @@ def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[P
     return module_of
 
 
-def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:
-    """The fields of a `Network` for the heads of `config`."""
-
-    def graph(name: str) -> Any:
-        made = nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(params=key_of(0))))
-        return nnx.split(made)[0]
-
-    graphs = {name: graph(name) for name in heads_of(config)}
-
-    def head(name: str, params: Params) -> Any:
-        return nnx.merge(graphs[name], params[name])
-
-    def sampler_readout(
-        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
-    ) -> jax.Array:
-        return readout(params, head("sampler_head", params)(left_NCD, hidden_ND, right_NCD))
-
-    def sampler_sides(params: Params, vectors_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return head("sampler_head", params).sides(vectors_VD)
-
-    def sampler_from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        return readout(params, head("sampler_head", params).from_sides(sides_NH, hidden_ND))
-
-    def critic(params: Params, hidden_ND: jax.Array) -> jax.Array:
-        return head("critic_head", params)(hidden_ND)
-
-    def scorer(params: Params, hidden_BLD: jax.Array, length_B: jax.Array) -> jax.Array:
-        is_live_BL = live_positions(length_B, hidden_BLD.shape[1])
-        return head("scorer_head", params)(hidden_BLD, is_live_BL)
-
-    found: dict[str, Any] = {}
-    if "sampler_head" in graphs:
-        found |= {
-            "sampler_readout": sampler_readout,
-            "sampler_context": config.sampler_context,
-            "sampler_sides": sampler_sides,
-            "sampler_from_sides": sampler_from_sides,
-        }
-    if "critic_head" in graphs:
-        found["critic"] = critic
-    if "scorer_head" in graphs:
-        found["scorer"] = scorer
-    return found
+def _head_function(
+    head: BuiltInHead, config: ModelConfig, readout: Callable[..., jax.Array]
+) -> Any:
+    """The entry of a head in `Network.heads`."""
+    made = nnx.eval_shape(lambda: HeadLayers(head, config, rngs=nnx.Rngs(params=key_of(0))))
+    graph = nnx.split(made)[0]
+    return head.function(config, lambda params: nnx.merge(graph, params[head.name]), readout)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import NetworkObjective
-from dlm_jax.heads import Setup
 from dlm_jax.rl.coupled_grpo import coupled_grpo
 from dlm_jax.rl.diffu_grpo import diffu_grpo
 from dlm_jax.rl.policy import Estimator, Rollout, policy_objective, token_log_probs

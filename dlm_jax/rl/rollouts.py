@@ -12,10 +12,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
 from dlm_jax.distributed.processes import gathered
-from dlm_jax.heads import Setup
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.generate import Texts, all_requests, texts_of
 from dlm_jax.inference.model import Model

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -190,13 +190,13 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
     place_B = jnp.minimum(before.step_B, num_steps - 1)
     now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
     is_read_BL = (now.tokens_BSL >= 0) & steps_B[:, None]
-    one = _Step(
+    one = Proposed(
         now.canvas_BSL, now.tokens_BSL, is_read_BL, now.level_BSL, before.committed_BL,
         before.step_B,
     )  # fmt: skip
     begun = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
 
-    def score(params: Params, seen: tuple[State, _Step]) -> jax.Array:
+    def score(params: Params, seen: tuple[State, Proposed]) -> jax.Array:
         return _of_step(program, params, *seen, is_read_BL.shape[1])
 
     logprob_BL = _as_sampled(score, params, (begun, one), now.logprob_BSL)
@@ -240,17 +240,6 @@ def _derivative_of_score(
     return sampled, tangent
 
 
-class _Step(NamedTuple):
-    """One step of every row, ``[B, L]`` each, and its index, ``[B]``."""
-
-    canvas_BL: jax.Array
-    tokens_BL: jax.Array
-    is_read_BL: jax.Array
-    level_BL: jax.Array
-    order_BL: jax.Array
-    step_B: jax.Array
-
-
 def replayed(
     program: Program, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
@@ -269,7 +258,7 @@ def replayed(
         frozen_BL=trace.is_frozen,
     )  # fmt: skip
 
-    def of_step(params: Params, one: _Step) -> jax.Array:
+    def of_step(params: Params, one: Proposed) -> jax.Array:
         return jax.lax.cond(
             jnp.any(one.is_read_BL),
             lambda: _of_step(program, params, begun, one, width),
@@ -279,7 +268,7 @@ def replayed(
     of_step = jax.checkpoint(of_step, prevent_cse=False)
     by_step = trace.canvas, trace.tokens, is_read_BSL, trace.level, _orders(trace)
     step_BS = jnp.broadcast_to(jnp.arange(num_steps, dtype=jnp.int32), trace.canvas.shape[:2])
-    steps = _Step(*(jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (*by_step, step_BS)))
+    steps = Proposed(*(jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (*by_step, step_BS)))
     _, logprob_SBL = jax.lax.scan(lambda _, one: (None, of_step(params, one)), None, steps)
     return jnp.moveaxis(logprob_SBL, 0, 1)
 
@@ -292,7 +281,9 @@ def _orders(trace: Trace) -> jax.Array:
     return jnp.where(trace.canvas == trace.mask_id, -1, before_BSL)
 
 
-def _of_step(program: Program, params: Params, begun: State, one: _Step, width: int) -> jax.Array:
+def _of_step(
+    program: Program, params: Params, begun: State, one: Proposed, width: int
+) -> jax.Array:
     """The log-probabilities ``[B, L]`` of the tokens of one step."""
     status_B = jnp.where(jnp.any(one.is_read_BL, axis=1), Status.RUNNING, Status.DONE)
     state = begun._replace(
@@ -304,7 +295,7 @@ def _of_step(program: Program, params: Params, begun: State, one: _Step, width: 
     output = forward(program, params, state, one.is_read_BL)[0]
     rows = state, output, one, visible_context(program, state)
 
-    def of_rows(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
+    def of_rows(params: Params, rows: tuple[State, TrunkOutput, Proposed, Context]) -> jax.Array:
         return _read(program, params, *rows, width)
 
     return program.by_rows(of_rows)(params, rows)
@@ -315,7 +306,7 @@ def _read(
     params: Params,
     state: State,
     output: TrunkOutput,
-    one: _Step,
+    one: Proposed,
     context: Context,
     width: int,
 ) -> jax.Array:
@@ -331,7 +322,6 @@ def _read(
     index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
     places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
     places_P = places_BM.reshape(-1).astype(jnp.int32)
-    proposed = Proposed(one.tokens_BL, one.canvas_BL, one.level_BL)
 
     def scored(source: Source) -> jax.Array:
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
@@ -345,7 +335,7 @@ def _read(
         is_real_P = at_places(source.is_from_BL & is_read_BL, places_P)
         return _in_chunks(of_chunk, places_P, is_real_P, source.chunk)
 
-    found_P = sum(scored(source) for source in state.rules.fill.sources(reader, proposed))
+    found_P = sum(scored(source) for source in state.rules.fill.sources(reader, one))
     rank_BL = jnp.minimum(jnp.cumsum(is_read_BL, axis=1) - 1, width - 1)
     found_BL = jnp.take_along_axis(jnp.reshape(found_P, places_BM.shape), rank_BL, axis=1)
     return jnp.where(is_read_BL, found_BL, 0.0)

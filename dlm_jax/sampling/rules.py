@@ -44,8 +44,7 @@ class ModelFacts(NamedTuple):
       eos_ids: ids that end a generation. If empty, ``ignore_eos`` causes a warning and is disabled.
       space_id: the id of the space; -1 for a vocabulary without one.
       noise: noise schedule used in training; None if there is none.
-      has_sampler: True if the model has a sampler head.
-      has_critic: True if the model has a critic head.
+      heads: names of the model's heads, as in `Network.heads`.
       has_cache: True if the network supports cached keys and values.
       shows_maps: True if the network returns its attention maps.
       is_causal: True if the model is autoregressive.
@@ -59,8 +58,7 @@ class ModelFacts(NamedTuple):
     eos_ids: tuple[int, ...] = ()
     space_id: int = -1
     noise: NoiseSchedule | None = None
-    has_sampler: bool = False
-    has_critic: bool = False
+    heads: tuple[str, ...] = ()
     has_cache: bool = False
     is_causal: bool = False
     block_length: int = 0

@@ -490,7 +490,7 @@ def committed(
     if inputs.is_read_BL is not None:
         is_scored_BL |= inputs.is_read_BL
     forwards_B, positions_B = inputs.forwards_B + rules.fill.forwards, inputs.positions_B
-    if rules.remask is not None and rules.remask.reads_critic:
+    if rules.remask is not None and rules.remask.reads_head:
         asks_B = goes_on_B & rules.remask.is_active()
         forwards_B += asks_B
         if rules.cache is not None:
@@ -617,13 +617,13 @@ def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State
 def _wrongness(
     program: Program, params: Params, state: State, candidate_BL: jax.Array, goes_on_B: jax.Array
 ) -> jax.Array | None:
-    """The critic's output for the canvas with the step's candidates in its holes; None if the
-    remask rule does not read it.
+    """The sigmoid of the head that the remask rule reads, for the canvas with the step's candidates
+    in its holes; None if the rule reads no head.
     """
-    remask, critic = state.rules.remask, program.network.critic
-    if remask is None or not remask.reads_critic:
+    remask = state.rules.remask
+    if remask is None or not remask.reads_head:
         return None
-    assert critic is not None
+    head = program.network.heads[remask.reads_head]
     tokens_BL = state.canvas.tokens_BL
     is_filled_BL = (candidate_BL >= 0) & (tokens_BL == program.mask_id)
     filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
@@ -631,8 +631,8 @@ def _wrongness(
     def ask() -> jax.Array:
         hidden_BLD = hidden(program.network, params, filled_BL, state.canvas.length_B)
         logit_P = returned(
-            critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])), program.network,
-            "critic", "N", (filled_BL.size,), jnp.float32,
+            head(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])), program.network,
+            remask.reads_head, "N", (filled_BL.size,), jnp.float32,
         )  # fmt: skip
         return jax.nn.sigmoid(logit_P).reshape(filled_BL.shape)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import dlm_jax.config as configs
 from dlm_jax.config import Config, Trait
 from dlm_jax.distributed.partitions import batch_sharding
-from dlm_jax.heads.critic import RECOMMENDED
+from dlm_jax.heads import HEADS
 from dlm_jax.randomness import settings
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
@@ -127,8 +127,9 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
-    # The critic is trained on rows that were filled with the recommended settings.
-    trained = RECOMMENDED if here["model.add_critic_head"] else ()
+    # A head may be trained on rows that were filled with the recommended settings.
+    heads = [head for head in HEADS if head.switch and here[f"model.{head.switch}"]]
+    trained = tuple(f"sample.{key}" for head in heads for key in head.sampling)
     if here["rl.reward"]:
         # The sampling settings define the policy.
         trained = (*trained, *(key for key in here if key.startswith("sample.")))

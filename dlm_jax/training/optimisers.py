@@ -254,6 +254,18 @@ def _muon(
     )
 
 
+def by_update(
+    config: Config, schedule: optax.Schedule | None, updates: int
+) -> tuple[Config, optax.Schedule | None]:
+    """Config and schedule as functions of updates instead of steps of `updates` updates each."""
+    if updates == 1:
+        return config, schedule
+    warmup = config.optim.warmup_steps * updates
+    made = dataclasses.replace(config, optim=dataclasses.replace(config.optim, warmup_steps=warmup))
+    scaled = None if schedule is None else lambda count: schedule(count // updates)
+    return made, scaled
+
+
 def make_grouped_optimizer(
     optim: OptimConfig,
     settings: HeadsConfig,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -13,13 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Tokenizer
+from dlm_jax.data import Setup, Tokenizer
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
-from dlm_jax.heads.head import Setup
 from dlm_jax.randomness import key_of
 from dlm_jax.training.tasks import make_task
 from dlm_jax.training.train_step import TrainState, make_train_step
@@ -101,21 +101,6 @@ class Plan:
         return self.flops / (self.chip.flops * found.seconds)
 
 
-@dataclass(frozen=True)
-class _Ids:
-    """A placeholder for a tokenizer with a known vocabulary size."""
-
-    vocab_size: int
-
-    @property
-    def mask_id(self) -> int:
-        return self.vocab_size - 1
-
-    pad_id = property(lambda self: self.vocab_size - 2)
-    eos_id = property(lambda self: self.vocab_size - 3)
-    banned_ids = property(lambda self: (self.vocab_size - 1,))
-
-
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
     """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
@@ -127,8 +112,13 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     Raises:
       ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
     """
-    ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
-    setup = Setup(config, ids, mesh)
+    if tokenizer is None:
+        mask_id = config.model.vocab_size - 1
+        tokenizer = cast(Tokenizer, SimpleNamespace(
+            vocab_size=config.model.vocab_size, mask_id=mask_id, pad_id=mask_id - 1,
+            eos_id=mask_id - 2, banned_ids=(mask_id,),
+        ))  # fmt: skip
+    setup = Setup(config, tokenizer, mesh)
     task, train = make_task(setup), config.train
     stage, state = task.stage(train.steps), task.abstract_state()
     step = make_train_step(

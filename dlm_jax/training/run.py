@@ -27,6 +27,7 @@ from dlm_jax.config.schema import INIT
 from dlm_jax.data import (
     CharacterTokenizer,
     Corpus,
+    Setup,
     Tokenizer,
     from_json,
     load_corpus,
@@ -39,7 +40,7 @@ from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.mesh import CHIPS, fsdp_for
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
-from dlm_jax.heads import MAIN, Head, Setup
+from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
 from dlm_jax.published import fetched, is_published, read_published, read_shape

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, ModelConfig
+from dlm_jax.config import ModelConfig
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
@@ -24,10 +25,10 @@ from dlm_jax.diffusion.objectives import (
     Objective,
     next_token,
 )
-from dlm_jax.heads import HEADS, MAIN, Head, Setup, scorer, with_own_parameters
+from dlm_jax.heads import HEADS, MAIN, Head, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
-from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
+from dlm_jax.training.optimisers import by_update, learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
 from dlm_jax.training.train_step import (
     TrainState,
@@ -111,7 +112,7 @@ class Task:
 
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
         """The optimiser of a stage. Its state has the same structure in all stages."""
-        config, schedule = self._by_update
+        config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         made = make_grouped_optimizer(
             config.optim, config.heads, self.heads, stage,
             num_steps=config.train.steps * self.updates, own=self.own_optimizer, schedule=schedule,
@@ -130,7 +131,7 @@ class Task:
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
-        config, schedule = self._by_update
+        config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         return learning_rates(
             config, self.heads, stage, step * self.updates,
             num_steps=config.train.steps * self.updates,
@@ -142,18 +143,6 @@ class Task:
         adapts = self.setup.config.model.lora_rank > 0
         groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
         return {name: params[name] for name in params if groups[name] == MAIN}
-
-    @property
-    def _by_update(self) -> tuple[Config, optax.Schedule | None]:
-        """The config and the schedule of the optimiser, as functions of updates instead of
-        steps.
-        """
-        config, schedule, updates = self.setup.config, self.schedule, self.updates
-        if updates == 1:
-            return config, schedule
-        optim = replace(config.optim, warmup_steps=config.optim.warmup_steps * updates)
-        by_update = None if schedule is None else lambda count: schedule(count // updates)
-        return replace(config, optim=optim), by_update
 
     def abstract_state(self) -> TrainState:
         return abstract_state(*self._state_of())
@@ -216,7 +205,7 @@ def sequence_scorer(
 
     The model does not generate text.
     """
-    if network.scorer is None:
+    if "scorer" not in network.heads:
         raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
     corruption = setup.config.objective
     mixture = Mixture(random_length_share=corruption.random_length_share)
@@ -302,8 +291,8 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
             )
     if not setup.config.heads.train_main and all(head.joins_main for head in heads):
         raise ValueError(
-            "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "
-            "model.add_critic_head"
+            "heads.train_main=False leaves nothing to train; set "
+            + " or ".join(f"model.{head.switch}" for head in HEADS if head.switch)
         )
     return heads
 

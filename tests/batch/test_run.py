@@ -1,6 +1,7 @@
 """A file of requests through the toy model: every line answered, and each as if it were alone."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import sys
@@ -118,6 +119,10 @@ def _untimed(rows):
     return [{name: value for name, value in row.items() if name not in clock} for row in rows]
 
 
+def _hosted(max_candidates: int):
+    return functools.partial(runner._host_settings, MODEL, None, max_candidates)
+
+
 def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
     assert [row["id"] for row in whole] == [*range(20), "line 21", "wide", "own seed"]
     for request, row in zip(REQUESTS, whole, strict=True):
@@ -231,9 +236,7 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     }  # fmt: skip
     path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
     lines = read_requests(path, known=[*table.settings])
-    _, (request,), (refused,) = runner._accepted(
-        MODEL, lines, 0, {"rules": [Favour]}, runner._Hosts(MODEL, None, 8)
-    )
+    _, (request,), (refused,) = runner._accepted(MODEL, lines, 0, {"rules": [Favour]}, _hosted(8))
     made = {name: getattr(request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
         "logit_bias": ((3, -1.0),), "common_ids": ((3, 0.5),), "chain": tuple(given["chain"]),
@@ -258,7 +261,7 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
     ]
     path = _write(tmp_path / "in.jsonl", requests)
     found, asked, refused = runner._accepted(
-        MODEL, read_requests(path, known=KNOWN), 0, {}, runner._Hosts(MODEL, None, 64)
+        MODEL, read_requests(path, known=KNOWN), 0, {}, _hosted(64)
     )
     assert (len(found), len(asked), refused) == (60, 60, [])
     # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
@@ -557,7 +560,7 @@ def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypat
     )  # fmt: skip
     requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
     path = _write(tmp_path / "in.jsonl", requests)
-    hosts = runner._Hosts(MODEL, None, 64)
+    hosts = _hosted(64)
     _, asked, _ = runner._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
     assert [one.needs_host for one in asked[:3]] == [False, True, False]
     assert len(asked) == 40 and len(resolved) == 2

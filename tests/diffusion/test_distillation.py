@@ -74,7 +74,7 @@ def test_a_walk_of_two_steps_writes_the_texts_of_its_law():
             law[text] += 0.5**LENGTH * np.prod(
                 [(first if c else second)[i, text[i]] for i, c in enumerate(chosen)]
             )
-    tokens = np.asarray(_walked(2).tokens_BL)
+    tokens = np.asarray(_walked(2)[0])
     assert set(np.unique(tokens)) == set(LETTERS)
     for text, share in law.items():
         found = float((tokens == np.array(text)).all(1).mean())
@@ -171,13 +171,13 @@ def test_the_loss_of_certainty_is_that_of_its_formula():
 
 def test_a_greedy_teacher_writes_the_likeliest_letters():
     shown_BL = jnp.full((4, LENGTH), MASK)
-    found = walk(
+    tokens_BL, _ = walk(
         NETWORK, PARAMS, shown_BL, jnp.full(4, LENGTH), jnp.ones((4, 1)),
         draws(jax.random.key(0), shown_BL, steps=1), mask_id=MASK, banned_ids=BANNED,
         temperature=0.0,
     )  # fmt: skip
     wanted = _log_law(PARAMS, EMPTY, LETTERS).argmax(1)
-    np.testing.assert_array_equal(np.asarray(found.tokens_BL), np.tile(wanted, (4, 1)))
+    np.testing.assert_array_equal(np.asarray(tokens_BL), np.tile(wanted, (4, 1)))
 
 
 def test_objectives_of_a_teacher_add_up_over_the_parts_of_a_batch():

@@ -104,7 +104,7 @@ def test_one_neighbour_changes_what_the_head_says_beside_it_and_nowhere_else():
     def logits(shown):
         inputs = _inputs(network, shown, tokens, np.zeros_like(is_revealed))
         flat = (x.reshape(-1, *x.shape[2:]) for x in inputs)
-        found = network.sampler_readout(_params(network), *flat)
+        found = network.heads["sampler"].readout(_params(network), *flat)
         return np.asarray(found).reshape(ROWS, POSITIONS, -1)
 
     changed_BL = np.abs(logits(other) - logits(shown)).max(-1)
@@ -134,7 +134,9 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
     nats = []
     for row, place in zip(*np.nonzero(is_supervised), strict=True):
         beside = (x[row, place][None] for x in inputs)
-        logits = np.asarray(network.sampler_readout(_params(network), *beside)[0], np.float64)
+        logits = np.asarray(
+            network.heads["sampler"].readout(_params(network), *beside)[0], np.float64
+        )
         logits[toy.MASK] = -np.inf
         nats.append(np.log(np.exp(logits).sum()) - logits[tokens[row, place]])
     assert len(nats) == int(loss.weight) > 10

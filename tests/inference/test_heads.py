@@ -117,7 +117,7 @@ def _suspicious(wrong_id: int) -> Model:
         embed=lambda params, ids: jax.nn.one_hot(ids, TOKENIZER.vocab_size),
         readout=flat,
         vocab_size=TOKENIZER.vocab_size,
-        critic=lambda params, hidden_ND: 40.0 * hidden_ND[:, wrong_id] - 20.0,
+        heads={"critic": lambda params, hidden_ND: 40.0 * hidden_ND[:, wrong_id] - 20.0},
     )
     return Model(network, {}, TOKENIZER, max_length=64, sample=SAMPLE)
 

@@ -73,7 +73,7 @@ def test_the_sampler_head_is_its_formula_read_by_the_lm_head(variant):
     network = build(config)
     params = _params(network)
     inputs = _inputs(config.sampler_context)
-    logits_NV = jax.jit(network.sampler_readout)(params, *map(jnp.asarray, inputs))
+    logits_NV = jax.jit(network.heads["sampler"].readout)(params, *map(jnp.asarray, inputs))
     assert logits_NV.dtype == jnp.float32
     for row in range(ROWS):
         expected = _numpy_sampler_logits(config, params, *(x[row] for x in inputs))
@@ -83,12 +83,12 @@ def test_the_sampler_head_is_its_formula_read_by_the_lm_head(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_neighbour_changes_the_logits_of_its_own_position_alone(variant):
     network = build(_config(variant))
-    params, inputs = _params(network), _inputs(network.sampler_context)
-    read = jax.jit(network.sampler_readout)
+    params, inputs = _params(network), _inputs(network.heads["sampler"].context)
+    read = jax.jit(network.heads["sampler"].readout)
     before_NV = np.asarray(read(params, *map(jnp.asarray, inputs)))
     changes_NV = []
     for side in (0, 2):
-        for offset in range(network.sampler_context):
+        for offset in range(network.heads["sampler"].context):
             changed = [x.copy() for x in inputs]
             changed[side][1, offset] = 0.0
             after_NV = np.asarray(read(params, *map(jnp.asarray, changed)))
@@ -122,7 +122,7 @@ def test_a_fresh_residual_head_begins_as_the_lm_head_says_whatever_it_sees():
     # What the trunk returns has just been through a norm of scale 1.
     left, hidden, right = _inputs(1)
     hidden /= np.sqrt((hidden**2).mean(1, keepdims=True))
-    logits_NV = network.sampler_readout(params, *map(jnp.asarray, (left, hidden, right)))
+    logits_NV = network.heads["sampler"].readout(params, *map(jnp.asarray, (left, hidden, right)))
     expected_NV = network.readout(params, jnp.asarray(hidden))
     np.testing.assert_allclose(logits_NV, expected_NV, rtol=1e-4, atol=1e-5)
 
@@ -132,7 +132,7 @@ def test_the_critic_is_a_linear_map_of_a_hidden_vector():
     params = _params(network)
     hidden_ND = _inputs(1)[1]
     kernel = np.asarray(params["critic_head"]["out"]["kernel"], np.float64)
-    logit_N = network.critic(params, jnp.asarray(hidden_ND))
+    logit_N = network.heads["critic"](params, jnp.asarray(hidden_ND))
     assert logit_N.shape == (ROWS,) and logit_N.dtype == jnp.float32
     np.testing.assert_allclose(logit_N, (hidden_ND @ kernel)[:, 0], rtol=1e-4, atol=1e-5)
 
@@ -150,8 +150,8 @@ def test_heads_change_nothing_of_what_the_model_itself_says(variant):
         *(toy.logits(net, params, tokens_BL, length_B) for net in (network, plain)), strict=True
     ):
         np.testing.assert_array_equal(one, other)
-    assert plain.sampler_readout is None and plain.critic is None and plain.scorer is None
-    assert (plain.sampler_context, network.sampler_context) == (0, config.sampler_context)
+    assert plain.heads == {} and list(network.heads) == ["sampler", "critic"]
+    assert network.heads["sampler"].context == config.sampler_context
 
 
 def test_a_scorer_reads_the_mean_of_the_live_positions_alone():
@@ -162,7 +162,7 @@ def test_a_scorer_reads_the_mean_of_the_live_positions_alone():
     # What the trunk returns beyond the length is undefined.
     hidden_BLD[1, 4:] = 1e6
     length_B = np.array([6, 4, 0])
-    logit_B = network.scorer(params, jnp.asarray(hidden_BLD), jnp.asarray(length_B))
+    logit_B = network.heads["scorer"](params, jnp.asarray(hidden_BLD), jnp.asarray(length_B))
     head = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["scorer_head"])
     for row, length in enumerate(length_B):
         mean_D = hidden_BLD[row, :length].sum(0) / max(length, 1)

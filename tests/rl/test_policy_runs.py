@@ -17,9 +17,9 @@ import tiny_run
 import dlm_jax.config as configs
 from dlm_jax.cli.ends import End
 from dlm_jax.cli.train import main
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import NetworkObjective
-from dlm_jax.heads import Setup
 from dlm_jax.rl import Rollouts, objective_of
 from dlm_jax.rl.rollouts import Judge, RewardError
 from dlm_jax.training import problem, train

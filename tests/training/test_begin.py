@@ -215,7 +215,7 @@ def test_a_model_from_before_there_were_heads_still_loads_and_can_be_begun_with(
     save_weights(old, params, meta)
     model = dlm_jax.load(old)
     tiny_run.assert_same(model.params, _params(2))
-    assert model.network.sampler_readout is None and model.network.critic is None
+    assert model.network.heads == {}
     state = begin_with(str(old), _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
     tiny_run.assert_same(state.params, _params(2))
 
@@ -223,8 +223,8 @@ def test_a_model_from_before_there_were_heads_still_loads_and_can_be_begun_with(
 def test_a_model_with_heads_loads_with_them(tmp_path):
     model = dlm_jax.load(_trained(tmp_path, **HEADS))
     tiny_run.assert_same(model.params, _params(2, **HEADS))
-    assert model.network.sampler_context == 2
+    assert model.network.heads["sampler"].context == 2
     left = jnp.zeros((1, 2, 16))
-    logits = model.network.sampler_readout(model.params, left, jnp.ones((1, 16)), left)
+    logits = model.network.heads["sampler"].readout(model.params, left, jnp.ones((1, 16)), left)
     assert logits.shape == (1, TOKENIZER.vocab_size)
-    assert model.network.critic is not None
+    assert "critic" in model.network.heads

@@ -34,10 +34,12 @@ ROWS, POSITIONS = 8, 8
 SCORER = dataclasses.replace(
     toy.network(),
     trunk=lambda params, tokens_BL, length_B, cache: (params["embedding"][tokens_BL], cache),
-    scorer=lambda params, hidden_BLD, length_B: (
-        jnp.where(live_positions(length_B, POSITIONS)[:, :, None], hidden_BLD, 0.0).sum(1)
-        @ params["scorer_head"]["out"]
-    ),
+    heads={
+        "scorer": lambda params, hidden_BLD, length_B: (
+            jnp.where(live_positions(length_B, POSITIONS)[:, :, None], hidden_BLD, 0.0).sum(1)
+            @ params["scorer_head"]["out"]
+        )
+    },
 )
 PARAMS = {
     "embedding": np.random.default_rng(1).standard_normal((toy.VOCAB_SIZE, 4), np.float32),
@@ -86,7 +88,7 @@ def test_neither_parts_nor_devices_change_the_step():
 
 def test_the_loss_is_the_mean_over_the_rows_that_have_a_free_token():
     rows = jax.device_get(_draw(BATCH, jax.random.key(5), jnp.int32(3))).noise["scorer_head"][0]
-    logit = np.asarray(SCORER.scorer(PARAMS, PARAMS["embedding"][rows.shown_BL],
+    logit = np.asarray(SCORER.heads["scorer"](PARAMS, PARAMS["embedding"][rows.shown_BL],
                                      rows.length_B))  # fmt: skip
     share = np.asarray(rows.share_B)
     entropy = np.log1p(np.exp(logit)) - share * logit

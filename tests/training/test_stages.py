@@ -16,11 +16,12 @@ import tiny_run
 import toy
 
 from dlm_jax.config import Config, HeadsConfig, OptimConfig, SampleConfig
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.distributed.partitions import path_name, shardings
-from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Setup
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.heads.critic import _waves
-from dlm_jax.sampling.propose import Parallel, Wavefront
+from dlm_jax.sampling.propose import Parallel, SamplerReadout, Wavefront
 from dlm_jax.store import load_meta
 from dlm_jax.training.optimisers import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, stage_at
@@ -99,15 +100,15 @@ def _loss(groups=ALL, *, mesh: str = "one", network: Network | None = None) -> S
     )
 
 
-def _watched(**replaced: Any) -> tuple[Network, list[jax.Array]]:
-    """The model, and the canvases that its trunk is shown while it is traced."""
+def _watched(**heads: Any) -> tuple[Network, list[jax.Array]]:
+    """The model with some heads replaced, and the canvases that its trunk is shown in tracing."""
     network, shown = cases.model(**cases.BOTH), []
 
     def trunk(params, tokens_BL, length_B, cache):
         shown.append(tokens_BL)
         return network.trunk(params, tokens_BL, length_B, cache)
 
-    return dataclasses.replace(network, trunk=trunk, **replaced), shown
+    return dataclasses.replace(network, trunk=trunk, heads={**network.heads, **heads}), shown
 
 
 class _AskedError(Exception):
@@ -122,18 +123,19 @@ def _refuse(*args: Any) -> Any:
     ("groups", "asked", "passes"),
     [
         ((MAIN,), set(), 1),
-        ((MAIN, SAMPLER), {"sampler_readout"}, 1),
+        ((MAIN, SAMPLER), {"sampler"}, 1),
         ((MAIN, CRITIC), {"critic"}, 2),
-        (ALL, {"critic", "sampler_readout"}, 2),
+        (ALL, {"critic", "sampler"}, 2),
     ],
 )
 def test_what_does_not_train_is_not_computed(groups, asked, passes):
     def trace(*without: str) -> int:
-        network, shown = _watched(**dict.fromkeys(without, _refuse))
+        refused = {"critic": _refuse, "sampler": SamplerReadout(_refuse)}
+        network, shown = _watched(**{name: refused[name] for name in without})
         _trace(_loss(groups, network=network))
         return len(shown)
 
-    assert trace(*{"critic", "sampler_readout"} - asked) == passes
+    assert trace(*{"critic", "sampler"} - asked) == passes
     for name in asked:
         with pytest.raises(_AskedError):
             trace(name)

@@ -12,8 +12,8 @@ import toy
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config, ObjectiveConfig, TrainConfig
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import Mixture
-from dlm_jax.heads import Setup
 from dlm_jax.training.tasks import language_model, make_mixture
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -13,7 +13,7 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
 )
 from dlm_jax.sampling.propose.speculative import Speculative
-from dlm_jax.sampling.propose.wavefront import Wavefront
+from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
     rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained, ConstrainedWaves)
@@ -29,6 +29,7 @@ __all__ = [
     "Filled",
     "Parallel",
     "Reader",
+    "SamplerReadout",
     "Speculative",
     "Wanted",
     "Wavefront",

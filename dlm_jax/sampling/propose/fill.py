@@ -102,17 +102,23 @@ class Filled(NamedTuple):
 
 
 class Proposed(NamedTuple):
-    """Candidates of a recorded step, ``[B, L]``.
+    """Candidates of a recorded step of every row.
 
     Attributes:
-      tokens_BL: int32 candidates; -1 where no candidate was drawn.
       canvas_BL: int32 input of the forward pass.
+      tokens_BL: int32 candidates; -1 where no candidate was drawn.
+      is_read_BL: True at the candidates that are scored.
       level_BL: int32, see `dlm_jax.sampling.records.Drawn.level_BL`.
+      order_BL: int32, `State.committed_BL` before the step.
+      step_B: int32, index of the step.
     """
 
-    tokens_BL: jax.Array
     canvas_BL: jax.Array
+    tokens_BL: jax.Array
+    is_read_BL: jax.Array
     level_BL: jax.Array
+    order_BL: jax.Array
+    step_B: jax.Array
 
 
 class Source(NamedTuple):

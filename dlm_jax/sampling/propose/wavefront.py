@@ -8,6 +8,7 @@ is proportional to the number of holes (`docs/readings.md`, readings of the samp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -176,9 +177,32 @@ SAMPLER_TEMPERATURE = Setting(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class SamplerReadout:
+    """The sampler head as pure functions: ``Network.heads["sampler"]``.
+
+    Attributes:
+      readout: ``(params, left_NCD, hidden_ND, right_NCD) -> logits_NV``, float32. ``left`` and
+        ``right`` are the embeddings of the ``C`` nearest positions on each side, nearest first,
+        with zero vectors for missing neighbours.
+      context: the number ``C`` of neighbours on each side.
+      sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each vector, as
+        a neighbour, to the head's first layer.
+      from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from the
+        summed contributions of the neighbours. `sides` and `from_sides` save most of the
+        computation if few distinct tokens are neighbours of many positions. If None, only `readout`
+        is used.
+    """
+
+    readout: Callable[..., jax.Array]
+    context: int = 1
+    sides: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    from_sides: Callable[..., jax.Array] | None = None
+
+
 def check_sampler(fill: str, facts: Any) -> None:
     """Raises ValueError for a model without a sampler head."""
-    if not facts.has_sampler:
+    if "sampler" not in facts.heads:
         raise SettingError(
             "fill",
             fill,
@@ -319,7 +343,7 @@ def grown_from(
 
     The inputs of the head are neighbouring tokens and neighbouring candidates of lower levels.
     """
-    network, reach = reader.network, reader.network.sampler_context
+    network, reach = reader.network, reader.network.heads["sampler"].context
     num_positions = level_BL.shape[1]
 
     def beside(
@@ -368,10 +392,8 @@ def _head(
     of every token to the first layer is precomputed. The precomputation halves the time of the fill
     at width 384.
     """
-    readout, sides, finish = (
-        network.sampler_readout, network.sampler_sides, network.sampler_from_sides
-    )  # fmt: skip
-    assert readout is not None
+    sampler: SamplerReadout = network.heads["sampler"]
+    readout, sides, finish = sampler.readout, sampler.sides, sampler.from_sides
     if sides is None or finish is None or _FEW_TOKENS * network.vocab_size > size:
 
         def vectors(tokens_NC: jax.Array, is_seen_NC: jax.Array) -> jax.Array:

@@ -26,8 +26,8 @@ class RemaskContext(NamedTuple):
       probability_BL: float32 probability of each token under the clean logits that it was drawn
           from. For draft tokens, the logits of the last forward pass are used; if the rule
           `rereads`, they are used for all tokens that this step did not commit.
-      wrong_BL: float32 probability that each token is wrong, according to the critic, which reads
-        the canvas with candidates in its holes; None if the rule does not read it.
+      wrong_BL: float32 probability that each token is wrong, according to the head that the
+        rule reads, for the canvas with candidates in its holes; None if the rule reads no head.
       key_B: random key of each row for this step, used only by the rule.
     """
 
@@ -48,8 +48,9 @@ class RemaskRule(Rule):
     rereads: ClassVar[bool] = False
     """True if each forward pass scores the current tokens of the block again."""
 
-    reads_critic: bool = False
-    """True if `select` reads ``context.wrong_BL``, which costs a forward pass; static."""
+    reads_head: str = ""
+    """Name of the head in `Network.heads` whose sigmoid is ``context.wrong_BL``, which costs a
+    forward pass; static."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -58,13 +59,13 @@ class RemaskRule(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the rule reads a critic and the model has none."""
-        if cls.reads_critic and not facts.has_critic:
+        """Raises if the rule reads a head that the model lacks."""
+        if cls.reads_head and cls.reads_head not in facts.heads:
             raise SettingError(
                 "remask",
                 cls.name,
-                "requires a critic head, which this model lacks",
-                "train one with model.add_critic_head",
+                f"requires a {cls.reads_head} head, which this model lacks",
+                f"train one with model.add_{cls.reads_head}_head",
             )
 
     def is_active(self) -> jax.Array:

@@ -28,7 +28,7 @@ REMASK_BY = Setting(
     "remask_by", "confidence",
     "scheduled: measure of wrongness: the probability of the token when it was drawn (confidence), "
     "or the critic head on the filled text (critic), which costs a forward pass",
-    choices={"confidence": False, "critic": True},
+    choices={"confidence": "", "critic": "critic"},
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class Scheduled(RemaskRule):
     start_B: jax.Array = per_row(REMASK_START)
     end_B: jax.Array = per_row(REMASK_END)
     randomness_B: jax.Array = per_row(REMASK_RANDOMNESS)
-    reads_critic: bool = static(REMASK_BY)
+    reads_head: str = static(REMASK_BY)
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -57,7 +57,7 @@ class Scheduled(RemaskRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if row.remask_by == "critic" and not facts.has_critic:
+        if row.remask_by == "critic" and "critic" not in facts.heads:
             raise SettingError(
                 "remask_by",
                 "critic",

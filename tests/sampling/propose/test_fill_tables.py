@@ -21,8 +21,11 @@ def test_tables_and_embeddings_fill_alike():
     slots = list(zip(rule_cases.rows(5), rule_cases.samples(NAME, canvases.ROWS, 5), strict=True))
     assert 16 * network.vocab_size <= canvases.ROWS * canvases.POSITIONS, "tables are in use"
     with_tables = rule_cases.advance(NAME)
+    plain = dataclasses.replace(network.heads["sampler"], sides=None)
     without = make_advance(
-        canvases.program(dataclasses.replace(network, sampler_sides=None), is_guided=True)
+        canvases.program(
+            dataclasses.replace(network, heads=network.heads | {"sampler": plain}), is_guided=True
+        )
     )
     ours, theirs = (
         canvases.results(
@@ -43,15 +46,17 @@ def test_what_is_added_up_is_the_head():
     is_seen = jax.random.uniform(keys[1], ids.shape) < 0.6
     hidden_ND = jax.random.normal(keys[2], (5, 16))
     left, right = jnp.where(is_seen[..., None], network.embed(params, ids), 0.0)
-    tables = network.sampler_sides(params, network.embed(params, jnp.arange(toy.VOCAB_SIZE)))
+    tables = network.heads["sampler"].sides(
+        params, network.embed(params, jnp.arange(toy.VOCAB_SIZE))
+    )
     sides_NH = sum(
         jnp.where(is_seen[side, :, place, None], table[ids[side, :, place], place], 0.0)
         for side, table in enumerate(tables)
         for place in range(2)
     )
     np.testing.assert_allclose(
-        network.sampler_from_sides(params, sides_NH, hidden_ND),
-        network.sampler_readout(params, left, hidden_ND, right),
+        network.heads["sampler"].from_sides(params, sides_NH, hidden_ND),
+        network.heads["sampler"].readout(params, left, hidden_ND, right),
         rtol=1e-4,
         atol=1e-5,
     )

@@ -16,7 +16,14 @@ from oracles import wavefront as oracle
 
 from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
+from dlm_jax.sampling.propose import (
+    CandidateWriter,
+    Filled,
+    Reader,
+    SamplerReadout,
+    Wanted,
+    Wavefront,
+)
 from dlm_jax.sampling.propose.wavefront import by_density
 from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
 from dlm_jax.types import Network
@@ -72,8 +79,7 @@ def _network(reach: int, vocab_size: int = V) -> Network:
         embed=lambda params, ids: params["embed"][ids],
         readout=counted("head", _head),
         vocab_size=vocab_size,
-        sampler_readout=counted("sampler", _sampler_head),
-        sampler_context=reach,
+        heads={"sampler": SamplerReadout(counted("sampler", _sampler_head), reach)},
     )
 
 
