@@ -32,7 +32,7 @@ def used(place: Mesh | Sharding | None) -> Iterator[None]:
 
 
 def platform() -> str:
-    """The platform of the target devices, or by default of this process: cpu, gpu or tpu."""
+    """The platform (cpu, gpu or tpu) of the target devices; by default, that of this process."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is None:
         return jax.default_backend()

@@ -58,7 +58,7 @@ _STEPS_OF_BLOCK = "it is the number of steps per block; steps is the number per 
 
 _STRUCTURED = Here(
     ("response_format", "structure"),
-    note="response_format is a schema, structure is a regular expression",
+    note="response_format is a schema, but structure is a regular expression",
 )
 _ENTROPY = Here(("entropy_bound",), note="it requires order='entropy_bound'")
 _REWRITES = Here(("rewrite_threshold",), note="it requires order='joint_threshold'")
@@ -200,7 +200,7 @@ def meant(name: str, value: Any) -> str:
 
 
 def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
-    """Settings in the user's notation, with the names in `shown` where they exist."""
+    """Settings in the user's notation, with the name in `shown` for each setting that has one."""
     parts = []
     for name, value in asked.items():
         called = shown.get(name, name)

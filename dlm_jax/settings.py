@@ -4,7 +4,7 @@ A rule is a class decorated with `rule`: a frozen dataclass that is a pytree. It
 parameters for the rows that use the rule, made with `per_row` (an array with one value per row),
 `static` (compiled in) or `fact` (a property of the model). Everything else about a setting is
 derived from its `Setting`: flags and help, keys of requests, recommendations in checkpoints,
-columns, static settings, and refusals.
+columns, static settings, and error messages.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def fact(name: str, default: Any = None) -> Any:
 
 
 def reads(name: str, default: Any) -> Any:
-    """A static field with the value of another rule's setting, called `name`."""
+    """A static field with the value of the setting `name`, which another rule declares."""
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
 
 
@@ -216,7 +216,7 @@ class Rule:
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row uses the rule: by default, if any of its settings is not neutral."""
+        """Returns whether a row uses the rule; by default, if any setting is not neutral."""
         return any(getattr(row, s.name) != s.default for s in cls._settings if s.activates)
 
     @classmethod

@@ -63,8 +63,8 @@ class CachedTrunk:
         blocks that may not be attended to, are masked. With ``num_seen=n``, cached positions from n
         on are also masked, for all windows.
       store: ``(kept, piece, row_N, place_N) -> kept``, with a piece written to the rows ``row_N``
-        (None means all rows in order) from the positions ``place_N`` on. Duplicate rows have equal
-        pieces. Each device calls this function for its own rows.
+        (None means all rows in order) from the positions ``place_N`` on. Duplicate rows have
+        identical pieces. Each device calls this function for its own rows.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the output for every
         block of `shown_BL` given the clean tokens of earlier blocks, with all blocks in one call,
         for training and likelihood. An argument ``block_length=n`` selects another block length.
@@ -143,7 +143,7 @@ class Network:
         as a canvas.
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
         embedding under the softmax of the logits. None if the network has no signal.
-      canvas_length: positions of a canvas, if the network has canvases.
+      canvas_length: number of positions in a canvas; 0 for a network without canvases.
     """
 
     init: Callable[[jax.Array], Params]

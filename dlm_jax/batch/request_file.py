@@ -214,7 +214,7 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
         raise ValueError(f"{where}: n={request['n']} samples must be 1 to {_MOST_SAMPLES}")
     if "tokens" in request:
         tokens = request["tokens"]
-        _check_kind(f"{where}: tokens", tokens, list, "a list", "write [1, 2, 3], say")
+        _check_kind(f"{where}: tokens", tokens, list, "a list", "for example, write [1, 2, 3]")
         for index, token in enumerate(tokens):
             _check_integer(f"{where}: tokens[{index}]", token)
 

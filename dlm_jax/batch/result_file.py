@@ -2,15 +2,15 @@
 
 A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run
 and a flag that is set once the results of all processes have been merged. A file with lines but no
-companion is treated as another program's file; an empty file belongs to no run. Lines and record
-have checksums.
+companion is treated as another program's file; an empty file belongs to no run. The lines and the
+run record have checksums.
 
 Results are appended, so that they survive interruption, and are sorted by request at the end.
 
 A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` in the same
 directory. The last process to finish merges the parts. The processes need not communicate: the
 merged file appears atomically, and the parts are removed only afterwards. If a part is missing, its
-lines are in the merged file. Concurrent merges write the same content.
+lines are already in the merged file. Concurrent merges write the same content.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def owned(file: Path, fingerprint: str) -> bytes:
 
 
 def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """Complete lines by key (the first of duplicates), and the byte offset at which they end."""
+    """The complete lines, indexed by key (the first of duplicates), and the byte offset of their
+    end.
+    """
     content = owned(file, fingerprint)
     *lines, _ = content.split(b"\n")
     rows: Rows = {}
@@ -290,7 +292,9 @@ class Results:
         return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
 
     def _check_others(self) -> bool:
-        """Whether the results are already merged; ValueError for another run or process count."""
+        """Returns whether the results are already merged; ValueError for another run or process
+        count.
+        """
         rows = self._load(self.path)
         if rows and run_of(self.path).get("complete") is True:
             return True

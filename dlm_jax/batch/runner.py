@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     """The planned work of a run.
 
     Attributes:
-      work: steps times positions for each unfinished row, by key; 0 for refused rows.
+      work: steps times positions for each unfinished row, by key; 0 for rejected rows.
       programs: canvas of each program that will run.
     """
 
@@ -137,7 +137,7 @@ def run_requests(
       settings: default settings for all lines, in the form of a line's settings.
       batch_size: maximum number of slots per program.
       host_samplers: maps a line's ``host_sampler`` to a function; raises ValueError for names that
-        are not allowed. If None, host samplers are refused.
+        are not allowed. If None, host samplers are not allowed.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       on_plan: called once with the plan, before anything is compiled.
       on_result: called with each written result and the number of tokens generated for it.
@@ -201,7 +201,9 @@ def _host_settings(
     max_candidates: int,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A line's host settings as in a request, except that `read_back` is a number."""
+    """A line's host settings, in the form of a request's settings, except that `read_back` is a
+    number.
+    """
     name, size = settings.get("host_sampler"), settings.get("read_back")
     if size is True:
         size = max_candidates

@@ -67,7 +67,8 @@ def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class CompileClock:
-    """Wall-clock seconds that JAX has spent tracing, lowering or compiling since creation.
+    """Wall-clock seconds that JAX has spent tracing, lowering or compiling since this object was
+    created.
 
     JAX reports an interval when it ends; nested intervals are counted once.
     """
@@ -120,15 +121,17 @@ def check_batch(params: Params, batch_size: int) -> None:
     shares = num_shares(split_rows(params))
     if batch_size % shares:
         raise ValueError(
-            f"--batch-size {batch_size} is not divisible by the {shares} devices that split the "
-            f"rows; use {max(1, round(batch_size / shares)) * shares}"
+            f"--batch-size {batch_size} is not divisible by the {shares} devices across which the "
+            f"rows are split; use {max(1, round(batch_size / shares)) * shares}"
         )
 
 
 def share_of_host(params: Params) -> tuple[int, int, bool]:
-    """(index of this process's part of the rows, number of parts, whether it prints results).
+    """Returns (index of this process's part of the rows, number of parts, whether it prints
+    results).
 
-    Processes that shard only the parameters have the same part, and only the first process prints.
+    Processes across which only the parameters are sharded have the same part, and only the first of
+    them prints.
     """
     rows = split_rows(params)
     index, count = OwnRows(rows, num_shares(rows)).share
@@ -140,7 +143,7 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """Replaces names of settings in errors by their flags: ``top_p=2`` becomes ``--top-p=2``.
+    """Replaces names of settings in errors with their flags: ``top_p=2`` becomes ``--top-p=2``.
 
     Use this context only for values of flags. Errors about values in a file must name the file.
     """
@@ -193,7 +196,7 @@ def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
 def import_sampler(name: str, where: str) -> HostSampler:
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ValueError(f"{where} is not MODULE:FUNCTION; write rules:only_digits, say")
+        raise ValueError(f"{where} is not MODULE:FUNCTION; for example, write rules:only_digits")
     found = import_module(module, where)
     if not hasattr(found, function):
         known = [known for known in vars(found) if not known.startswith("_")]

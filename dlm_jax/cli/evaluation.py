@@ -295,7 +295,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
 
 
 def _is_placed(source: str) -> bool:
-    """Whether the meaning of a source is independent of the working directory."""
+    """Returns whether the meaning of a source is independent of the working directory."""
     return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
 
 

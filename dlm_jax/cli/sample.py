@@ -183,7 +183,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     )
     add("--preset", metavar="NAME", help=PRESET)
     add("--num-samples", type=COUNT, default=1, metavar="N",
-        help="number of texts (1); with --prompts, samples per request without n")  # fmt: skip
+        help="number of texts (1); with --prompts, number of samples per request "
+             "without n")  # fmt: skip
     add(
         "--max-length",
         type=COUNT,

@@ -172,7 +172,9 @@ def _modules(args: argparse.Namespace) -> set[str]:
 
 
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
-    """(index of this process's part of the lines, number of parts, whether it writes results)."""
+    """Returns (index of this process's part of the lines, number of parts, whether it writes
+    results).
+    """
     if args.distributed:
         return share_of_host(model.params)
     return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True

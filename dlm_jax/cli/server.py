@@ -87,7 +87,7 @@ def make_parser() -> Parser:
         help="device memory in MiB for keys and values of prompts, which requests with "
         "cache=exact reuse (0: none)")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
-        help="steps between checks for new requests (2)")  # fmt: skip
+        help="number of steps between checks for new requests (2)")  # fmt: skip
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
         help="default value of a request setting; repeatable")  # fmt: skip

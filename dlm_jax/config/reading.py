@@ -295,7 +295,7 @@ def to_toml(config: Config, *, header: str = "") -> str:
 
 
 def _with_defaults(config: Config) -> Iterator[tuple[str, list[tuple[str, Any, Any]]]]:
-    """(key, value, default) of all keys by section, as JSON values."""
+    """Returns (key, value, default) of all keys, grouped by section, as JSON values."""
     defaults: Mapping[str, Any] = to_dict(Config())
     for section, values in to_dict(config).items():
         yield section, [(key, value, defaults[section][key]) for key, value in values.items()]

@@ -54,9 +54,11 @@ class HeadsConfig(Section):
         "train the model; false: the model of train.init_from is frozen, and only heads are "
         "trained",
     )
-    learning_rate: float = setting(3e-3, "peak learning rate of the heads (AdamW)", low=ABOVE_ZERO)
+    learning_rate: float = setting(3e-3, "peak learning rate for the heads (AdamW)", low=ABOVE_ZERO)
     weight_decay: float = setting(0.0, "decoupled weight decay of the heads' matrices", low=0)
-    warmup_steps: int = setting(50, "steps of linear warm-up from the start of each head", low=0)
+    warmup_steps: int = setting(
+        50, "number of steps of linear warm-up from the start of each head", low=0
+    )
     clip: float = setting(
         1.0, "gradient norm of a head above which its gradient is scaled down", low=ABOVE_ZERO
     )
@@ -73,16 +75,16 @@ class OptimConfig(Section):
     )  # fmt: skip
     learning_rate: float = setting(
         0.02,
-        "peak learning rate of the matrices (muon) or of all parameters (adamw)",
+        "peak learning rate for the matrices (muon) or for all parameters (adamw)",
         low=ABOVE_ZERO,
     )
     adam_learning_rate: float = setting(
-        3e-3, "with muon: peak learning rate of the parameters that Adam trains", low=ABOVE_ZERO
+        3e-3, "with muon: peak learning rate for the parameters that Adam trains", low=ABOVE_ZERO
     )
     final_ratio: float = setting(
         0.0, "final learning rate of the cosine schedule, as a fraction of the peak", low=0, high=1
     )
-    warmup_steps: int = setting(50, "steps of linear warm-up from 0", low=0)
+    warmup_steps: int = setting(50, "number of steps of linear warm-up from 0", low=0)
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices", low=0)
     b1: float = setting(0.9, "decay rate of Adam's mean of gradients", low=0, high=BELOW_ONE)
     b2: float = setting(
@@ -118,24 +120,29 @@ class TrainConfig(Section):
     )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards
     batch_size: int = setting(
-        32, "rows per step, over all devices and processes", low=1, high=2**20
+        32, "number of rows per step, over all devices and processes", low=1, high=2**20
     )
     accumulate: int = setting(
-        1, "microbatches per step, which run sequentially to save memory; the result is the same",
+        1,
+        "number of microbatches per step, which run sequentially to save memory; the result is the "
+        "same",
         low=1, high=2**20,
     )  # fmt: skip
     seed: int = setting(
         0, "random seed of the parameters, the data order and the noise", low=0, high=2**32 - 1
     )
-    log_every: int = setting(10, "steps between two lines of metrics", Trait.FREE, low=1)
+    log_every: int = setting(10, "number of steps between two lines of metrics", Trait.FREE, low=1)
     eval_every: int = setting(
-        250, "steps between evaluations on held-out text; 0: only at the end", Trait.FREE, low=0
+        250,
+        "number of steps between evaluations on held-out text; 0: only at the end",
+        Trait.FREE,
+        low=0,
     )
     eval_windows: int = setting(
         256, "maximum number of held-out windows per evaluation", Trait.FREE, low=1
     )
     sample_every: int = setting(
-        0, "steps between samples during training; 0: only at the end", Trait.FREE, low=0
+        0, "number of steps between samples during training; 0: only at the end", Trait.FREE, low=0
     )
     trackers: tuple[str, ...] = setting(
         (),
@@ -150,7 +157,7 @@ class TrainConfig(Section):
         Trait.FREE,
     )  # fmt: skip
     checkpoint_every: int = setting(
-        250, "steps between checkpoints; 0: only at the end", Trait.FREE, low=0
+        250, "number of steps between checkpoints; 0: only at the end", Trait.FREE, low=0
     )
     keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", Trait.FREE, low=1)
 
@@ -209,7 +216,7 @@ class DataConfig(Section):
         "to stop",
         choices=("eos", "pad"),
     )  # fmt: skip
-    seq_len: int = setting(128, "tokens per training row (L)", low=2, high=2**20)
+    seq_len: int = setting(128, "number of tokens per training row (L)", low=2, high=2**20)
     held_out: float = setting(
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
@@ -244,7 +251,8 @@ class RLConfig(Section):
         choices=POLICY_LOSSES,
     )  # fmt: skip
     group: int = setting(
-        8, "samples per prompt, at least 2; train.batch_size counts samples", low=2, high=2**16,
+        8, "number of samples per prompt, at least 2; train.batch_size counts samples",
+        low=2, high=2**16,
         remedy="use 8; a group of one has no baseline",
     )  # fmt: skip
     advantage: str = setting(
@@ -257,7 +265,7 @@ class RLConfig(Section):
     clip: float = setting(
         0.2, "distance from 1 at which probability ratios are clipped", low=ABOVE_ZERO, high=1
     )
-    updates: int = setting(1, "updates per batch of samples", low=1, high=2**16)
+    updates: int = setting(1, "number of updates per batch of samples", low=1, high=2**16)
     kl: float = setting(
         0.0, "weight of the divergence from the initial model, >= 0; 0: no copy of the model is "
         "kept",
@@ -267,7 +275,10 @@ class RLConfig(Section):
         "k3", "estimator of the divergence (Schulman 2020): k2 or k3", choices=("k2", "k3")
     )
     masks: int = setting(
-        1, "masks per sample: pairs in coupled_grpo, or draws in elbo and spg", low=1, high=2**10
+        1,
+        "number of masks per sample: pairs in coupled_grpo, or draws in elbo and spg",
+        low=1,
+        high=2**10,
     )
     spg_power: float = setting(1.5, "spg: power b of the upper bound", low=1)
     spg_share: float = setting(
@@ -561,8 +572,9 @@ class ModelConfig(Section):
         choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
     block_length: int = setting(
-        0, "block_causal: positions per block, from the start of the row; canvas: positions per "
-        "canvas; at least 2",
+        0,
+        "block_causal: number of positions per block, from the start of the row; canvas: number of "
+        "positions per canvas; at least 2",
         Trait.TURNED, low=0,
     )  # fmt: skip
     attention_window: int = setting(
@@ -574,12 +586,12 @@ class ModelConfig(Section):
         "attend within attention_window; 0: all layers are full",
         Trait.UNSEEN, low=0,
     )  # fmt: skip
-    full_head_size: int = setting(0, "head_size of the full layers; 0: head_size", low=0)
+    full_head_size: int = setting(0, "head_size of the full layers; 0: same as head_size", low=0)
     full_kv_heads: int = setting(
-        0, "kv_heads of the full layers; 0: kv_heads", Trait.UNSEEN, low=0, high=2**12
+        0, "kv_heads of the full layers; 0: same as kv_heads", Trait.UNSEEN, low=0, high=2**12
     )
     full_rope_theta: float = setting(
-        0.0, "rope_theta of the full layers; 0: rope_theta", Trait.UNSEEN, low=0
+        0.0, "rope_theta of the full layers; 0: same as rope_theta", Trait.UNSEEN, low=0
     )
     full_rotary_share: float = setting(
         1.0, "fraction of the rotary pairs that are rotated in full layers, highest frequencies "
@@ -612,7 +624,7 @@ class ModelConfig(Section):
         False, "canvas: embeddings also depend on the predictions of the previous step"
     )
     vocab_size: int = setting(
-        0, "number of logits; 0: the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
+        0, "number of logits; 0: size of the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
     )
     start_id: int = setting(
         -1, "causal: id before the first token; -1: the tokenizer's MASK",

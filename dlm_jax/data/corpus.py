@@ -1,6 +1,6 @@
 """Reads, splits and encodes a corpus, and caches it on disk as token files.
 
-The name of a token file contains a hash of its inputs (text, tokenizer, split, format). Equal
+The name of a token file contains a hash of its inputs (text, tokenizer, split, format). Identical
 inputs share files, and any change creates new files. Encoding is deterministic and files are
 replaced atomically, so several processes can encode the same corpus simultaneously.
 """

@@ -1,12 +1,12 @@
 """Batches of rows. The global batch of a step does not depend on the number of processes.
 
-An epoch of documents shows each row once, in shuffled order. For an epoch of windows, the training
-text is cut into adjacent windows from a new random offset, and the windows are shuffled. Each token
-occurs once per epoch (except for fewer than two windows at the ends), at a new position in its
-window. Windows at independent offsets would miss 37% of the text after the same number of tokens.
-The content of a row is a pure function of the files, the seed and the row's index in an endless
-stream. Therefore a process computes only its own rows, batches are independent, and resuming is
-O(1).
+An epoch of documents contains each row once, in shuffled order. For an epoch of windows, the
+training text is cut into adjacent windows from a new random offset, and the windows are shuffled.
+Each token occurs once per epoch (except for fewer than two windows of tokens at the ends of the
+text), at a new position in its window. Windows at independent offsets would miss 37% of the text
+after the same number of tokens. The content of a row is a pure function of the files, the seed and
+the row's index in an endless stream. Therefore a process computes only its own rows, batches are
+independent, and resuming is O(1).
 
 Grain's `shuffle().repeat().batch()` is not used, because it passes every row of every process
 through every stage (16 us per row). Grain's index shuffle permutes a range far larger than the few

@@ -84,7 +84,9 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` is a complete token file with the correct checksum (checked at 1-2 GB/s)."""
+    """Returns whether `path` is a complete token file with the correct checksum (checked at 1-2
+    GB/s).
+    """
     try:
         open_tokens(path)
         with path.open("rb") as file:

@@ -322,7 +322,7 @@ def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     for weight, quota in zip(weights, quotas, strict=True):
         if weight > 0 and quota == 0:
             raise ValueError(
-                f"data.weights: {weight} is less than one row of {BLOCK}; raise it or use 0"
+                f"data.weights: {weight} gives less than one row in {BLOCK}; raise it or use 0"
             )
     return tuple(int(quota) for quota in quotas)
 

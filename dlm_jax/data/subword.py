@@ -1,6 +1,6 @@
 """Subword tokenizers: Hugging Face `tokenizer.json` files, and BPEs trained on a text.
 
-Checkpoints store the content of the file, and tokenizers with equal content are equal. Encoding
+Checkpoints store the content of the file, and tokenizers with the same content are equal. Encoding
 deviates from the settings of the file in a few ways that make ids unambiguous:
 
 - The special tokens are the added tokens of the file with a common name (`<|mask|>`, `[PAD]`,
@@ -322,7 +322,7 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     """A byte-level BPE with exactly `vocab_size` ids: 256 bytes, merges and four special tokens.
 
     Any text can be encoded and decodes exactly. A pair of pieces is merged only if it occurs at
-    least twice. Equal texts give equal tokenizers.
+    least twice. The same text always produces the same tokenizer.
     """
     smallest = 256 + len(SPECIALS)
     if vocab_size < smallest:

@@ -269,7 +269,7 @@ def names_of(source: Source) -> list[str]:
 
 
 def _match(pattern: str) -> tuple[bool, list[Path]]:
-    """Whether `pattern` is the path of one file, and the matching files."""
+    """Returns whether `pattern` is the path of one file, and the matching files."""
     path = Path(os.path.expanduser(pattern))
     if path.is_dir():
         raise ValueError(
@@ -355,4 +355,4 @@ NAMED: dict[str, Callable[[], list[Document]]] = {
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
     **{f"task:{name}": functools.partial(_task_documents, name) for name in TASKS},
 }
-"""Corpora by name, independent of the working directory."""
+"""Corpora that are identified by name, independently of the working directory."""

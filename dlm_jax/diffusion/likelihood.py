@@ -165,7 +165,7 @@ def bound_at(
     negative ELBO of masked diffusion for every noise schedule. The average is also the mean cost
     over all orders in which one token is revealed at a time (Ou et al. 2024, theorem 2; LLaDA, Nie
     et al. 2025, equation 6). In a block-causal model, each block is conditioned on the true tokens
-    before it, and one call of the trunk covers all blocks. A block without a masked position has a
+    before it, and one call to the trunk covers all blocks. A block without a masked position has a
     cost of 0.
     """
     nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)

@@ -20,7 +20,8 @@ _MAX_ACCELERATOR_LOGITS = 2**26
 class Loss(NamedTuple):
     """A loss as two float32 scalars. ``sum / weight`` is its value in nats per token.
 
-    ``figures`` contains additional (sum, weight) pairs by name, which are used only in metrics.
+    ``figures`` contains additional (sum, weight) pairs, keyed by name, which are used only in
+    metrics.
     """
 
     sum: jax.Array
@@ -110,7 +111,7 @@ def read_out(
     """The values of ``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
     The other arguments are as in `cross_entropy_of`. The arrays in `given` are ``[B, L]``. Each
-    call of `cost` receives some of their positions, in one or two axes.
+    call to `cost` receives some of their positions, along one or two axes.
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:

@@ -138,7 +138,7 @@ class ObjectiveConfig(Section):
     sdtt_share: float = setting(
         0.0,
         "share of each batch's rows, and of the loss, for learning to replace several sampling "
-        "steps of a teacher by one",
+        "steps of a teacher with one",
         low=0,
         high=1,
     )
@@ -562,9 +562,10 @@ def proofreading(
 ) -> Example:
     """Plain cross-entropy of the correct token at every free position of misprinted rows.
 
-    The probability of a misprint in each row is uniform on (0, max_ratio]. A fraction `masked_rows`
-    of the rows also shows MASK, at a fraction of positions that is uniform on (0, 1]. The targets
-    are those of `Misprints`. Rows that become longer than the canvas are truncated.
+    The probability of a misprint in each row is uniform on (0, max_ratio]. In a fraction
+    `masked_rows` of the rows, some positions are also replaced by MASK; their fraction is drawn
+    uniformly from (0, 1]. The targets are those of `Misprints`. Rows that become longer than the
+    canvas are truncated.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
     num_rows = batch.tokens_BL.shape[0]
@@ -739,9 +740,9 @@ class MixedExample(NamedTuple):
     Attributes:
       batch: the rows to predict.
       shown_BL: int32 canvas that the trunk reads.
-      weights: weights of each objective as in `Example`, float32 ``[B, L]``; 0 in the rows of other
-        objectives.
-      totals: divisors of each objective as in `Example`, float32 scalars.
+      weights: weights of each objective, as in `Example`, float32 ``[B, L]``; 0 in the rows of
+        other objectives.
+      totals: divisors of each objective, as in `Example`, float32 scalars.
       noise: the noise of each `NetworkObjective`.
     """
 
@@ -762,8 +763,9 @@ class Mixture:
     """Objectives that are trained together, each on a fraction of the rows of every batch.
 
     Attributes:
-      objectives: objectives by name.
-      shares: fraction of the rows (rounded) and of the loss, by name. The fractions add up to 1.
+      objectives: objectives, keyed by name.
+      shares: fraction of the rows (rounded) and of the loss, keyed by name. The fractions add up to
+        1.
       random_length_share: fraction of batches that are cut; see `at_random_length`.
     """
 
@@ -807,7 +809,7 @@ class Mixture:
         mask_id: int,
         teacher: Params | None = None,
     ) -> dict[str, Loss]:
-        """The loss of each objective on the example, by name.
+        """The loss of each objective on the example, keyed by name.
 
         `hidden_BLD` is the output of the trunk for ``example.shown_BL`` if `reads_trunk` is True.
         `teacher` contains the parameters of the teacher if `needs_teacher` is True. MASK is never
@@ -836,7 +838,7 @@ class Mixture:
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
     def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Whether every objective has a row in each microbatch of a batch."""
+        """Returns whether every objective has a row in each microbatch of a batch."""
         owner_B, names = self._owners(num_rows), range(len(self.objectives))
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 

@@ -69,7 +69,7 @@ class Operation:
 
 @dataclass
 class Module:
-    """A program: its computations by name, each an ordered list of operations."""
+    """A program: its computations, keyed by name, each an ordered list of operations."""
 
     computations: dict[str, list[Operation]] = field(default_factory=dict)
     entry: str = ""
@@ -224,7 +224,7 @@ _SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
 
 
 def products(module: Module, name: str, known: dict[str, float]) -> float:
-    """FLOP of all matrix products and convolutions in a computation; `known` caches results."""
+    """FLOPs in all matrix products and convolutions in a computation; `known` caches results."""
     if name in known:
         return known[name]
     body = module.computations[name]
@@ -369,7 +369,7 @@ def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
 
 
 def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Operation]) -> bool:
-    """Whether `use` writes part of the parameter in place."""
+    """Returns whether `use` writes part of the parameter in place."""
     if use.kind != "dynamic-update-slice" or not use.operands or parameter is None:
         return False
     name = use.operands[0]
@@ -413,7 +413,7 @@ class Torus:
 
 
 def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tuple[float, float]:
-    """(bytes that a chip receives or sends, seconds) for a collective without contention.
+    """Returns (bytes that a chip receives or sends, seconds) for a collective without contention.
 
     An all-reduce counts as a reduce-scatter followed by an all-gather.
     """
@@ -483,7 +483,7 @@ class Cost:
     Attributes:
       seconds: estimated time.
       exposed: seconds of this time spent waiting for collectives.
-      flops: FLOP of matrix products.
+      flops: FLOPs in matrix products.
       memory_bytes: main-memory traffic in bytes.
       moved: bytes moved, by kind of collective.
       unknown_loops: number of loops with an unknown bound, whose bodies count once.
@@ -656,7 +656,7 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """Adds the cost of an attention kernel's matrix products; other kernels cost nothing."""
+        """Adds the cost of an attention kernel's matrix products; other kernels count as free."""
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         dims = [shapes[0].dims for shapes in given if shapes]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]

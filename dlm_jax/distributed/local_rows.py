@@ -33,7 +33,7 @@ def num_shares(rows: NamedSharding | None) -> int:
 
 
 def spans_processes(rows: NamedSharding | None) -> bool:
-    """Whether several processes own the devices and must therefore run every step together."""
+    """Returns whether several processes own the devices and must run every step together."""
     return rows is not None and bool(rows.mesh.is_multi_process)
 
 
@@ -58,8 +58,8 @@ class OwnRows:
       num_rows: total number of rows in all processes.
 
     Attributes:
-      share: (index of this process's part of the rows, number of parts); processes that split only
-        parameters share a part.
+      share: (index of this process's part of the rows, number of parts); processes across which
+        only parameters are split have the same part.
       count: number of rows of this process.
     """
 

@@ -29,7 +29,7 @@ def _options(given: Any) -> tuple[str, ...]:
         name, equals, _ = text.partition("=")
         require(
             text == WITHOUT_DEFAULTS or bool(name and equals), "mesh.compiler_options", text,
-            "is not name=value", "write xla_tpu_scoped_vmem_limit_kib=65536, say, or none",
+            "is not name=value", "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none",
         )  # fmt: skip
     return tuple(given)
 
@@ -40,26 +40,29 @@ class MeshConfig(Section):
     """The arrangement of devices; the product of the axes is the number of devices."""
 
     data: int = setting(
-        -1, "devices that split the batch; -1: all remaining devices", low=-1,
+        -1, "number of devices across which the batch is split; -1: all remaining devices", low=-1,
         high=_MOST_DEVICES,
     )  # fmt: skip
     fsdp: int = setting(
         0,
-        "devices that also split parameters and optimiser state; 0: the smallest number that "
-        "leaves three quarters of an accelerator's memory free",
+        "number of devices across which the batch, parameters and optimiser state are split; 0: "
+        "the "
+        "smallest number that leaves three quarters of an accelerator's memory free",
         low=0,
         high=_MOST_DEVICES,
     )
     tensor: int = setting(
-        1, "devices that split the matrices of one layer", low=1, high=_MOST_DEVICES
-    )
-    expert: int = setting(
-        1, "devices that split experts, or the batch in layers without experts", low=1,
+        1, "number of devices across which the matrices of one layer are split", low=1,
         high=_MOST_DEVICES,
     )  # fmt: skip
+    expert: int = setting(
+        1,
+        "number of devices across which experts are split, or the batch in layers without experts",
+        low=1, high=_MOST_DEVICES,
+    )  # fmt: skip
     context: int = setting(
-        1, "devices that split the positions of a row, for very long rows", low=1,
-        high=_MOST_DEVICES,
+        1, "number of devices across which the positions of a row are split, for very long rows",
+        low=1, high=_MOST_DEVICES,
     )  # fmt: skip
 
     compiler_options: tuple[str, ...] = setting(
@@ -159,7 +162,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
-    """The default number of devices among which parameters and optimiser state are split.
+    """The default number of devices across which parameters and optimiser state are split.
 
     The default is the smallest number that leaves three quarters of a device's memory free. A
     larger number has no advantage, because gradients are summed over all devices in any case and
@@ -200,7 +203,7 @@ def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndar
 
 
 def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
-    """Whether the rows of every process are consecutive in a mesh."""
+    """Returns whether the rows of every process are consecutive in a mesh."""
     num_split = sum(name in AXES[:_ROWS] for name in names)
     rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
     held: dict[int, set[int]] = defaultdict(set)

@@ -183,16 +183,17 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if batch_size % shards:
         raise ValueError(
-            f"train.batch_size={batch_size} is not divisible by the {shards} devices that split "
-            f"the batch; use {shards * max(1, round(batch_size / shards))}"
+            f"train.batch_size={batch_size} is not divisible by the {shards} devices across which "
+            f"the batch is split; use {shards * max(1, round(batch_size / shards))}"
         )
     return NamedSharding(mesh, P(axes))
 
 
 def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-    """(index, count): this process provides part `index` of `count` equal parts of the batch.
+    """Returns (index, count): this process provides part `index` of `count` equal parts of the
+    batch.
 
-    Processes that split only parameters or matrices provide the same part.
+    Processes across which only parameters or matrices are split provide the same part.
     """
     spans = sharding.addressable_devices_indices_map((batch_size,)).values()
     starts = {(span or (slice(None),))[0].indices(batch_size)[:2] for span in spans}

@@ -298,7 +298,8 @@ class Likelihoods:
             )
         if not model.process.is_masked:
             raise ValueError(
-                "the harness draws masks, but the model was trained with "
+                "the harness scores with random masks, which requires a masking process, but the "
+                "model was trained with "
                 f"objective.process={model.process.name!r}; use dlm_jax.score"
             )
         if not 1 <= num_draws <= 1 << 16:

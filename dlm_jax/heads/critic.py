@@ -105,7 +105,9 @@ CRITIC_HEAD = BuiltInHead(
         ),
     },
     training={
-        "start_critic_iteration": setting(0, "steps before the critic starts to train", low=0),
+        "start_critic_iteration": setting(
+            0, "number of steps before the critic starts to train", low=0
+        ),
         "end_critic_iteration": setting(
             0,
             "step at which the critic's loss reaches its full weight; if this is not after the "

@@ -118,7 +118,7 @@ class Head:
         return MAIN if self.joins_main else self.name
 
     def trains_at(self, step: int) -> bool:
-        """Whether the loss has a nonzero weight at a step (counted from 0)."""
+        """Returns whether the loss has a nonzero weight at a step (counted from 0)."""
         # The weight at the first step of a ramp is 0. Computing the loss at that step would change
         # the rounding of the other losses.
         return step >= self.start + (self.end > self.start) and self.weight != 0

@@ -165,7 +165,7 @@ SAMPLER_HEAD = BuiltInHead(
     },
     training={
         "start_sampler_iteration": setting(
-            0, "steps before the sampler head starts to train", low=0
+            0, "number of steps before the sampler head starts to train", low=0
         ),
         "sampler_reveal": setting(
             0.0,
@@ -294,10 +294,10 @@ def trunk_loss(
 ) -> Loss:
     """Mean divergence (nats) of the sampler head from the trunk's one-at-a-time distribution.
 
-    The divergence is ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R beside i}) )`` for
-    the canvas z and the revealed tokens x_R. The trunk runs once more, with the revealed tokens
-    shown. As in ADJUST (Bansal & Sanghavi 2025), the head is trained to match the distribution that
-    results from sampling one position at a time.
+    The divergence is ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R next to i}) )`` for
+    the canvas z and the revealed tokens x_R, of which the head reads only those next to i. The
+    trunk runs once more, with the revealed tokens shown. As in ADJUST (Bansal & Sanghavi 2025), the
+    head is trained to match the distribution that results from sampling one position at a time.
 
     Args:
       network: network with a sampler head.

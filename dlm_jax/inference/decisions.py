@@ -431,7 +431,8 @@ def logprobs(
     ``[N]``.
 
     ``left_to_right`` decodes the places in the given order. ``mean`` returns the log of the mean
-    probability over all orders, computed from ``2^n - 1`` canvases. Equal canvases run only once.
+    probability over all orders, computed from ``2^n - 1`` canvases. Identical canvases run only
+    once.
 
     Args:
       model: the model.

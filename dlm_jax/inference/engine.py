@@ -1,7 +1,7 @@
 """The sampling engine: it accepts requests at any time and returns rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
-runs the rows. The engine uses both and coordinates threads and processes. Each call of
+runs the rows. The engine uses both and coordinates threads and processes. Each call to
 `Engine.step` runs the compiled loop of one queue once.
 """
 
@@ -167,8 +167,8 @@ class Engine:
 
         Args:
           requests: the requests that will be submitted.
-          on_one_canvas: whether requests with equal static settings share the canvas of the longest
-            request. Otherwise each request uses the shortest canvas that fits it.
+          on_one_canvas: whether requests with the same static settings share the canvas of the
+            longest request. Otherwise each request uses the shortest canvas that fits it.
         """
         with self._lock:
             for static, members in group(requests).items():
@@ -264,7 +264,7 @@ class Engine:
     def cancel(self, ticket: Ticket) -> None:
         """Cancels a request: the next `step` returns its current state with `Status.CANCELLED`.
 
-        A request that ends during a running call of `step` is returned as finished.
+        A request that ends during a running call to `step` is returned as finished.
         """
         with self._lock:
             self._check_open()
@@ -631,7 +631,7 @@ class AsyncEngine:
                     return
 
     async def close(self) -> None:
-        """Closes the engine after the current call of `Engine.step`. Waiting callers receive a
+        """Closes the engine after the current call to `Engine.step`. Waiting callers receive a
         ValueError.
         """
         self._is_closing = True
@@ -724,7 +724,8 @@ class AsyncEngine:
                 self._room.notify_all()
 
     def _until_told(self) -> Step:
-        """Runs calls of `Engine.step` in the engine thread until one yields an update for a caller.
+        """Calls `Engine.step` repeatedly in the engine thread until one yields an update for a
+        caller.
 
         Requests submitted or cancelled in the meantime are handled by the next call. Calls without
         an update avoid the round trip through the event loop.

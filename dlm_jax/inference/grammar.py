@@ -174,8 +174,8 @@ def _regex(kind: str, text: str) -> str:
 
 
 class _Written:
-    """Expands rules to regular expressions. The expression is None if a rule matches no text within
-    the maximum depth.
+    """Expands rules into regular expressions. The expression is None if a rule matches no text
+    within the maximum depth.
     """
 
     def __init__(self, rules: dict[str, _Part], depth: int, longest: int):

@@ -1,4 +1,4 @@
-"""Converts custom rules and rule objects to settings by name."""
+"""Converts custom rules and rule objects into named settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
 _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
-"""The kinds of custom rules, by name."""
+"""The kinds of custom rules, keyed by name."""
 
 
 RESERVED = frozenset((
@@ -33,7 +33,7 @@ class OwnRules(NamedTuple):
 
     Attributes:
       table: all rules, including custom rules.
-      settings: values of the settings by name.
+      settings: values of the settings, keyed by name.
       rows: names of settings with one value per row.
       transforms: names of custom transforms in the chain.
     """
@@ -57,13 +57,13 @@ def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
 
 
 def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
-    """Converts ``rules`` and the rule objects of a call into settings by name.
+    """Converts ``rules`` and the rule objects of a call into named settings.
 
     Args:
-      layers: settings by name. Later layers take precedence. ``rules`` is a list of custom classes
-        or a module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
-        ``edit`` and ``renoise`` can be rule objects, whose fields contain one value for all rows or
-        one per row.
+      layers: mappings from names to settings. Later layers take precedence. ``rules`` is a list of
+        custom classes or a module that defines them. ``transforms`` (a list), ``commit``, ``fill``,
+        ``remask``, ``edit`` and ``renoise`` can be rule objects, whose fields contain one value for
+        all rows or one per row.
       num_rows: number of rows.
     """
     found = [(layer, _objects(layer)) for layer in layers]
@@ -128,7 +128,7 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
 def _settings(
     table: RuleTable, layer: Mapping[str, Any], objects: Sequence[tuple[str, Rule]]
 ) -> dict[str, Any]:
-    """Returns the settings of a layer by name, including those of its rule objects."""
+    """Returns the settings of a layer, keyed by name, including those of its rule objects."""
     taken = {"rules", "transforms", *(kind for kind, _ in objects)}
     settings = {name: value for name, value in layer.items() if name not in taken}
     chain: list[str] = []

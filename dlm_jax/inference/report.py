@@ -10,7 +10,7 @@ from dlm_jax.sampling.row import Counters
 
 
 class Step(NamedTuple):
-    """The rows of one `Engine.step`.
+    """The rows returned by one call to `Engine.step`.
 
     Attributes:
       finished: rows that have ended, truncated after their first EOS.
@@ -27,9 +27,9 @@ class Work(NamedTuple):
     Attributes:
       rows: number of rows that have ended.
       tokens: number of tokens that these rows generated.
-      steps: number of steps that rows took.
+      steps: number of steps taken, summed over all rows.
       slot_steps: number of slots times number of steps, including idle slots.
-      taken: number of steps that rows took while requests waited in the same queue.
+      taken: the part of `steps` taken while requests waited in the same queue.
       offered: number of slot steps that passed while requests waited in the same queue.
       counters: counters, summed over all rows.
     """

@@ -423,7 +423,7 @@ class Request:
 
 
 class Static(NamedTuple):
-    """The static settings. Rows with equal static settings can run together."""
+    """The static settings. Rows with the same static settings can run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -442,7 +442,7 @@ def static_of(request: Request) -> Static:
 
 
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
-    """Returns the parameters of requests with equal static settings, one row per request.
+    """Returns the parameters of requests with the same static settings, one row per request.
 
     The parameters are host arrays, which are passed directly to compiled functions. Separate
     transfers to the device would take most of the time needed to refill a slot.

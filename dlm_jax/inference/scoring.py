@@ -190,7 +190,7 @@ def _share(
 def compiled(
     fn: Callable[..., Any], network: Network, given: tuple[str, ...], **static: Any
 ) -> Callable[..., Any]:
-    """Compiles `fn` with options as in `Model.compiler_options`."""
+    """Compiles `fn` with the given options, which have the form of `Model.compiler_options`."""
     options = compiler.options("sample", given=given)
     return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
 
@@ -243,7 +243,8 @@ def _windows(model: Model, prompt: str, text: str) -> list[Window]:
     if given.size:
         if given.size + ids.size > model.max_length:
             raise ValueError(
-                f"prompt of {given.size} and text of {ids.size} tokens exceed the model's canvas "
+                f"prompt ({given.size} tokens) and text ({ids.size} tokens) together exceed the "
+                "model's canvas "
                 f"of {model.max_length}; shorten one of them"
             )
         return [(np.concatenate([given, ids]), given.size)]

@@ -48,8 +48,8 @@ _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     """Returns the loop for requests of a bucket with this number of slots.
 
-    Equal arguments return the same loop while it is referenced or among the 64 most recently used
-    loops, so its program is not recompiled.
+    Calls with equal arguments return the same loop while it is referenced or is among the 64 most
+    recently used loops, so its program is not recompiled.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -78,8 +78,8 @@ class Bucket:
     request without recompilation. The widest request of the bucket determines these shapes.
 
     Args:
-      requests: example requests with equal static settings. The longest list of a setting, such as
-        a bias, determines the width.
+      requests: example requests with the same static settings. The longest list of a setting, such
+        as a bias, determines the width.
       facts: properties of the model that rules use.
       canvas: canvas length in positions.
 
@@ -107,7 +107,7 @@ class Bucket:
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     def holds(self, request: Request) -> bool:
-        """Returns whether a request with equal static settings fits the canvas and list widths."""
+        """Returns whether a request with these static settings fits the canvas and list widths."""
         if request.room > self.canvas:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:

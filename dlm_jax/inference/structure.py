@@ -55,8 +55,8 @@ def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Ch
 
     Args:
       pattern: regular expression in the syntax of `re`, without look-around and back-references.
-        ``^`` and ``$`` at the ends of the pattern have no effect; ``\p{..}`` matches a general
-        category of Unicode.
+        ``^`` and ``$`` at the ends of the pattern have no effect; ``\p{..}`` matches a Unicode
+        general category.
       alphabet: the characters that can occur in a text.
       most_states: maximum number of states.
     """
@@ -109,7 +109,7 @@ _CATEGORY_NAMES = frozenset({
 
 
 def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
-    r"""Replaces ``\p{..}`` and ``\P{..}`` in a pattern by characters of the alphabet."""
+    r"""Replaces ``\p{..}`` and ``\P{..}`` in a pattern with characters of the alphabet."""
     is_inside = False
 
     def written(found: re.Match[str]) -> str:
@@ -120,7 +120,9 @@ def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
             return found[0]
         name = _LONG_NAMES.get(found[3], found[3])
         if name not in _CATEGORY_NAMES:
-            raise ValueError(f"{found[0]} at position {found.start()} is not a general category")
+            raise ValueError(
+                f"{found[0]} at position {found.start()} is not a Unicode general category"
+            )
         is_not = (found[1] == "P") != bool(found[2])
         chosen = [c for c in alphabet if unicodedata.category(c).startswith(name) != is_not]
         text = "".join(f"\\U{ord(c):08x}" for c in chosen) or _NOTHING

@@ -21,8 +21,8 @@ MaySee = Callable[[Any, Any], Any]
 """Maps ``(query positions, key positions)`` to True where a query may attend to a key.
 
 The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
-must accept broadcastable NumPy and JAX integers, and every query must attend to at least one key.
-Row lengths are applied separately.
+must accept broadcastable NumPy and JAX integer arrays, and every query must attend to at least one
+key. Row lengths are applied separately.
 """
 
 SAVED = "attention"
@@ -354,7 +354,7 @@ def seen_behind(
     is_canvas: bool,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention biases as in `seen_keys`, for a window of text or a canvas after cached text.
+    """Attention biases, as in `seen_keys`, for a window of text or a canvas after cached text.
 
     Each query attends to the same keys as in `attend_behind`, with `reach` as the window and a
     canvas that starts at ``window.begin_N``.
@@ -406,7 +406,9 @@ def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
-    """Whether each query may attend to each key, ``[B, N, M]``; all True if `block_length` is 0."""
+    """Returns whether each query may attend to each key, ``[B, N, M]``; all True if `block_length`
+    is 0.
+    """
     query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
     if block_length == 0:
         return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)

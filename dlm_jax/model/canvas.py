@@ -322,7 +322,7 @@ class Canvases:
         )
 
     def _in_group(self) -> list[tuple[int, int]]:
-        """(index of the stack, index in the stack) of each layer of the first group."""
+        """Returns (index of the stack, index in the stack) of each layer of the first group."""
         return [(at, place) for at, of in enumerate(self.layers) for place in range(of.each)]
 
 

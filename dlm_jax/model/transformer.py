@@ -258,7 +258,8 @@ class Transformer(nnx.Module):
 
 @functools.cache
 def build(config: ModelConfig) -> Network:
-    """Builds the network of `config` as pure functions; equal configs return the same `Network`.
+    """Builds the network of `config` as pure functions; calls with equal configs return the same
+    `Network`.
 
     The input of a causal network is ``start_id`` followed by all tokens except the last. The output
     at a position depends only on earlier tokens and predicts the token at that position.

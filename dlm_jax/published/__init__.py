@@ -1,4 +1,4 @@
-"""Reads and writes models of other projects, and provides their sampling loops as settings."""
+"""Reads and writes models from other projects; presets reproduce their sampling loops."""
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.directory import Published, is_published, read_published, read_shape

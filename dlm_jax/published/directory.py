@@ -41,7 +41,7 @@ class Published:
 
 
 def is_published(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a directory with a config.json."""
+    """Returns whether `path` is a directory with a config.json."""
     return (Path(path) / CONFIG).is_file()
 
 

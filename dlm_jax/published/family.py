@@ -200,7 +200,7 @@ class Family:
       mask_id: id of MASK if the model's files do not name it; None if there is no such id.
       trained_length: length of the training rows if it is below the maximum length in config.json;
           otherwise 0.
-      presets: settings of the family's decoding loops, by name; the first is the default.
+      presets: settings of the family's decoding loops, keyed by name; the first is the default.
       idle: fields of config.json that have no effect.
       within: the field of config.json that contains the fields of the language model; '' if they
         are at the top level.

@@ -72,7 +72,7 @@ def _read(fields: Fields) -> ModelConfig:
 
 
 def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
-    """(head size, number of key/value heads) of the full layers."""
+    """Returns (head size, number of key/value heads) of the full layers."""
     size = fields.take("global_head_dim", int, 512)
     found = {
         "head_dim": size,
@@ -92,7 +92,7 @@ def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]
 
 
 def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, float]:
-    """(RoPE base, rotated fraction) for the layers of one kind."""
+    """Returns (RoPE base, rotated fraction) for the layers of one kind."""
     is_full, given = kind == _FULL, said.get(kind)
     if given is None:
         return _THETAS[kind], _SHARE if is_full else 1.0

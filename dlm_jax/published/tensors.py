@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class Shards:
-    """The tensors of a directory by name; `read` returns a tensor without copying it.
+    """The tensors of a directory, keyed by name; `read` returns a tensor without copying it.
 
     `name_of` maps a stored name to the usual name, or to '' if the tensor is omitted.
     """

@@ -59,7 +59,7 @@ def first_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """Returns the first block with work, and True ``[B]`` where one exists.
+    """Returns the first block with work, and True ``[B]`` for rows that have such a block.
 
     Each block has `length_B` positions. The first block starts at `first_B`, the first unfrozen
     position. A length of 0 gives a single block.
@@ -86,7 +86,9 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """Returns the next block with work (else `block`), and True ``[B]`` where one exists."""
+    """Returns the next block with work, or `block` if there is none, and True ``[B]`` for rows that
+    have such a block.
+    """
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])

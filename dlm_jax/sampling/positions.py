@@ -29,7 +29,7 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Number of positions per call of the sampler head.
+    """Number of positions per call to the sampler head.
 
     The number is small, because even a short wave takes a whole chunk. On CPU, unused places in a
     chunk are expensive if the vocabulary is large.

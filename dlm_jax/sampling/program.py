@@ -59,8 +59,8 @@ class Program:
         """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device
         computes only its own rows if the rows are sharded.
 
-        Without the wrapper, the compiler gathers all rows on every device, which costs a sum over
-        devices each time.
+        Without the wrapper, the compiler gathers all rows on every device, which requires a sum
+        over devices each time.
         """
         if self.rows is None:
             return fn

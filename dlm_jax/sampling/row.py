@@ -22,7 +22,7 @@ from dlm_jax.settings import (
 STEPS = Setting("steps", 128, "number of denoising steps per sample", low=1)
 BLOCK_LENGTH = Setting(
     "block_length", 0,
-    "tokens per block; blocks are finished in order; 0 is a single block", low=0,
+    "number of tokens per block; blocks are finished in order; 0 uses a single block", low=0,
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
@@ -48,7 +48,7 @@ STOP_AT_EOS = Setting(
 RESAMPLE = Setting("resample", False, "treat every token that is not given as a hole at every step")
 MAX_NEW_TOKENS = Setting(
     "max_new_tokens", 0,
-    "length_target_mode: number of generated tokens; 0 is the initial number",
+    "length_target_mode: number of generated tokens; 0 uses the initial number",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 TIES = Setting(
@@ -123,7 +123,7 @@ class Counters(NamedTuple):
     insertions: Annotated[Any, "Tokens inserted by edits."] = 0
     deletions: Annotated[Any, "Tokens deleted by edits."] = 0
     lost: Annotated[
-        Any, "Insertions refused for lack of space, and tokens dropped by insertions."
+        Any, "Insertions rejected for lack of space, and tokens dropped by insertions."
     ] = 0
 
     @classmethod

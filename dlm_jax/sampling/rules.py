@@ -115,7 +115,7 @@ DRAW = Setting(
     choices={name: name for name in METHODS},
 )  # fmt: skip
 GEN_LENGTH = Setting(
-    "gen_length", 0, "number of new tokens per sample; 0 is all remaining space", low=0
+    "gen_length", 0, "number of new tokens per sample; 0 fills all remaining space", low=0
 )
 
 
@@ -225,7 +225,7 @@ class RuleTable:
         return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
-        """The static settings of a row. Rows with equal static settings can share a program."""
+        """The static settings of a row. Rows with the same static settings can share a program."""
         named, kept = (
             tuple((cls, static_values(cls, row)) for cls in classes)
             for classes in (self.of(row), self.chained(row))
@@ -237,7 +237,7 @@ class RuleTable:
         return on_device(self.columns(rows, facts))
 
     def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
-        """The rules for rows with equal static settings, with parameters in host arrays."""
+        """The rules for rows with the same static settings, with parameters in host arrays."""
 
         def packed(slot: str) -> Any:
             cls = self.named(slot, rows[0])
@@ -321,7 +321,9 @@ class RuleTable:
     def _parsed_chain(self, names: Any) -> tuple[str, ...]:
         is_list = isinstance(names, list | tuple)
         if not is_list or not all(isinstance(name, str) for name in names):
-            raise SettingError("chain", names, "is not a list of names", "use ['top_k'], say")
+            raise SettingError(
+                "chain", names, "is not a list of names", "for example, use ['top_k']"
+            )
         for name in names:
             if name not in self.transforms:
                 known = tuple(self.transforms)

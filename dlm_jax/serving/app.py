@@ -244,7 +244,7 @@ class Service:
 
 
 class Outbox:
-    """A queue from the writers of events to the sender.
+    """A queue that carries events from their writers to the sender.
 
     An event can replace the previous event of the same choice, so the queue of a slow reader
     remains short.

@@ -1,6 +1,6 @@
 """Request field names of vLLM, SGLang and llama-server, and how this server handles them.
 
-`PEERS` is the table of aliases, ignored fields and refused names. The server uses it for every
+`PEERS` is the table of aliases, ignored fields and rejected names. The server uses it for every
 request, and docs/peers.md is generated from it. Fields with the same name and meaning are declared
 in `protocol`.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dlm_jax.settings import UNSET, SettingError
 
 Fields = dict[str, Any]
-"""Fields of this server by name."""
+"""Fields of this server, keyed by name."""
 
 
 class _No(ValueError):
@@ -32,9 +32,9 @@ class Peer(NamedTuple):
     Attributes:
       of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
       ours: the corresponding field or setting, or the closest one.
-      does: the documented effect, or the remedy for a refused name.
+      does: the documented effect, or the remedy for a rejected name.
       read: function that converts a value to fields of this server; raises `_No` for a value
-        without an equivalent. None means that every value is refused.
+        without an equivalent. None means that every value is rejected.
     """
 
     of: str
@@ -57,7 +57,7 @@ def _unread(of: str, does: str) -> Peer:
 
 
 def _neutral(of: str, ours: str, value: Any, remedy: str) -> Peer:
-    """Returns a field with one neutral value. Requests with any other value are refused."""
+    """Returns a field with one neutral value. Requests with any other value are rejected."""
 
     def read(given: Any) -> Fields:
         if type(given) is not type(value) or given != value:
@@ -173,7 +173,8 @@ PEERS: Mapping[str, Peer] = {
     "lora": _neutral("l", "--checkpoint", [], "a server has one model; export a merged model"),
     "session_params": _refused("s", "messages", "pass all turns in messages"),
 }  # fmt: skip
-"""Fields of other servers by name. An endpoint's field with the same name takes precedence."""
+"""Fields of other servers, keyed by name. An endpoint's field with the same name takes precedence.
+"""
 
 
 def table() -> list[str]:

@@ -1001,7 +1001,7 @@ _MOST_TOLD = 128
 
 
 def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
-    """Returns the object of a decision: its slots and, with named slots, the most likely
+    """Returns the JSON object for a decision: its slots and, if they are named, the most likely
     combinations.
     """
     slots = {}
@@ -1186,8 +1186,8 @@ class Answer:
         return [told] if self.asked.has_usage else []
 
     def usage(self, done: Sequence[Done]) -> dict[str, Any]:
-        """Returns the usage of an answer. Forward passes and the first seed extend OpenAI's
-        protocol.
+        """Returns the usage of an answer. The fields ``forwards`` and ``seed`` (that of the first
+        row) extend OpenAI's protocol.
         """
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
         written = sum(len(one.places) for one in done)

@@ -290,7 +290,7 @@ class Checkpoints:
           step: at least 0, and not before the newest checkpoint.
           state: any pytree of arrays, including typed keys; global arrays if there are several
             processes.
-          meta: a JSON dict, equal on all processes, with the identity of the run as ``run``.
+          meta: a JSON dict, identical on all processes, with the identity of the run as ``run``.
 
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
@@ -518,7 +518,7 @@ def load_any(
     place: Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """(parameters, metadata) of a run, a weights file, or a shipped model.
+    """Returns (parameters, metadata) of a run, a weights file, or a shipped model.
 
     Args:
       path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m

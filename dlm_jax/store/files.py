@@ -121,7 +121,7 @@ def files_under(directory: epath.Path) -> list[epath.Path]:
 
 
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """(size in bytes, CRC32) of a file, read in chunks."""
+    """Returns (size in bytes, CRC32) of a file, which is read in chunks."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -231,7 +231,7 @@ def remove_tree(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error is due to a full or broken disk rather than a bad file name."""
+    """Returns whether an error is due to a full or broken disk rather than a bad file name."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return isinstance(error, OSError) and error.errno in full
 
@@ -260,7 +260,7 @@ _ENDING_BYTES = len(', "crc": "00000000"}')
 
 
 class Damaged(ValueError):
-    """A line or file has changed since it was written."""
+    """Raised if a line or file has changed since it was written."""
 
 
 def with_crc(line: bytes) -> bytes:
@@ -269,7 +269,7 @@ def with_crc(line: bytes) -> bytes:
 
 
 def has_crc(line: bytes) -> bool:
-    """Whether the line ends with a checksum, valid or not."""
+    """Returns whether the line ends with a checksum, valid or not."""
     return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
 
 

@@ -33,7 +33,7 @@ def check_parts(config: Config, mesh: Mesh) -> None:
             raise
         raise ValueError(
             f"train.accumulate={config.train.accumulate} gives microbatches of {part} rows, which "
-            f"are not divisible by the devices that split the batch; lower it"
+            "are not divisible by the number of devices across which the batch is split; lower it"
         ) from None
 
 

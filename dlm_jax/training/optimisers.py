@@ -189,7 +189,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 
 
 def is_matrix(path: str) -> bool:
-    """Whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
+    """Returns whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
 
     The matrices of experts are stacked by layers and experts, and all other matrices by layers.
     """
@@ -325,10 +325,10 @@ def learning_rates(
 ) -> dict[str, float]:
     """The learning rates of a step (counted from 0), for its metrics.
 
-    ``learning_rate`` is the rate of the main group (the matrices of Muon, or all parameters with
-    AdamW). ``adam_learning_rate`` is the rate of the parameters that Adam updates under ``muon``. A
-    head with its own group adds, for example, ``sampler_learning_rate``. A group with a custom
-    optimiser has no entry.
+    ``learning_rate`` is the learning rate for the main group (the matrices of Muon, or all
+    parameters with AdamW). ``adam_learning_rate`` is the learning rate for the parameters that Adam
+    updates under ``muon``. A head with its own group adds, for example, ``sampler_learning_rate``.
+    A group with a custom optimiser has no entry.
     """
     rates: dict[str, float] = {}
     optim = config.optim

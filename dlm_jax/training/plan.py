@@ -1,4 +1,4 @@
-"""Plans a run without training: memory, FLOP and time per training step on any devices."""
+"""Plans a run without training: memory, FLOPs and time per training step on any devices."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from dlm_jax.types import Params
 
 
 def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_positions: int) -> float:
-    """FLOP of one training step: forward and backward pass of the model, without recomputation.
+    """FLOPs in one training step: the forward and backward pass of the model, without
+    recomputation.
 
-    Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
+    Each matrix parameter costs 6 FLOPs per token that uses it. Attention costs 12 FLOPs per layer,
     head feature and visible pair of positions. A causal model has half the pairs (PaLM, Chowdhery
     et al. 2022, appendix B). A tied embedding table is counted once, as the LM head.
 
@@ -71,7 +72,7 @@ class Plan:
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       at_best: estimated cost of a step if all operations except matrix products are memory-bound.
       at_worst: estimated cost of a step from the compiler's cycle estimates.
-      flops: model FLOP per device and step.
+      flops: model FLOPs per device and step.
       compile_seconds: compile time.
       options: compiler options.
       text: the program text from the compiler.

@@ -86,7 +86,7 @@ def checkpoints_of(config: Config) -> str:
 def write_config(config: Config, out_dir: Path) -> None:
     """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
 
-    Resumed runs read the config from the checkpoints instead, which have checksums.
+    Resumed runs instead read the config from the checkpoints, which have checksums.
     """
     header = (
         "The settings of this run.\n"
@@ -274,7 +274,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
-    """The config with adopted settings and the vocabulary size of the corpus, and the corpus.
+    """Returns the config, with adopted settings and the corpus's vocabulary size, and the corpus.
 
     Raises:
       ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.

@@ -104,7 +104,7 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` up to the last step. Another call resumes the run.
+    """Trains the model of `config` up to the last step. Calling the function again resumes the run.
 
     The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. Custom
     networks, objectives, heads, optimizers and schedules must be passed again to resume;
@@ -672,7 +672,7 @@ class Meter:
         self._spent[what] += time.perf_counter() - start
 
     def figures(self, steps: int, seconds: float) -> dict[str, float]:
-        """Metrics of the steps since the last call, which took `seconds`, with times per step.
+        """Metrics of the steps since the last call. These steps took `seconds`; times are per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
         (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).

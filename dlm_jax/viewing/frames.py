@@ -1,6 +1,6 @@
-"""Decodes tokens to whole characters, even if a character consists of several tokens.
+"""Decodes tokens into whole characters, even if a character consists of several tokens.
 
-The module also has snapshots of a row (frames) and the changes between them.
+The module also defines snapshots of a row (frames) and the changes between them.
 
 Shape legend: ``n`` is the number of live positions of the row; frames exclude PAD.
 """
@@ -53,7 +53,7 @@ class Pieces:
         return self._known[key]
 
     def is_part(self, token: int) -> bool:
-        """Whether `token` is incomplete, but can form a character with its neighbours."""
+        """Returns whether `token` is incomplete, but can form a character with its neighbours."""
         return _BROKEN in self((token,))
 
     def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:

@@ -153,7 +153,7 @@ class Watch:
       stream: stream to write to.
       width: number of columns; None means the current width of the terminal.
       height: maximum number of lines to draw in place; None means the height of the terminal.
-      use_colour: whether to use colour; None means on a terminal unless NO_COLOR is set.
+      use_colour: whether to use colour; None uses colour on a terminal unless NO_COLOR is set.
       rows_shown: maximum number of rows to draw; the first rows of a call are drawn.
       names: labels for ids without text, such as ``{eos_id: "⟨eos⟩"}``.
       pace: minimum seconds between two drawings on a terminal; there is no wait on other streams.

@@ -109,7 +109,7 @@ def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(pat
         ({"prompt": "ab\ud800"}, ": prompt has a lone surrogate (U+D800) at position 2, which"),
         ({"template": "\ud800"}, ": template has a lone surrogate"),
         ({"draft": "\ud800"}, ": draft has a lone surrogate"),
-        ({"tokens": "1 2"}, ': tokens="1 2" is not a list; write [1, 2, 3], say'),
+        ({"tokens": "1 2"}, ': tokens="1 2" is not a list; for example, write [1, 2, 3]'),
         ({"tokens": [1, 2.0]}, ": tokens[1]=2.0 is not an integer; write one without quotes"),
         ({"tokens": [True]}, ": tokens[0]=true is not an integer"),
         ({"seed": "7"}, ': seed="7" is not an integer; write one without quotes, such as 7'),

@@ -247,7 +247,8 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_a_remedy(tmp_pat
     out, err = child.communicate(timeout=120)
     assert (child.returncode, out) == (2, "")
     assert err == (
-        "error: train.batch_size=7 is not divisible by the 2 devices that split the batch; use 8\n"
+        "error: train.batch_size=7 is not divisible by the 2 devices across which the batch is "
+        "split; use 8\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to 0"),
         ([low, low], {"weights": (1, -1)}, "must be numbers of at least 0"),
         ([low, low], {"weights": (1, float("nan"))}, "must be numbers of at least 0"),
-        ([low, low], {"weights": (1, 1e-9)}, "1e-09 is less than one row of 10000"),
+        ([low, low], {"weights": (1, 1e-9)}, "1e-09 gives less than one row in 10000"),
         ([low, low], {"weights": (1,)}, "data.weights has 1 numbers for 2 corpora"),
         (text, {"weights": (1,)}, "data.weights applies to sharded corpora"),
         ([low, text], {}, "text.jsonl is not a sharded corpus"),

@@ -231,7 +231,7 @@ def checked(process: Process, name: str) -> Process:
     """Returns the process if its shares are valid and no tokens are clean at level 1.
 
     Raises:
-      SettingError: the shares are invalid. `name` is the value of the setting in the message.
+      SettingError: the shares are invalid. The message shows `name` as the value of the setting.
     """
     level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
     found = process.shares(jnp.asarray(level))

@@ -11,7 +11,7 @@ from dlm_jax.settings import rule
 
 @rule
 class Masked(Process):
-    """Replaces each free token by MASK with a probability equal to the level (Sahoo et al. 2024,
+    """Replaces each free token with MASK; the probability equals the level (Sahoo et al. 2024,
     MDLM).
 
     The bound is the weighted cross-entropy of `dlm_jax.diffusion.objectives.elbo`.

@@ -11,7 +11,7 @@ from dlm_jax.settings import rule
 
 @rule
 class Uniform(Process):
-    """Replaces each free token by a uniform noise id with a probability equal to the level.
+    """Replaces each free token with a uniform noise id; the probability equals the level.
 
     See Schiff et al. 2024 (UDLM), section 4. As in GIDD, the network is not conditioned on the
     level.

@@ -16,12 +16,13 @@ from dlm_jax.settings import Setting, SettingError, per_row, reads, rule, static
 
 CACHE_REFRESH = Setting(
     "cache_refresh", 0,
-    "prefix, dual: steps between refreshes of the whole row; 0 refreshes only when a block starts",
+    "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only when a "
+    "block starts",
     low=0, activates=False,
 )  # fmt: skip
 CACHE_MARGIN = Setting(
     "cache_margin", 0,
-    "prefix, dual: additional positions computed on each side of the block",
+    "prefix, dual: number of additional positions computed on each side of the block",
     low=0, high=2**20, activates=False,
 )  # fmt: skip
 
@@ -62,7 +63,7 @@ class Dual(CacheRule):
                 "cache",
                 cls.name,
                 "computes one block per step, but block_length=0 makes the row a single block",
-                "use block_length=32, say",
+                "for example, use block_length=32",
             )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:

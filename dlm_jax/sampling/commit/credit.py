@@ -23,7 +23,8 @@ from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
 CREDIT_WEIGHT = Setting(
-    "credit_weight", 0.7, "order=credit: weight of the credit added to the logits, >= 0; 0 is off",
+    "credit_weight", 0.7, "order=credit: weight of the credit added to the logits, >= 0; 0 "
+    "disables it",
     low=0.0, high=1e3,
 )  # fmt: skip
 CREDIT_DECAY = Setting(

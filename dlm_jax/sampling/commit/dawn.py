@@ -46,11 +46,11 @@ class Dawn(Confident):
     """Commits confident holes, holes that depend on an anchor, and holes that do not conflict.
 
     The minimum confidences of these holes are ``tau_high``, ``tau_induced`` and ``tau_low``. A
-    position depends on the positions that it attends to with at least ``tau_edge``, except for
-    sinks. Anchors are given tokens and tokens with confidence >= ``tau_high``. Two positions
-    conflict if one depends on the other; of conflicting holes, only the most confident is committed
-    (Luo et al. 2026, DAWN, section 4 and algorithm 1). If no hole qualifies, the most confident one
-    is committed. The attention is averaged over the heads of the last 4 blocks.
+    position depends on the positions that it attends to with a weight of at least ``tau_edge``,
+    except for sinks. Anchors are given tokens and tokens with confidence >= ``tau_high``. Two
+    positions conflict if one depends on the other; of conflicting holes, only the most confident is
+    committed (Luo et al. 2026, DAWN, section 4 and algorithm 1). If no hole qualifies, the most
+    confident one is committed. The attention is averaged over the heads of the last 4 blocks.
     """
 
     about = "confident holes, and holes selected by their attention to other positions"

@@ -26,7 +26,7 @@ POSITION_DECAY = Setting(
     low=0.0, high=1e3,
 )  # fmt: skip
 INFORMATION_LIMIT = Setting(
-    "information_limit", 10.0, "order=position_aware: upper bound of -p ln f of a token, > 0",
+    "information_limit", 10.0, "order=position_aware: upper bound on -p ln f of a token, > 0",
     low=1e-6, high=1e6,
 )  # fmt: skip
 _LEAST = 1e-10

@@ -134,7 +134,9 @@ CONFIDENCE_OF = Setting(
 
 def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SettingError("confidence_without", value, "is not a list of ids", "use (), say")
+        raise SettingError(
+            "confidence_without", value, "is not a list of ids", "for example, use ()"
+        )
     if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
         raise SettingError("confidence_without", value, "contains a non-id", "use integers")
     return tuple(int(id_) for id_ in value)
@@ -255,7 +257,7 @@ class LowEntropy(_SurestFirst):
 class LargeMargin(_SurestFirst):
     """Commits a quota of the holes with the largest margin between their two most likely tokens."""
 
-    about = "a quota of the holes with the largest lead over the second token"
+    about = "a quota of the holes with the largest margin between their two most likely tokens"
     name = "margin"
     scale = 1.0
     quota: Quota = static(SCHEDULE)

@@ -42,8 +42,8 @@ THRESHOLD_LEAST = Setting(
 )
 THRESHOLD_ALONE = Setting(
     "threshold_alone", 0,
-    "order=threshold: commit each hole at a multiple of this alone, before all other holes of its "
-    "block; 0 is off", low=0,
+    "order=threshold: commit each hole at a multiple of this number alone, before all other holes "
+    "of its block; 0 disables it", low=0,
 )  # fmt: skip
 FACTOR = Setting(
     "factor", 1.0,

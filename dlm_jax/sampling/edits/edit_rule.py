@@ -19,7 +19,7 @@ class EditState(NamedTuple):
     Attributes:
       inserted_BL: True at inserted positions, including overwritten ones.
       mark_BL: True at the marks of the last step's edits.
-      origin_BL: int32, index of each position at the last call of `Advance`; -1 if the position is
+      origin_BL: int32, index of each position at the last call to `Advance`; -1 if the position is
         new.
       capacity_B: int32, maximum number of live positions.
       target_B: int32, target length.

@@ -74,7 +74,7 @@ class Edits(NamedTuple):
       insert_gap_BL: True at g + 1 to insert a token between g and g + 1, and at 0 to insert one
         before the row; live positions only.
       delete_BL: True at tokens to delete; live and unfrozen positions only.
-      refused_B: int32, number of insertions refused for lack of capacity.
+      refused_B: int32, number of insertions rejected for lack of capacity.
       token_BL: int32, token to insert into each gap; None for the rule's fixed token.
     """
 
@@ -172,7 +172,7 @@ def moved_cells(
 ) -> Cells:
     """The canvas after the edits of a map.
 
-    `inserted` is the id for insertions: a scalar, int32 ``[B]``, or ``[B, L]`` as in `moved`.
+    `inserted` is the id for insertions: a scalar, int32 ``[B]``, or ``[B, L]``, as in `moved`.
     """
     return Cells(
         tokens_BL=moved(position_map, cells.tokens_BL, inserted, pad_id),

@@ -131,7 +131,9 @@ def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Arr
 
 
 def fit_of_next(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]`` in [-1, 1]: D1 as in `deletion_scores`; -1 where D1 involves a hole."""
+    """float32 ``[B, L]`` in [-1, 1]: D1, as defined in `deletion_scores`; -1 where D1 involves a
+    hole.
+    """
     is_token_BL = is_token(context)
     lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
     return jnp.where(is_token_BL & right_of(is_token_BL), lead_BL, -1.0)

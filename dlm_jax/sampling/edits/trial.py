@@ -151,13 +151,15 @@ EDIT_GAIN = Setting(
 )  # fmt: skip
 EDIT_HIDDEN = Setting(
     "edit_hidden", 0,
-    "likelihood: hidden tokens on either side of an edit in the comparison; 0 compares whole "
+    "likelihood: number of tokens hidden on either side of an edit in the comparison; 0 compares "
+    "whole "
     "texts",
     low=0, high=16,
 )  # fmt: skip
 EDIT_LEAD_GAIN = Setting(
     "edit_lead_gain", 0.25,
-    "likelihood: weight of the lead of an edit in its score, >= 0",
+    "likelihood: weight, in an edit's score, of its lead (log-probability of the new token minus "
+    "that of the current one), >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 EDIT_TOKEN_GAIN = Setting(

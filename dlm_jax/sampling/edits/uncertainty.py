@@ -35,33 +35,39 @@ def _weight(name: str, default: float, help: str) -> Setting:
 
 INSERT_RATIO_START = _ratio(
     "insert_ratio_start", 0.04,
-    "edit: insertions per generated token before the first step, in [0, 1]",
+    "edit: number of insertions per generated token before the first step, in [0, 1]",
 )  # fmt: skip
 INSERT_RATIO_END = _ratio(
-    "insert_ratio_end", 0.0, "edit: insertions per generated token before the last step"
+    "insert_ratio_end", 0.0, "edit: number of insertions per generated token before the last step"
 )
 DELETE_RATIO_START = _ratio(
-    "delete_ratio_start", 0.04, "edit: deletions per generated token before the first step"
+    "delete_ratio_start",
+    0.04,
+    "edit: number of deletions per generated token before the first step",
 )
 DELETE_RATIO_END = _ratio(
-    "delete_ratio_end", 0.0, "edit: deletions per generated token before the last step"
+    "delete_ratio_end", 0.0, "edit: number of deletions per generated token before the last step"
 )
 INSERT_MARGIN = _weight(
     "insert_margin", 0.0, "edit: lower bound (exclusive) on the score of an insertion"
 )
 DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
-    "edit: lower bound (exclusive) on the lead of the next token over a deleted token, >= 0",
+    "edit: lower bound (exclusive) on the probability of the next token minus that of a deleted "
+    "token, >= 0",
 )  # fmt: skip
-DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of the lead at the next position")
+DELETE_LAMBDA = _weight(
+    "delete_lambda", 0.3,
+    "edit: weight, in a deletion's score, of the probability difference at the next position",
+)  # fmt: skip
 COOLDOWN_DISTANCE = Setting(
     "cooldown_distance", 1,
-    "edit: minimum distance to the edits of the last step; 0 is off",
+    "edit: minimum distance to the edits of the last step; 0 disables it",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 OVERFLOW = Setting(
     "overflow", "trim",
-    "edit: insertions beyond max_length drop the tail (trim) or are refused (refuse)",
+    "edit: insertions beyond max_length drop the tail (trim) or are not made (refuse)",
     choices={name: name for name in OVERFLOWS},
 )  # fmt: skip
 LENGTH_TARGET_MODE = Setting(
@@ -246,13 +252,16 @@ class Uncertainty(EditRule):
 
 @rule
 class Lead(Uncertainty):
-    """Inserts a token where the most likely token has a lead over the current one. Deletions are
+    """Inserts a token where another token is more likely than the current one. Deletions are
     selected as in `Uncertainty`.
 
     This rule requires a model trained to proofread.
     """
 
-    about = "lead of the most likely token over the next, for models trained to proofread"
+    about = (
+        "probability of the most likely token minus that of the token after the gap, for models "
+        "trained to proofread"
+    )
     reads_likeliest = True
 
     def gap_scores(self, context: EditContext) -> jax.Array:

@@ -111,10 +111,10 @@ class Constrained(FillRule):
         if row.renoises:
             raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
         if row.table.commit[row.order].rewrites:
-            raise SettingError("order", row.order, why, "use order='threshold', say")
+            raise SettingError("order", row.order, why, "for example, use order='threshold'")
         if row.table.commit[row.order].remembers_ids:
             why = f"stores candidates, but fill={cls.name!r} redraws them"
-            raise SettingError("order", row.order, why, "use order='threshold', say")
+            raise SettingError("order", row.order, why, "for example, use order='threshold'")
         if row.ignore_eos:
             raise SettingError(
                 "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
@@ -575,7 +575,7 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
 
 
 def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
-    """The smallest power of two that no size exceeds, or `least` if that is larger."""
+    """The smallest power of two that is at least as large as `least` and every size."""
     return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
 
 

@@ -58,7 +58,7 @@ class ConstrainedWaves(Constrained):
                 "order",
                 row.order,
                 f"stores values of the LM head, but fill={cls.name!r} draws from the sampler head",
-                "use order='threshold', say",
+                "for example, use order='threshold'",
             )
 
     @classmethod

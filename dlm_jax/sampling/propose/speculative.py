@@ -63,14 +63,17 @@ class Speculative(FillRule):
                 )
         if row.threshold <= 0:
             raise SettingError(
-                "threshold", 0.0, "commits drafts that fill='speculative' rejects", "use 0.9, say"
+                "threshold",
+                0.0,
+                "commits drafts that fill='speculative' rejects",
+                "for example, use 0.9",
             )
         if row.threshold >= 1 and row.threshold_above:
             raise SettingError(
                 "threshold",
                 row.threshold,
                 "with threshold_above commits no draft that fill='speculative' accepts",
-                "use threshold=0.9, say",
+                "for example, use threshold=0.9",
             )
         if row.edits or row.renoises:
             raise SettingError(

@@ -331,7 +331,7 @@ def _grow(
 
 
 def head_chunk(reader: Reader) -> int:
-    """Number of positions per call of the sampler head."""
+    """Number of positions per call to the sampler head."""
     return min(reader.chunk, wave_chunk(reader.network.vocab_size))
 
 

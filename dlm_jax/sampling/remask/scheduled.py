@@ -21,7 +21,7 @@ REMASK_END = Setting(
 )  # fmt: skip
 REMASK_RANDOMNESS = Setting(
     "remask_randomness", 0.0,
-    "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 is random",
+    "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at random",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_BY = Setting(
@@ -101,7 +101,7 @@ class ScheduledThreshold(Scheduled):
     A block without such tokens is finished.
     """
 
-    about = "remasks all tokens above a threshold of wrongness"
+    about = "remasks all tokens whose wrongness is above a threshold"
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""

@@ -11,7 +11,7 @@ from dlm_jax.settings import Setting, per_row, rule
 
 VERIFY_THRESHOLD = Setting(
     "verify_threshold", 0.9,
-    "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 is off",
+    "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 disables it",
     low=0.0, high=1.0,
 )  # fmt: skip
 

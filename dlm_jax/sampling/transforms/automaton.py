@@ -252,7 +252,7 @@ class Structure(LogitTransform):
                 "structure",
                 UNSET,
                 "requires tokens that do not change",
-                "use no edit, remask, resample or renoise",
+                "disable edit, remask, resample and renoise",
             )
         if row.ignore_eos:
             raise SettingError(

@@ -18,24 +18,25 @@ from dlm_jax.settings import INT_LIMIT, Setting, SettingError, fact, per_row, ru
 
 REPETITION_PENALTY = Setting(
     "repetition_penalty", 1.0,
-    "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 is off",
+    "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 disables it",
     low=1e-6, high=1e6, remedy="use 1.0 to disable it",
 )  # fmt: skip
 FREQUENCY_PENALTY = Setting(
-    "frequency_penalty", 0.0, "number subtracted from a token's logit per occurrence; 0 is off",
+    "frequency_penalty", 0.0, "number subtracted from a token's logit per occurrence; 0 disables "
+    "it",
     remedy="use 0.0 to disable it",
 )  # fmt: skip
 PRESENCE_PENALTY = Setting(
-    "presence_penalty", 0.0, "number subtracted from the logit of every seen token; 0 is off",
+    "presence_penalty", 0.0, "number subtracted from the logit of every seen token; 0 disables it",
     remedy="use 0.0 to disable it",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "number of newest tokens that count towards penalties; -1 is all, 0 is "
-    "off",
+    "penalty_last_n", 64, "number of newest tokens that count towards penalties; -1: all tokens, "
+    "0: no penalties",
     low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
 )  # fmt: skip
 DRY_MULTIPLIER = Setting(
-    "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 is off",
+    "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 disables it",
     low=0.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 DRY_BASE = Setting(
@@ -48,7 +49,7 @@ DRY_ALLOWED_LENGTH = Setting(
 )  # fmt: skip
 DRY_LAST_N = Setting(
     "dry_last_n", -1,
-    "number of newest tokens in a run that DRY searches; -1 is the whole run, 0 is off",
+    "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
     low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
 )  # fmt: skip
 

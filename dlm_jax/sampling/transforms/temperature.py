@@ -43,8 +43,8 @@ TEMPERATURE = _temperature(Setting(
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
-    "temperature of the last step (or of step n with n holes, if earlier), reached linearly; -1 is "
-    "constant",
+    "temperature of the last step (or of step n with n holes, if earlier), reached linearly; -1 "
+    "keeps the temperature constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
 DYNATEMP_RANGE = Setting(

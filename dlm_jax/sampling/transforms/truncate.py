@@ -8,9 +8,9 @@ The cut is computed exactly, without sorting the vocabulary. A truncation keeps 
 vocabulary, sorted by some value in descending order, with lower ids first among equals. The value
 at the end of the prefix is found by narrowing a bracket until the bracket contains a single token.
 Testing a bound takes one pass over the vocabulary, and about fifteen passes suffice. Bounds are
-chosen by false position on the logarithm of the mass above the ends, or, where false position is
-unreliable, by bisection of float32 bit patterns. On CPU, testing several bounds per pass is not
-faster, because XLA loops over each accumulator separately.
+chosen by false position on the logarithm of the mass above the ends of the bracket, or, where false
+position is unreliable, by bisection of float32 bit patterns. On CPU, testing several bounds per
+pass is not faster, because XLA loops over each accumulator separately.
 
 Where whole-row sorts are fast, the sorted largest values give two candidate bounds. One pass
 verifies the bounds, and the search runs only if they are wrong. Both methods give exactly the same
@@ -200,12 +200,12 @@ def _expected_bounds(
 def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
     """The next key to measure inside each bracket.
 
-    The key is found by false position on the logarithms of the mass above the ends. The key is
-    shifted past the estimate by half of the expected deviation, so that both ends move. The weight
-    of an end is halved each time that the end does not move (the "Illinois" rule). Where false
-    position is unreliable, the middle value is used. The middle key is used for every fourth bound,
-    for wide brackets and in the last passes. It closes any bracket in 32 passes, even if many
-    values are equal.
+    The key is found by false position on the logarithms of the mass above the ends of the bracket.
+    The key is shifted past the estimate by half of the expected deviation, so that both ends move.
+    The weight of an end is halved each time that the end does not move (the "Illinois" rule). Where
+    false position is unreliable, the middle value is used. The middle key is used for every fourth
+    bound, for wide brackets and in the last passes. It closes any bracket in 32 passes, even if
+    many values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
@@ -314,35 +314,36 @@ MIN_KEEP = Setting(
     "min_keep", 1, "minimum number of candidates that a truncation keeps, in [1, 64]",
     low=1, high=MAX_CANDIDATES, remedy="use 1", activates=False,
 )  # fmt: skip
-TOP_K = Setting("top_k", 0, "number of most likely candidates to keep; <= 0 is off")
+TOP_K = Setting("top_k", 0, "number of most likely candidates to keep; <= 0 disables it")
 TOP_P = Setting(
-    "top_p", 1.0, "probability mass of the nucleus, in (0, 1]; 1 is off",
+    "top_p", 1.0, "probability mass of the nucleus, in (0, 1]; 1 disables it",
     low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
-    "top_p for tokens that a sampler head draws; 0 uses top_p, 1 is off",
+    "top_p for tokens that a sampler head draws; 0 uses top_p, 1 disables it",
     low=0.0, high=1.0,
 )  # fmt: skip
 TYPICAL_P = Setting(
-    "typical_p", 1.0, "probability mass of the most typical tokens to keep, in (0, 1]; 1 is off",
+    "typical_p", 1.0, "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables "
+    "it",
     low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 MIN_P = Setting(
     "min_p", 0.0,
-    "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 is off",
+    "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 disables it",
     low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 TOP_N_SIGMA = Setting(
     "top_n_sigma",
     0.0,
-    "maximum distance below the largest logit, in standard deviations; <= 0 is off",
+    "maximum distance below the largest logit, in standard deviations; <= 0 disables it",
     remedy="use 0.0",
 )
 
 
 class Truncation(LogitTransform):
-    """A truncation that does not depend on ids and that Mirostat replaces."""
+    """A truncation that does not depend on ids and is replaced by Mirostat."""
 
     ignores_ids = True
 
@@ -353,7 +354,7 @@ class Truncation(LogitTransform):
 
 @rule
 class TopK(Truncation):
-    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, and k >= V keeps all logits."""
+    """Keeps the `max(k, min_keep)` largest logits; k <= 0 or k >= V keeps all logits."""
 
     k_B: Array = per_row(TOP_K)
     min_keep_B: Array = per_row(MIN_KEEP)
@@ -377,7 +378,7 @@ class TopK(Truncation):
 
 @rule
 class TopP(Truncation):
-    """Keeps the smallest set of most likely tokens whose mass reaches p; p = 1 is off.
+    """Keeps the smallest set of most likely tokens whose mass reaches p; p = 1 disables it.
 
     A token is dropped if the mass before it is >= p. The most likely token is always kept.
     """
@@ -417,7 +418,7 @@ class TopP(Truncation):
 
 @rule
 class TypicalP(Truncation):
-    """Keeps the tokens whose surprise is closest to the entropy, up to mass q; q = 1 is off.
+    """Keeps the tokens whose surprise is closest to the entropy, up to mass q; q = 1 disables it.
 
     Tokens are taken in ascending order of `abs(-ln p - H)` until their mass exceeds q.
     Source: Meister et al. 2022, "Locally typical sampling".
@@ -452,7 +453,7 @@ class TypicalP(Truncation):
 
 @rule
 class MinP(Truncation):
-    """Keeps tokens with `p >= m * max(p)`; m = 0 is off."""
+    """Keeps tokens with `p >= m * max(p)`; m = 0 disables it."""
 
     p_B: Array = per_row(MIN_P)
     min_keep_B: Array = per_row(MIN_KEEP)
@@ -466,7 +467,7 @@ class MinP(Truncation):
 @rule
 class TopNSigma(Truncation):
     """Keeps logits `x >= max(x) - n * std(x)`, where std is the population standard deviation over
-    the candidates; n <= 0 is off.
+    the candidates; n <= 0 disables it.
 
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """

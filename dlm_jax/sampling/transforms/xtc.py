@@ -21,7 +21,7 @@ XTC_PROBABILITY = Setting(
     low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 XTC_THRESHOLD = Setting(
-    "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 is off",
+    "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 disables it",
     low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
 )  # fmt: skip
 
