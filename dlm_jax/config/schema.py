@@ -851,8 +851,7 @@ class Config:
         for name, value, needed in (
             ("model.mode", model.mode, "language_model"),
             ("model.attention_type", model.attention_type != "causal", True),
-            ("model.add_sampler_head", model.add_sampler_head, False),
-            ("model.add_critic_head", model.add_critic_head, False),
+            ("heads.sampler_trunk_share", self.heads.sampler_trunk_share, 0),
             ("rl.reward", self.rl.reward, ""),
         ):
             require(

@@ -101,9 +101,10 @@ class Model:
     @property
     def fills_in_waves(self) -> bool:
         """Whether ``fill="auto"`` resolves to ``wavefront``, which requires a trained sampler
-        head.
+        head and holes.
         """
-        return "sampler" in self.heads and "sampler" not in self.untrained
+        is_trained = "sampler" in self.heads and "sampler" not in self.untrained
+        return is_trained and self.process.is_masked
 
     @property
     def noise(self) -> Schedule:

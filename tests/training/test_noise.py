@@ -5,7 +5,7 @@ import pytest
 import tiny_run
 
 import dlm_jax
-from dlm_jax.config import Config, ModelConfig, ObjectiveConfig, RLConfig
+from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
 
 
 @pytest.mark.slow
@@ -30,14 +30,60 @@ def test_a_model_learns_is_scored_and_writes(process, tmp_path):
         dlm_jax.generate(model, ["The "], order="low_confidence")
 
 
+HEADS = {
+    "objective__process": "uniform", "train__steps": 120, "train__eval_every": 120,
+    "train__checkpoint_every": 120, "model__add_sampler_head": True,
+    "heads__start_sampler_iteration": 0, "heads__sampler_reveal": 0.5,
+    "heads__start_critic_iteration": 0, "heads__end_critic_iteration": 0,
+    "heads__critic_alpha": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_heads_learn_from_random_tokens(tmp_path):
+    alone = {"objective__process": "uniform", "train__steps": 12, "train__eval_every": 12}
+    tiny_run.run(tmp_path / "alone", **alone)
+    tiny_run.run(tmp_path / "beside", **HEADS | alone)
+    model_losses = [
+        [line["loss" if name == "alone" else "elbo"] for line in found if "loss" in line]
+        for name in ("alone", "beside")
+        if (found := tiny_run.records(tmp_path / name))
+    ]
+    # The sampler head leaves the trunk alone.
+    assert model_losses[0] == model_losses[1]
+    tiny_run.run(tmp_path / "both", model__add_critic_head=True, **HEADS)
+    lines = [line for line in tiny_run.records(tmp_path / "both") if "sampler" in line]
+    assert lines[-1]["sampler"] < lines[0]["sampler"] - 0.2
+    model = dlm_jax.load(tmp_path / "both")
+    true_L = np.asarray(model.tokenizer.encode(tiny_run.TEXT[:16]))
+    other_L = np.asarray(model.tokenizer.encode(tiny_run.TEXT[7:23]))
+    shown_NL = np.where(np.eye(16, dtype=bool) & (other_L != true_L), other_L, true_L)
+    is_wrong_NL = shown_NL != true_L
+    hidden_NLD, _ = model.network.trunk(model.params, shown_NL, np.full(16, 16), None)
+    assert model.network.critic is not None
+    logit_NL = np.asarray(model.network.critic(model.params, hidden_NLD.reshape(256, -1)))
+    wrong, right = (logit_NL.reshape(16, 16)[at] for at in (is_wrong_NL, ~is_wrong_NL))
+    assert (wrong[:, None] > right[None]).mean() > 0.8
+    # Waves and remasking need holes; the texts do not.
+    assert dlm_jax.generate(model, ["The "], num_samples=2).texts
+    for settings, line in (
+        ({"fill": "wavefront"}, "fill='wavefront' is not supported with order='posterior'"),
+        ({"remask": "scheduled", "remask_by": "critic"}, "remask='scheduled' is not supported"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            dlm_jax.generate(model, ["The "], **settings)
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         (
-            {"model": ModelConfig(add_critic_head=True)},
-            "is not supported with model.add_critic_head",
+            {
+                "model": ModelConfig(add_sampler_head=True),
+                "heads": HeadsConfig(sampler_trunk_share=0.5),
+            },
+            "is not supported with heads.sampler_trunk_share",
         ),
-        ({"model": ModelConfig(add_sampler_head=True)}, "supported with model.add_sampler_head"),
         ({"model": ModelConfig(mode="sequence_scorer")}, "is not supported with model.mode"),
         ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "is not supported with rl.reward"),
     ],
