@@ -1,11 +1,19 @@
 """A model of another forward process, from its config to texts."""
 
+from typing import Any, cast
+
+import jax
 import numpy as np
 import pytest
+import stage_cases
 import tiny_run
+import toy
 
 import dlm_jax
 from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
+from dlm_jax.diffusion.mixing import mixture_of
+from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Setup, Stage, critic_head
+from dlm_jax.model.transformer import build
 
 
 @pytest.mark.slow
@@ -55,15 +63,6 @@ def test_heads_learn_from_random_tokens(tmp_path):
     lines = [line for line in tiny_run.records(tmp_path / "both") if "sampler" in line]
     assert lines[-1]["sampler"] < lines[0]["sampler"] - 0.2
     model = dlm_jax.load(tmp_path / "both")
-    true_L = np.asarray(model.tokenizer.encode(tiny_run.TEXT[:16]))
-    other_L = np.asarray(model.tokenizer.encode(tiny_run.TEXT[7:23]))
-    shown_NL = np.where(np.eye(16, dtype=bool) & (other_L != true_L), other_L, true_L)
-    is_wrong_NL = shown_NL != true_L
-    hidden_NLD, _ = model.network.trunk(model.params, shown_NL, np.full(16, 16), None)
-    assert model.network.critic is not None
-    logit_NL = np.asarray(model.network.critic(model.params, hidden_NLD.reshape(256, -1)))
-    wrong, right = (logit_NL.reshape(16, 16)[at] for at in (is_wrong_NL, ~is_wrong_NL))
-    assert (wrong[:, None] > right[None]).mean() > 0.8
     # Waves and remasking need holes; the texts do not.
     assert dlm_jax.generate(model, ["The "], num_samples=2).texts
     for settings, line in (
@@ -72,6 +71,35 @@ def test_heads_learn_from_random_tokens(tmp_path):
     ):
         with pytest.raises(ValueError, match=line):
             dlm_jax.generate(model, ["The "], **settings)
+
+
+def test_the_critic_is_asked_which_tokens_are_random():
+    """The whole record: the canvas of the process, read as it is, against the sum by hand."""
+    config = Config(
+        model=toy.config(depth=1, add_critic_head=True),
+        objective=ObjectiveConfig(process="uniform"),
+    )
+    head = critic_head(Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()))
+    mixture = mixture_of(
+        config.objective, mask_id=toy.MASK, random_ids=(0, 1, 2), noise_ids=(0, 1, 2)
+    )
+    batch = stage_cases.batch(0)
+    example = mixture.example(batch, jax.random.key(0))
+    network = build(config.model)
+    params = network.init(jax.random.key(1))
+    assert head is not None
+    noise = head.draw(example, jax.random.key(2))
+    hidden_BLD, _ = network.trunk(params, example.shown_BL, batch.length_B, None)
+    inputs = HeadInputs(network, params, example, noise, hidden_BLD, Stage((MAIN, CRITIC)))
+    loss = jax.jit(lambda params: head.loss(inputs._replace(params=params)))(params)
+    assert network.critic is not None
+    logit_BL = np.asarray(network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])))
+    logit_BL = logit_BL.reshape(example.shown_BL.shape).astype(np.float64)
+    is_wrong_BL = np.asarray(example.shown_BL != batch.tokens_BL)
+    is_live_BL = np.arange(is_wrong_BL.shape[1])[None] < np.asarray(batch.length_B)[:, None]
+    nats_BL = np.log1p(np.exp(np.where(is_wrong_BL, -logit_BL, logit_BL)))
+    assert is_wrong_BL.sum() > 4
+    assert float(loss.sum / loss.weight) == pytest.approx(nats_BL[is_live_BL].mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
