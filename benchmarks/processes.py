@@ -120,7 +120,13 @@ def steps(sizes: list[str], vocab_sizes: list[int], rounds: int) -> None:
                 print(f"| {size} | {vocab_size} | {name} | {' | '.join(shown)} |", flush=True)
 
 
-JOINT = {(0, 0, 0): 0.3, (0, 1, 1): 0.2, (1, 0, 1): 0.25, (1, 1, 0): 0.15, (1, 1, 1): 0.1}
+JOINT: dict[tuple[int, ...], float] = {
+    (0, 0, 0): 0.3,
+    (0, 1, 1): 0.2,
+    (1, 0, 1): 0.25,
+    (1, 1, 0): 0.15,
+    (1, 1, 1): 0.1,
+}
 """A law of texts of three letters, but for 0.01 of each of the eight, and divided by the sum."""
 
 
