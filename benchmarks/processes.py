@@ -1,35 +1,46 @@
 """Step times of forward processes, and repairs by models trained with them.
 
     python benchmarks/processes.py steps --rounds 7
-    python benchmarks/processes.py repairs --runs uniform=RUN masked=RUN --text FILE
+    python benchmarks/processes.py laws
+    python benchmarks/processes.py train --out runs/processes
+    python benchmarks/processes.py repairs --out runs/processes
 
 ``steps``: a training step (loss and gradient) and a sampling step of `uniform` and `mixed`,
-compared with `masked` in alternating runs with equally many open positions. ``repairs``: the share
-of planted errors, which are uniformly random tokens, that a model repairs. Uniform and mixed models
-use their reverse steps from a low time; a masked model rewrites every token (``resample``).
+compared with `masked` in alternating runs with equally many open positions. ``laws``: the distance
+between texts with corrector steps and their joint distribution, by enumeration. ``train`` and
+``repairs``: the shares of planted errors, which are uniformly random tokens, that models of the
+same size and training repair, and of true tokens that they change. Uniform and mixed models use
+their reverse steps from a low time; a masked model rewrites every token (``resample``).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import functools
+import itertools
+import json
+import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracles.processes import Enumerated
 
 import dlm_jax
 from benchmarks.generation_pair import make_model
 from benchmarks.step_overhead import POSITIONS, ROWS, first_state, times
 from dlm_jax.config import Config, ObjectiveConfig
-from dlm_jax.data import noise_ids, text_ids
+from dlm_jax.data import join_documents, noise_ids, read_documents, split_text, text_ids
 from dlm_jax.diffusion.losses import hidden_of
 from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import Batch
@@ -40,6 +51,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.sampling.loop import Advance
 
 STEPS = 4
+RESULTS = Path(__file__).parent / "results"
 
 
 def trained_for(model: Model, process: str) -> Model:
@@ -108,63 +120,210 @@ def steps(sizes: list[str], vocab_sizes: list[int], rounds: int) -> None:
                 print(f"| {size} | {vocab_size} | {name} | {' | '.join(shown)} |", flush=True)
 
 
-def repairs(runs: dict[str, str], text: str, share: float, number: int, seed: int) -> None:
-    """Prints the shares of repaired errors and of changed true tokens."""
-    print("| model | settings | errors | put right | true tokens changed |")
-    print("| - | - | - | - | - |")
-    for name, path in runs.items():
-        model = dlm_jax.load(path)
-        rng = np.random.default_rng(seed)
-        length = model.max_length
-        ids = model.tokenizer.encode(Path(text).read_text(encoding="utf-8"))[-number * length :]
-        true_NL = ids[: len(ids) // length * length].reshape(-1, length)
-        is_hit_NL = rng.random(true_NL.shape) < share
-        is_hit_NL[:, 0] = False
-        other_NL = rng.choice(text_ids(model.tokenizer), true_NL.shape)
-        shown_NL = np.where(is_hit_NL, other_NL, true_NL)
-        is_wrong_NL = shown_NL != true_NL
-        settings: dict[str, Any] = {"posterior_start": 2 * share, "steps": 16}
-        if model.process.is_masked:
-            settings = {"resample": True, "schedule": "all", "steps": 1, "fill": "parallel"}
-        prompts = [
-            {"tokens": row[:1].tolist(), "draft": model.tokenizer.decode(row[1:])}
-            for row in shown_NL
+JOINT: dict[tuple[int, ...], float] = {
+    (0, 0, 0): 0.3,
+    (0, 1, 1): 0.2,
+    (1, 0, 1): 0.25,
+    (1, 1, 0): 0.15,
+    (1, 1, 1): 0.1,
+}
+"""A law of texts of three letters, but for 0.01 of each of the eight, and divided by the sum."""
+
+
+def laws(reverse_steps: tuple[int, ...], correctors: tuple[int, ...]) -> None:
+    """Prints the total variation distances of a network that knows every conditional law."""
+    table = np.zeros((27, 3, 3))
+    table[..., 2] = -np.inf
+    print("| process | forwards | reverse steps | corrector steps after each | distance |")
+    print("| --- | --- | --- | --- | --- |")
+    for name in PROCESSES:
+        chain = Enumerated(table, name, 2, (0, 1))
+        joint = np.array([JOINT.get(x, 0) + 0.01 if max(x) < 2 else 0 for x in chain.states])
+        joint /= joint.sum()
+        for reverse in reverse_steps:
+            for number in correctors:
+                now, levels = chain.start(), np.linspace(1.0, 0.0, reverse + 1)
+                for v, to in itertools.pairwise(levels):
+                    now = chain.knowing(joint, v).step(now, v, to)
+                    for _ in range(number if to > 0 else 0):
+                        now = now @ chain.knowing(joint, to).corrector(to, 1)
+                far = 0.5 * np.abs(now - joint).sum()
+                forwards = reverse + number * (reverse - 1)
+                print(f"| {name} | {forwards} | {reverse} | {number} | {far:.4f} |", flush=True)
+
+
+TRAINED = (
+    "--config", "configs/quickstart.toml", "--data.source", "tinyshakespeare",
+    "--model.width", "96", "--model.heads", "3", "--data.seq_len", "64",
+    "--train.batch_size", "16", "--train.eval_every", "500", "--train.sample_every", "100000",
+    "--train.checkpoint_every", "250",
+)  # fmt: skip
+"""The models of the repairs: the quickstart's, smaller, on another text."""
+
+
+def train(out: Path, num_steps: int) -> None:
+    """Trains a model of each process for the same number of steps, and notes its CPU seconds.
+
+    A run that was stopped goes on, and one that has ended stays.
+    """
+    for process in PROCESSES:
+        run = out / process
+        noted = run / "cpu_seconds.json"
+        before = json.loads(noted.read_text()) if noted.exists() else []
+        started = resource.getrusage(resource.RUSAGE_CHILDREN)
+        options = ("--objective.process", process, "--train.steps", str(num_steps))
+        command = [sys.executable, "train.py", *TRAINED, *options, "--train.out_dir", str(run)]
+        subprocess.run(command, check=True)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime
+        noted.write_text(json.dumps([*before, spent]))
+
+
+FORWARDS = 16
+TEMPERATURES = (1.0, 0.5, 0.0)
+
+
+def arms(process: str) -> list[dict[str, Any]]:
+    """The settings that are compared for a model: 16 forwards each, or one that rewrites all."""
+    if process == "masked":
+        return [
+            {"resample": True, "schedule": "all", "steps": steps, "temperature": temperature}
+            for steps in (1, FORWARDS)
+            for temperature in TEMPERATURES
         ]
-        made = dlm_jax.generate(
-            model,
-            prompts,
-            seed=seed,
-            temperature=1.0,
-            ignore_eos=True,
-            max_length=length,
-            **settings,
-        )
-        found_NL = np.array([model.tokenizer.encode(text) for text in made.texts])
-        right = (found_NL == true_NL)[is_wrong_NL].mean()
-        changed = (found_NL != true_NL)[~is_wrong_NL].mean()
-        told = ", ".join(f"{key}={value}" for key, value in settings.items())
-        print(
-            f"| {name} | {told} | {is_wrong_NL.sum()} | {right:.1%} | {changed:.1%} |", flush=True
-        )
+    return [
+        {"posterior_start": start, "corrector_steps": correctors, "steps": FORWARDS,
+         "temperature": temperature}
+        for start in (0.05, 0.1, 0.2, 0.4)
+        for correctors in (0, 1)
+        for temperature in TEMPERATURES
+    ]  # fmt: skip
+
+
+class Counts(NamedTuple):
+    """Tokens of one pass over a text.
+
+    Attributes:
+      tokens: all that may change.
+      errors: those that were planted.
+      right: planted errors that became the true token.
+      changed: true tokens that became others.
+    """
+
+    tokens: int
+    errors: int
+    right: int
+    changed: int
+
+    @property
+    def wrong(self) -> int:
+        """Wrong tokens that are left."""
+        return self.errors - self.right + self.changed
+
+
+def repaired(
+    model: Model, text: str, settings: dict[str, Any], share: float, number: int, seed: int
+) -> Counts:
+    """What becomes of the last windows of a text with random tokens at that share of positions."""
+    rng, length = np.random.default_rng(seed), model.max_length
+    ids = np.asarray(model.tokenizer.encode(text))[-number * length :]
+    true_NL = ids[: len(ids) // length * length].reshape(-1, length)
+    is_hit_NL = rng.random(true_NL.shape) < share
+    is_hit_NL[:, 0] = False
+    other_NL = rng.choice(text_ids(model.tokenizer), true_NL.shape)
+    shown_NL = np.where(is_hit_NL, other_NL, true_NL)
+    is_wrong_NL = shown_NL != true_NL
+    prompts = [
+        {"tokens": row[:1].tolist(), "draft": model.tokenizer.decode(row[1:])} for row in shown_NL
+    ]
+    order = "random" if model.process.is_masked else "posterior"
+    made = dlm_jax.generate(
+        model, prompts, seed=seed, ignore_eos=True, max_length=length, fill="parallel",
+        order=order, **settings,
+    )  # fmt: skip
+    found_NL = np.array([model.tokenizer.encode(text) for text in made.texts])
+    return Counts(
+        true_NL[:, 1:].size,
+        int(is_wrong_NL.sum()),
+        int((found_NL == true_NL)[is_wrong_NL].sum()),
+        int((found_NL != true_NL)[~is_wrong_NL].sum()),
+    )
+
+
+def told(settings: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def repairs(names: list[str], out: Path, path: Path, share: float, number: int, seeds: int) -> None:
+    """Measures every arm on the first half of the held-out text, and on the second half the arms
+    with the fewest wrong tokens left and with the most repairs. Measured lines are kept.
+    """
+    fields = ("part", "model", "settings", "seed", *Counts._fields)
+    done: dict[tuple[str, ...], Counts] = {}
+    if path.exists():
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                key = tuple(row[name] for name in fields[:4])
+                done[key] = Counts(*(int(row[name]) for name in Counts._fields))
+    models = {name: dlm_jax.load(out / name) for name in names}
+    config = next(iter(models.values())).config
+    assert config is not None, "a run has a config"
+    data = config.data
+    held_out = split_text(join_documents(read_documents(data.source)), data.held_out)[1]
+    texts = {"tune": held_out[: len(held_out) // 2], "test": held_out[len(held_out) // 2 :]}
+
+    def measured(part: str, name: str, settings: dict[str, Any], seed: int) -> Counts:
+        key = part, name, told(settings), str(seed)
+        if key not in done:
+            done[key] = repaired(models[name], texts[part], settings, share, number, seed)
+            is_new = not path.exists()
+            with path.open("a", newline="") as file:
+                lines = csv.writer(file, lineterminator="\n")
+                lines.writerows([fields] * is_new + [(*key, *done[key])])
+        return done[key]
+
+    print("| model | chosen by | settings | repaired % | true tokens changed % | wrong % after |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in models:
+        tuned = [(measured("tune", name, arm, 0), arm) for arm in arms(name)]
+        for reason, rank in (("fewest wrong", lambda x: x[0].wrong), ("most repaired", _most)):
+            arm = min(tuned, key=rank)[1]
+            runs = np.array([measured("test", name, arm, 1 + seed) for seed in range(seeds)], float)
+            total, errors, right, changed = runs.T
+            shown = []
+            for part, whole in ((right, errors), (changed, total - errors),
+                                (errors - right + changed, total)):  # fmt: skip
+                percent = 100 * part / whole
+                shown.append(f"{percent.mean():.1f} ± {np.ptp(percent) / 2:.1f}")
+            print(f"| {name} | {reason} | {told(arm)} | {' | '.join(shown)} |", flush=True)
+
+
+def _most(tuned: tuple[Counts, dict[str, Any]]) -> int:
+    return -tuned[0].right
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("steps", "repairs"))
+    parser.add_argument("what", choices=("steps", "laws", "train", "repairs"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", nargs="+", default=["1m"])
     parser.add_argument("--vocab-sizes", nargs="+", type=int, default=[128])
-    parser.add_argument("--runs", nargs="+", default=[], help="NAME=DIRECTORY of each model")
-    parser.add_argument("--text", default="")
+    parser.add_argument("--out", type=Path, default=Path("runs/processes"))
+    parser.add_argument("--models", nargs="+", choices=list(PROCESSES), default=list(PROCESSES))
+    parser.add_argument("--num-steps", type=int, default=1500, help="training steps of each model")
+    parser.add_argument("--csv", type=Path, default=RESULTS / "process_repairs.csv")
     parser.add_argument("--share", type=float, default=0.05)
-    parser.add_argument("--number", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--number", type=int, default=128, help="windows")
+    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     if args.what == "steps":
         steps(args.sizes, args.vocab_sizes, args.rounds)
+    elif args.what == "laws":
+        laws((2, 4, 8), (0, 1, 3))
+    elif args.what == "train":
+        train(args.out, args.num_steps)
     else:
-        runs = dict(run.split("=", 1) for run in args.runs)
-        repairs(runs, args.text, args.share, args.number, args.seed)
+        repairs(args.models, args.out, args.csv, args.share, args.number, args.seeds)
 
 
 if __name__ == "__main__":

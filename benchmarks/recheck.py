@@ -297,6 +297,8 @@ UNCHECKED = {
     ("arena.md", "Wordings"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
     ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
+    ("processes.md", "Repairs"): "trainings: python benchmarks/processes.py train",
+    ("processes.md", "Corrector steps"): "a test enumerates the laws: tests/sampling/commit",
     ("distillation.md", "A Markov chain"):
         "minutes: python -m benchmarks.distillation markov",
     ("distillation.md", "Shakespeare"):

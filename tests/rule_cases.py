@@ -205,6 +205,9 @@ def _arena(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "apart_threshold": float(rng.uniform(0.1, 0.3)),
         "dependence": float(rng.uniform(0.0, 0.2)),
         "sink": float(rng.uniform(0.0, 0.3)),
+        "posterior_start": float(rng.uniform(0.4, 1.0)),
+        "corrector_steps": index % 4,
+        "corrector_share": float(rng.uniform(0.05, 0.5)),
     }
 
 

@@ -862,7 +862,7 @@ class Config:
         for name, value, needed in (
             ("model.mode", model.mode, "language_model"),
             ("model.attention_type", model.attention_type != "causal", True),
-            *((f"model.{name}", getattr(model, name), False) for name in SWITCHES),
+            ("heads.sampler_trunk_share", getattr(self.heads, "sampler_trunk_share", 0), 0),
             ("rl.reward", self.rl.reward, ""),
         ):
             require(

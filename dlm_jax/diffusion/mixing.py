@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from dlm_jax.diffusion.canvas_denoising import canvas_denoising
 from dlm_jax.diffusion.certainty import certainty
-from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.objectives import (
     Mixture,
     NetworkObjective,
@@ -20,6 +21,26 @@ from dlm_jax.diffusion.processes import checked
 from dlm_jax.diffusion.sdtt import sdtt
 
 
+def _of_process(
+    config: ObjectiveConfig,
+    schedule: Schedule,
+    *,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+    block_length: int,
+    has_canvases: bool,
+) -> NetworkObjective:
+    """The only objective of a model with canvases, or of a process with other noise than MASK."""
+    process = checked(config.noise_process, config.process)
+    common = {"schedule": schedule, "mask_id": mask_id, "noise_ids": noise_ids}
+    if not has_canvases:
+        return process_elbo(process, block_length=block_length, **common)
+    return canvas_denoising(
+        process, canvas_length=block_length, text_weight=config.text_weight,
+        conditioned_share=config.conditioned_share, **common,
+    )  # fmt: skip
+
+
 def mixture_of(
     config: ObjectiveConfig,
     *,
@@ -28,6 +49,7 @@ def mixture_of(
     banned_ids: tuple[int, ...] = (),
     noise_ids: tuple[int, ...] = (),
     block_length: int = 0,
+    has_canvases: bool = False,
 ) -> Mixture:
     """Returns the mixture of objectives of a config. Objectives whose share is 0 are omitted.
 
@@ -37,17 +59,17 @@ def mixture_of(
       random_ids: ids that a corruption can show instead of the true token.
       banned_ids: ids that are never written into a hole.
       noise_ids: ids that a process other than the masked one can show.
-      block_length: block length of a block-causal model, else 0.
+      block_length: block length of a block-causal model, or length of a canvas, else 0.
+      has_canvases: whether the model has canvases.
     """
     process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
-    if not process.is_masked:
-        checked(process, config.process)
-        objective = process_elbo(
-            process, schedule=schedule, mask_id=mask_id, noise_ids=noise_ids,
-            block_length=block_length,
+    if has_canvases or not process.is_masked:
+        objective = _of_process(
+            config, schedule, mask_id=mask_id, noise_ids=noise_ids, block_length=block_length,
+            has_canvases=has_canvases,
         )  # fmt: skip
-        share = config.random_length_share
-        return Mixture({"elbo": objective}, {"elbo": 1.0}, random_length_share=share)
+        name, share = "denoising" if has_canvases else "elbo", config.random_length_share
+        return Mixture({name: objective}, {name: 1.0}, random_length_share=share)
     taught = config.sdtt_share + config.certainty_share
     table: dict[str, tuple[float, Objective | NetworkObjective]] = {
         "elbo": (

@@ -171,6 +171,12 @@ class ObjectiveConfig(Section):
         "sdtt and certainty: frozen teacher (run, weights file or shipped model); "
         "empty: the initial parameters of the run",
     )
+    text_weight: float = setting(
+        1.0, "models with canvases: weight of the next-token loss on the text", low=0, high=100
+    )
+    conditioned_share: float = setting(
+        0.5, "models with canvases: share of rows with self-conditioning", low=0, high=1
+    )
     random_length_share: float = setting(
         0.0, "share of batches that are cut to a random length; 0.01 is usual", low=0, high=1
     )
@@ -622,12 +628,15 @@ class NetworkObjective:
         before the updates of the step. None leaves the noise unchanged.
       needs_teacher: whether the run keeps the parameters of a teacher as the reference: those of
         ``objective.teacher``, or the initial parameters of the run.
+      example: ``(noise) -> Example``, the canvas and the predicted positions that heads read. None
+        shows the heads the true rows, of which they learn nothing.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
     loss: Callable[..., Loss]
     anchor: Callable[[Network, Params, Params, Any], Any] | None = None
     needs_teacher: bool = False
+    example: Callable[[Any], Example] | None = None
 
 
 class Noised(NamedTuple):
@@ -692,7 +701,10 @@ def process_costs(
     `divergence`.
     """
     batch, shown_BL, noise = noised.batch, noised.shown_BL, noised.noise
-    hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+    if network.behind is None:
+        hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+    else:  # one canvas after the given tokens
+        hidden_BLD = network.behind(params, shown_BL, batch.length_B, batch.given_B)
 
     def cost(logits_NV: jax.Array, *given: jax.Array) -> jax.Array:
         clean_N, shown_N, *noise_N = (x.reshape(-1) for x in given)
@@ -731,7 +743,10 @@ def process_elbo(
         cost_BL = process_costs(network, params, noised, mask_id=mask_id, noise_ids=noise_ids)
         return Loss(jnp.sum(cost_BL), noised.total)
 
-    return NetworkObjective(draw, loss)
+    def example(noised: Noised) -> Example:
+        return Example(noised.shown_BL, noised.noise.weight, noised.total)
+
+    return NetworkObjective(draw, loss, example=example)
 
 
 class MixedExample(NamedTuple):
@@ -794,7 +809,9 @@ class Mixture:
             is_own_B = owner_B == number
             own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
             if isinstance(objective, NetworkObjective):
-                mixed.noise[name] = objective.draw(own, keys[number])
+                noise = mixed.noise[name] = objective.draw(own, keys[number])
+                if objective.example is not None:
+                    mixed = _with_rows(mixed, name, is_own_B, objective.example(noise))
             else:
                 mixed = _with_rows(mixed, name, is_own_B, objective(own, keys[number]))
         return mixed

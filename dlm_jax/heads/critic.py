@@ -49,14 +49,16 @@ def critic_head(setup: Any) -> Head:
 
     The critic reads the shown canvas after the model has filled the supervised holes. The fill uses
     the settings in ``[sample]``. The fill is parallel until training of the sampler head starts.
-    After that, it proceeds in waves. The gradient flows into the trunk.
+    After that, it proceeds in waves. The gradient flows into the trunk. With noise other than MASK,
+    the fill is always parallel, and the loss includes the noised tokens.
     """
     settings, mask_id = setup.config.heads, setup.mask_id
+    is_masked = setup.config.objective.noise_process.is_masked
 
     def positions(example: MixedExample) -> tuple[jax.Array, jax.Array]:
         return critic_positions(
             example.shown_BL, example.batch.length_B, example.is_supervised_BL(),
-            mask_id=mask_id, masked_only=settings.critic_masked_only,
+            mask_id=mask_id, masked_only=settings.critic_masked_only, shows_noise=not is_masked,
         )  # fmt: skip
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -71,11 +73,14 @@ def critic_head(setup: Any) -> Head:
         )  # fmt: skip
         is_hole_BL, is_judged_BL = positions(inputs.example)
         candidates_BL = filled(
-            setup, inputs.network, inputs.stage.trains(SAMPLER),
+            setup, inputs.network, inputs.stage.trains(SAMPLER) and is_masked,
             jax.lax.stop_gradient(inputs.params), jax.lax.stop_gradient(inputs.hidden_BLD),
             shown_BL, batch.length_B, is_hole_BL, seed_B,
         )  # fmt: skip
-        targets = critic_targets(shown_BL, batch.tokens_BL, candidates_BL, is_hole_BL, is_judged_BL)
+        is_noised_BL = inputs.example.is_supervised_BL() & (not is_masked)
+        targets = critic_targets(
+            shown_BL, batch.tokens_BL, candidates_BL, is_hole_BL, is_judged_BL, is_noised_BL
+        )
         return critic_loss(inputs.network, inputs.params, targets, batch.length_B, num_judged)
 
     return Head(
@@ -146,16 +151,19 @@ def critic_positions(
     *,
     mask_id: int,
     masked_only: bool,
+    shows_noise: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """True at the holes to fill, and True at the positions in the loss, both ``[B, L]``.
 
-    The loss covers the supervised holes. Unless `masked_only`, it also covers the live unsupervised
-    positions, which contain the true text.
+    The loss covers the supervised holes and, if the canvas `shows_noise`, the other supervised
+    positions. Unless `masked_only`, it also covers the live unsupervised positions, which contain
+    the true text.
     """
     is_live_BL = jnp.arange(shown_BL.shape[1])[None] < length_B[:, None]
     is_hole_BL = (shown_BL == mask_id) & is_supervised_BL
     is_plain_BL = is_live_BL & ~is_supervised_BL & (shown_BL != mask_id)
-    return is_hole_BL, is_hole_BL if masked_only else is_hole_BL | is_plain_BL
+    is_asked_BL = is_supervised_BL if shows_noise else is_hole_BL
+    return is_hole_BL, is_asked_BL if masked_only else is_asked_BL | is_plain_BL
 
 
 def critic_targets(
@@ -164,10 +172,13 @@ def critic_targets(
     candidates_BL: jax.Array,
     is_hole_BL: jax.Array,
     is_judged_BL: jax.Array,
+    is_noised_BL: jax.Array | bool = False,
 ) -> CriticTargets:
-    """The canvas with its holes filled by the candidates, and the positions of wrong tokens."""
+    """The canvas with its holes filled by the candidates, and the positions of wrong tokens: holes,
+    and positions that can show noise.
+    """
     filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
-    is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
+    is_wrong_BL = (is_hole_BL | is_noised_BL) & (filled_BL != tokens_BL)
     return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
 
 

@@ -87,6 +87,7 @@ def sampler_head(setup: Any) -> Head:
     ``heads.sampler_trunk_share``.
     """
     settings, mask_id = setup.config.heads, setup.mask_id
+    is_masked = setup.config.objective.noise_process.is_masked
     share = settings.sampler_trunk_share
 
     def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
@@ -111,6 +112,7 @@ def sampler_head(setup: Any) -> Head:
         read = prepare_sampler_inputs(
             network, params, example.shown_BL, tokens_BL, inputs.hidden_BLD,
             example.batch.length_B, is_revealed_BL, mask_id=mask_id,
+            is_noised_BL=None if is_masked else example.is_supervised_BL(),
         )  # fmt: skip
         plain = sampler_loss(
             network, params, read, tokens_BL, example.is_supervised_BL(), num_supervised,
@@ -213,6 +215,7 @@ def prepare_sampler_inputs(
     is_revealed_BL: jax.Array,
     *,
     mask_id: int,
+    is_noised_BL: jax.Array | None = None,
 ) -> SamplerInputs:
     """Inputs of the sampler head at every position of a batch.
 
@@ -228,12 +231,17 @@ def prepare_sampler_inputs(
       length_B: int32, number of live tokens in each row.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
       mask_id: the id of MASK.
+      is_noised_BL: True where a token may be noise. A revealed one is replaced by the true token,
+        as if a step had renewed it.
     """
     num_positions = shown_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_hole_BL = shown_BL == mask_id
     is_seen_BL = (~is_hole_BL | is_revealed_BL) & (place_1L < length_B[:, None])
-    ids_BL = jnp.where(is_hole_BL, tokens_BL, shown_BL)
+    is_true_BL = is_hole_BL
+    if is_noised_BL is not None:
+        is_true_BL = is_hole_BL | (is_noised_BL & is_revealed_BL)
+    ids_BL = jnp.where(is_true_BL, tokens_BL, shown_BL)
     vector_BLD = network.embed(jax.lax.stop_gradient(params), ids_BL)
     vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
 

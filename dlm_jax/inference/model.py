@@ -99,10 +99,11 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """True if ``fill="auto"`` resolves to ``wavefront``. This requires a trained sampler
-        head.
+        """True if ``fill="auto"`` resolves to ``wavefront``. This requires a trained sampler head
+        and the masked process.
         """
-        return "sampler" in self.heads and "sampler" not in self.untrained
+        is_trained = "sampler" in self.heads and "sampler" not in self.untrained
+        return is_trained and self.process.is_masked
 
     @property
     def noise(self) -> Schedule:

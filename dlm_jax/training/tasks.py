@@ -310,6 +310,7 @@ def make_mixture(setup: Setup) -> Mixture:
         config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
         banned_ids=setup.banned_ids, noise_ids=setup.noise_ids,
         block_length=config.model.block_length,
+        has_canvases=config.model.attention_type == "canvas",
     )  # fmt: skip
     num_rows = config.train.batch_size
     for name in mixture.without_rows(num_rows):

@@ -205,6 +205,37 @@ def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_fo
     assert min(kinds.values()) > 0, kinds
 
 
+def test_the_critic_is_asked_about_every_token_that_may_be_noise():
+    shown, tokens, _, is_supervised = _supervised()
+    is_hole, is_asked = critic_positions(
+        jnp.asarray(shown), jnp.asarray(LENGTH_B), jnp.asarray(is_supervised),
+        mask_id=toy.MASK, masked_only=True, shows_noise=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(is_asked, is_supervised)
+    given = map(jnp.asarray, (shown, tokens, np.zeros_like(shown)))
+    task = critic_targets(*given, is_hole, is_asked, jnp.asarray(is_supervised))
+    is_noise = is_supervised & (shown != toy.MASK)
+    wrong = np.asarray(task.is_wrong_BL)[is_noise]
+    np.testing.assert_array_equal(wrong, (shown != tokens)[is_noise])
+    assert 1 < wrong.sum() < wrong.size - 1
+
+
+def test_a_renewed_neighbour_of_noise_shows_its_true_token():
+    network = _network()
+    shown, tokens, is_revealed, is_noised = _supervised()
+    inputs = prepare_sampler_inputs(
+        network, _params(network), *map(jnp.asarray, (shown, tokens)),
+        jnp.zeros((*shown.shape, WIDTH)), jnp.asarray(LENGTH_B), jnp.asarray(is_revealed),
+        mask_id=toy.MASK, is_noised_BL=jnp.asarray(is_noised),
+    )  # fmt: skip
+    seen = np.where(is_revealed & (is_noised | (shown == toy.MASK)), tokens, shown)
+    expected = np.asarray(_params(network)["embedding"])[seen]
+    expected[(shown == toy.MASK) & ~is_revealed] = 0
+    expected[np.arange(POSITIONS)[None] >= LENGTH_B[:, None]] = 0
+    np.testing.assert_array_equal(inputs.left_BLCD[:, 1:, 0], expected[:, :-1])
+    assert (is_revealed & is_noised & (shown != tokens) & (shown != toy.MASK)).any()
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _critic_loss_and_gradient(network, params, task):
     def loss(params):

@@ -6,6 +6,8 @@ these marginals; the reverse rates and posteriors are written out state by state
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -105,6 +107,49 @@ class Enumerated:
         joint = forward * self.marginal(x, to)
         return joint / joint.sum()
 
+    def knowing(self, joint: np.ndarray, v: float) -> Enumerated:
+        """The same process with the law of each token given the rest of a canvas at a level.
+
+        `joint` is the law of texts, ``[V^L]``.
+        """
+        other = copy.copy(self)
+        other.p = np.zeros_like(self.p)
+        for text, chance in zip(self.states, joint, strict=True):
+            own = np.array([self.marginal(self.one_hot(token), v) for token in text])
+            for number, z in enumerate(self.states):
+                for i, token in enumerate(text):
+                    rest = [own[j][k] for j, k in enumerate(z) if j != i]
+                    other.p[number, i, token] += chance * math.prod(rest)
+        total = other.p.sum(-1, keepdims=True)
+        other.p = np.where(total > 0, other.p / np.where(total > 0, total, 1.0), self.p)
+        return other
+
+    def noised(self, joint: np.ndarray, v: float) -> np.ndarray:
+        """``[V^L]``: law of the canvas at a level."""
+        return sum(chance * self.shown(x, v) for x, chance in zip(self.states, joint, strict=True))
+
+    def corrector(self, v: float, moving: int) -> np.ndarray:
+        """``[V^L, V^L]``: a step at which that many positions are drawn given the others.
+
+        Where the noise cannot have made a token, nothing is known of it but that it may be noise.
+        """
+        alpha, c = self.at(v)
+        length = self.num_positions
+        own = np.zeros((len(self.states), length, self.vocab_size))
+        for number, z in enumerate(self.states):
+            for i, k in enumerate(z):
+                law = self.p[number, i] if c[k] > 0 else self.one_hot(k)
+                own[number, i] = alpha * law + c
+        subsets = list(itertools.combinations(range(length), moving))
+        found = np.zeros((len(self.states), len(self.states)))
+        for number, z in enumerate(self.states):
+            for subset in subsets:
+                laws = [
+                    own[number, i] if i in subset else self.one_hot(z[i]) for i in range(length)
+                ]
+                found[number] += functools.reduce(np.multiply.outer, laws).reshape(-1)
+        return found / len(subsets)
+
     def last(self, text: Sequence[int], v: float) -> float:
         """Mean of ``-ln p(x | z_v)`` of one step to level 0."""
         weight, total = self.shown(text, v), 0.0
@@ -142,23 +187,26 @@ class Enumerated:
                     )
         return total
 
+    def step(self, now: np.ndarray, v: float, to: float) -> np.ndarray:
+        """The law of the canvas after a reverse step, ``[V^L]``."""
+        after = np.zeros_like(now)
+        for number, z in enumerate(self.states):
+            if now[number] == 0:
+                continue
+            own = [self.posterior(self.p[number, i], k, v, to) for i, k in enumerate(z)]
+            after += now[number] * functools.reduce(np.multiply.outer, own).reshape(-1)
+        return after
+
+    def start(self) -> np.ndarray:
+        """The law of a canvas of noise of level 1, ``[V^L]``."""
+        _, c = self.at(1.0)
+        return np.array([math.prod(c[k] for k in z) for z in self.states])
+
     def law(
         self, levels: Sequence[float] | np.ndarray, start: np.ndarray | None = None
     ) -> np.ndarray:
         """``[V^L]``: probability that the reverse chain ends at each canvas."""
-        if start is None:
-            _, c = self.at(1.0)
-            start = np.array([math.prod(c[k] for k in z) for z in self.states])
-        now = start
-        for v, to in zip(levels[:-1], levels[1:], strict=True):
-            after = np.zeros_like(now)
-            for number, z in enumerate(self.states):
-                if now[number] == 0:
-                    continue
-                own = [self.posterior(self.p[number, i], k, v, to) for i, k in enumerate(z)]
-                joint = own[0]
-                for other in own[1:]:
-                    joint = np.multiply.outer(joint, other)
-                after += now[number] * joint.reshape(-1)
-            now = after
+        now = self.start() if start is None else start
+        for v, to in itertools.pairwise(levels):
+            now = self.step(now, v, to)
         return now

@@ -11,8 +11,10 @@ import numpy as np
 import published_cases as cases
 import pytest
 import safetensors.numpy
+import tiny_run
 
 import dlm_jax
+import dlm_jax.config as configs
 from dlm_jax.cli import sample
 from dlm_jax.config import ModelConfig, ObjectiveConfig
 from dlm_jax.inference.request import make_requests
@@ -22,6 +24,8 @@ from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.state import start
 from dlm_jax.sampling.step import chain_now
+from dlm_jax.training.run import prepare
+from dlm_jax.training.train_loop import run_loop
 
 transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
 torch = pytest.importorskip("torch", reason="torch is in an optional extra")
@@ -459,3 +463,39 @@ def test_labels_are_not_scored_by_a_model_without_mask(both):
         dlm_jax.decide(both[2], "a", ["a", "b"])
     with pytest.raises(ValueError, match="a model with canvases has no likelihood"):
         dlm_jax.score(both[2], ["ab"])
+
+
+@pytest.mark.slow
+def test_adapters_of_a_published_model_train_on_canvases_behind_text(both, tmp_path):
+    lines = [json.dumps({"prompt": "the ", "response": "quick fox."})] * 40
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    flags = {
+        "train.init_from": both[1], "train.out_dir": tmp_path / "run", "train.steps": 2,
+        "train.batch_size": 8, "train.eval_windows": 2, "train.eval_every": 0,
+        "train.sample_every": 0, "train.log_every": 1, "optim.warmup_steps": 1,
+        "optim.name": "adamw", "data.source": tmp_path / "pairs.jsonl", "data.seq_len": LONGEST,
+        "data.layout": "documents", "data.cache_dir": tmp_path / "cache",
+        "objective.process": "uniform", "model.lora_rank": 2,
+    }  # fmt: skip
+    config = configs.load(None, {name: str(value) for name, value in flags.items()})
+    run = prepare(config, report=lambda line: None)
+    before = jax.tree.map(np.asarray, run.state.params)
+    outcome = run_loop(run)
+    assert outcome.reason == "finished"
+    for name, tree in before.items():
+        if name != "adapters":
+            jax.tree.map(np.testing.assert_array_equal, outcome.params[name], tree)
+    is_moved = jax.tree.map(lambda a, b: np.any(a != b), outcome.params["adapters"],
+                            before["adapters"])  # fmt: skip
+    assert all(jax.tree.leaves(is_moved))
+    losses = [line for line in tiny_run.records(tmp_path / "run") if "canvas" in line]
+    assert losses and all(
+        np.isfinite([line["canvas"], line["next_token"]]).all() for line in losses
+    )
+    trained = dlm_jax.load(tmp_path / "run")
+    assert trained.process.name == "uniform"
+    dlm_jax.export(trained, tmp_path / "out")
+    again = dlm_jax.load(tmp_path / "out")
+    assert again.family == "diffusion_gemma" and "adapters" not in again.params
+    text = dlm_jax.generate(again, ["the "], gen_length=CANVAS, steps=4).texts[0]
+    assert text.startswith("the ")

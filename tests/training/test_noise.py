@@ -1,11 +1,19 @@
 """A model of another forward process, from its config to texts."""
 
+from typing import Any, cast
+
+import jax
 import numpy as np
 import pytest
+import stage_cases
 import tiny_run
+import toy
 
 import dlm_jax
-from dlm_jax.config import Config, ModelConfig, ObjectiveConfig, RLConfig
+from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
+from dlm_jax.diffusion.mixing import mixture_of
+from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Setup, Stage, critic_head
+from dlm_jax.model.transformer import build
 
 
 @pytest.mark.slow
@@ -30,14 +38,80 @@ def test_a_model_learns_is_scored_and_writes(process, tmp_path):
         dlm_jax.generate(model, ["The "], order="low_confidence")
 
 
+HEADS = {
+    "objective__process": "uniform", "train__steps": 120, "train__eval_every": 120,
+    "train__checkpoint_every": 120, "model__add_sampler_head": True,
+    "heads__start_sampler_iteration": 0, "heads__sampler_reveal": 0.5,
+    "heads__start_critic_iteration": 0, "heads__end_critic_iteration": 0,
+    "heads__critic_alpha": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_heads_learn_from_random_tokens(tmp_path):
+    alone = {"objective__process": "uniform", "train__steps": 12, "train__eval_every": 12}
+    tiny_run.run(tmp_path / "alone", **alone)
+    tiny_run.run(tmp_path / "beside", **HEADS | alone)
+    model_losses = [
+        [line["loss" if name == "alone" else "elbo"] for line in found if "loss" in line]
+        for name in ("alone", "beside")
+        if (found := tiny_run.records(tmp_path / name))
+    ]
+    # The sampler head leaves the trunk alone.
+    assert model_losses[0] == model_losses[1]
+    tiny_run.run(tmp_path / "both", model__add_critic_head=True, **HEADS)
+    lines = [line for line in tiny_run.records(tmp_path / "both") if "sampler" in line]
+    assert lines[-1]["sampler"] < lines[0]["sampler"] - 0.2
+    model = dlm_jax.load(tmp_path / "both")
+    # Waves and remasking need holes; the texts do not.
+    assert dlm_jax.generate(model, ["The "], num_samples=2).texts
+    for settings, line in (
+        ({"fill": "wavefront"}, "fill='wavefront' is not supported with order='posterior'"),
+        ({"remask": "scheduled", "remask_by": "critic"}, "remask='scheduled' is not supported"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            dlm_jax.generate(model, ["The "], **settings)
+
+
+def test_the_critic_is_asked_which_tokens_are_random():
+    """The whole record: the canvas of the process, read as it is, against the sum by hand."""
+    config = Config(
+        model=toy.config(depth=1, add_critic_head=True),
+        objective=ObjectiveConfig(process="uniform"),
+    )
+    head = critic_head(Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()))
+    mixture = mixture_of(
+        config.objective, mask_id=toy.MASK, random_ids=(0, 1, 2), noise_ids=(0, 1, 2)
+    )
+    batch = stage_cases.batch(0)
+    example = mixture.example(batch, jax.random.key(0))
+    network = build(config.model)
+    params = network.init(jax.random.key(1))
+    assert head is not None
+    noise = head.draw(example, jax.random.key(2))
+    hidden_BLD, _ = network.trunk(params, example.shown_BL, batch.length_B, None)
+    inputs = HeadInputs(network, params, example, noise, hidden_BLD, Stage((MAIN, CRITIC)))
+    loss = jax.jit(lambda params: head.loss(inputs._replace(params=params)))(params)
+    critic = network.heads["critic"]
+    logit_BL = np.asarray(critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])))
+    logit_BL = logit_BL.reshape(example.shown_BL.shape).astype(np.float64)
+    is_wrong_BL = np.asarray(example.shown_BL != batch.tokens_BL)
+    is_live_BL = np.arange(is_wrong_BL.shape[1])[None] < np.asarray(batch.length_B)[:, None]
+    nats_BL = np.log1p(np.exp(np.where(is_wrong_BL, -logit_BL, logit_BL)))
+    assert is_wrong_BL.sum() > 4
+    assert float(loss.sum / loss.weight) == pytest.approx(nats_BL[is_live_BL].mean(), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         (
-            {"model": ModelConfig(add_critic_head=True)},
-            "is not supported with model.add_critic_head",
+            {
+                "model": ModelConfig(add_sampler_head=True),
+                "heads": HeadsConfig(sampler_trunk_share=0.5),
+            },
+            "is not supported with heads.sampler_trunk_share",
         ),
-        ({"model": ModelConfig(add_sampler_head=True)}, "supported with model.add_sampler_head"),
         ({"model": ModelConfig(mode="sequence_scorer")}, "is not supported with model.mode"),
         ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "is not supported with rl.reward"),
     ],

@@ -4,6 +4,10 @@ Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, whe
 lower to keep more of a draft. At each open position, ``z_s`` is drawn from ``q(z_s | z_t, x)``,
 with the model's predicted distribution in place of x (Schiff et al. 2024, UDLM, equation 15; von
 Rutte et al. 2025, GIDD, section 3.3).
+
+With corrector steps, reverse steps alternate with steps that remain at their noise level: a few
+positions are drawn anew so that the noised text keeps its distribution (predictor-corrector,
+Campbell et al. 2022, section 4.4; by Gibbs steps, Zhao et al. 2024, section 4).
 """
 
 from __future__ import annotations
@@ -29,12 +33,23 @@ POSTERIOR_START = Setting(
     "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its tokens",
     low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
+CORRECTOR_STEPS = Setting(
+    "corrector_steps", 0,
+    "order=posterior: corrector steps after each reverse step, which count as steps; 0 is off",
+    low=0, high=10_000, activates=False,
+)  # fmt: skip
+CORRECTOR_SHARE = Setting(
+    "corrector_share", 0.1,
+    "order=posterior: share of the open positions that a corrector step draws anew, in (0, 1], at "
+    "least one; drawing one leaves the distribution of noised texts exactly invariant",
+    low=ABOVE_ZERO, high=1.0, activates=False,
+)  # fmt: skip
 
 _NEEDS: dict[str, tuple[Any, ...]] = {
     "fill": ("parallel", "auto"), "remask": ("none",), "cache": ("none", "exact"),
     "guidance": (0.0,), "structure": ("",),
 }  # fmt: skip
-_KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
+_KIND_SALT, _NOISE_SALT, _PLACE_SALT = 0x6B696E64, 0x6D61736B, 0x706C6163
 
 
 class NoiseProcess(Protocol):
@@ -63,6 +78,20 @@ class Chances(NamedTuple):
     data: jax.Array
     noise: jax.Array
     stay: jax.Array
+
+
+class Turn(NamedTuple):
+    """The place of a step among the reverse steps and the corrector steps of its block, ``[B]``.
+
+    Attributes:
+      done: reverse steps before this step; for a corrector step, without the one that it follows.
+      number: all reverse steps.
+      corrects: True for corrector steps.
+    """
+
+    done: jax.Array
+    number: jax.Array
+    corrects: jax.Array
 
 
 class Renewing(CommitRule):
@@ -116,11 +145,16 @@ class Posterior(Renewing):
     `dlm_jax.diffusion.processes`. The current token z stays with weight ``r (alpha_s p(z) +
     c_s(z))`` and is replaced with weight ``c_t(z) - r c_s(z)``. The replacement is drawn from the
     model with probability ``alpha_s``, and otherwise from the noise.
+
+    Of the S steps of a block, the first and the last are reverse steps, and at most
+    ``corrector_steps_B`` corrector steps precede every reverse step but the first.
     """
 
     about = "reverse steps of the noise process; any token can change until the end"
 
     start_B: jax.Array = per_row(POSTERIOR_START)
+    corrector_steps_B: jax.Array = per_row(CORRECTOR_STEPS)
+    corrector_share_B: jax.Array = per_row(CORRECTOR_SHARE)
     process: NoiseProcess = fact("process")
     schedule: NoiseSchedule = fact("noise")
 
@@ -141,37 +175,81 @@ class Posterior(Renewing):
         return jnp.where(kind_BL == 1, noise_BL, standing.tokens_BL)
 
     def chances(self, context: CommitContext, own_BL: jax.Array) -> Chances:
-        """Computes the `Chances` from the model's probability of the current token."""
+        """Computes the `Chances` of a reverse step from the model's probability of the current
+        token.
+        """
         standing = context.standing
         assert standing is not None, "the rule renews"
-        now, then = (
-            jax.tree.map(lambda x_B: x_B[:, None], self.process.shares(v_B))
-            for v_B in self._levels(context)
-        )
+        now, then = (self._shares(level_B) for level_B in self._levels(context))
         ratio_B1 = now.clean / jnp.maximum(then.clean, 1e-9)
-        number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
-
-        def of_shown(mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
-            text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
-            return jnp.where(standing.is_mask_BL, mask_B1, text_BL)
-
-        fresh_BL = of_shown(
+        fresh_BL = of_current(
+            standing,
             jnp.maximum(now.mask - ratio_B1 * then.mask, 0.0),
             jnp.maximum(now.text - ratio_B1 * then.text, 0.0),
         )
-        kept_BL = then.clean * own_BL + of_shown(then.mask, then.text)
+        kept_BL = then.clean * own_BL + of_current(standing, then.mask, then.text)
         return Chances(fresh_BL * then.clean, fresh_BL * (1.0 - then.clean), ratio_B1 * kept_BL)
 
+    def corrections(self, context: CommitContext) -> Chances:
+        """The `Chances` of a corrector step, which add up to 1.
+
+        The bound of the process is lowest where the model's distribution p of a token is that given
+        all other positions. The position itself then has the distribution ``alpha p + c``, from
+        which a Gibbs step draws it anew. A token that the noise cannot produce is replaced by noise
+        with the noise's probability, and stays otherwise, which is in detailed balance too.
+        """
+        standing = context.standing
+        assert standing is not None, "the rule renews"
+        level = self._shares(self._levels(context)[1])
+        moves_BL = self._moving(context).astype(jnp.float32)
+        is_noise_BL = of_current(standing, level.mask, level.text) > 0
+        data_BL = moves_BL * jnp.where(is_noise_BL, level.clean, 0.0)
+        noise_BL = moves_BL * (1.0 - level.clean)
+        return Chances(data_BL, noise_BL, 1.0 - data_BL - noise_BL)
+
+    def _moving(self, context: CommitContext) -> jax.Array:
+        """True at the positions that a corrector step draws: evenly spaced, from a random one on.
+
+        Neighbours depend on each other most, and positions drawn together ignore each other.
+        """
+        is_open_BL = context.is_hole_BL
+        open_B = jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
+        count_B = jnp.maximum(jnp.round(self.corrector_share_B * open_B).astype(jnp.int32), 1)
+        first_B = jnp.floor(uniform(_salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
+        place_BL = jnp.cumsum(is_open_BL, axis=1) - 1 - first_B.astype(jnp.int32)[:, None]
+        place_BL, apart_B1 = place_BL % open_B[:, None], (open_B // count_B)[:, None]
+        is_due_BL = (place_BL % apart_B1 == 0) & (place_BL // apart_B1 < count_B[:, None])
+        return is_open_BL & is_due_BL
+
+    def _shares(self, level_B: jax.Array) -> Any:
+        return jax.tree.map(lambda share_B: share_B[:, None], self.process.shares(level_B))
+
+    def _turn(self, context: CommitContext) -> Turn:
+        period_B = 1 + self.corrector_steps_B.astype(jnp.int32)
+        last_B = context.steps_B - 1
+        rest_B = jnp.maximum(last_B - context.step_B, 0)
+        number_B = 1 + -(-last_B // period_B)
+        corrects_B = (context.step_B > 0) & (rest_B % period_B != 0)
+        return Turn(number_B - 1 - -(-rest_B // period_B), number_B, corrects_B)
+
     def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
-        """Noise levels at the start and at the end of the step, ``[B]`` each."""
-        steps_B = context.steps_B.astype(jnp.float32)
-        t_B = self.start_B * (1.0 - context.step_B / steps_B)
-        s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
+        """Noise levels at the start and at the end of the reverse step, ``[B]`` each. A corrector
+        step remains at the second one.
+        """
+        turn = self._turn(context)
+        number_B = turn.number.astype(jnp.float32)
+        t_B = self.start_B * (1.0 - turn.done / number_B)
+        s_B = self.start_B * jnp.maximum(1.0 - (turn.done + 1) / number_B, 0.0)
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
     def _kind(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The outcome ``[B, L]``: 0 for the candidate, 1 for new noise, 2 for the current token."""
-        chances = self.chances(context, proposal.confidence_BL)
+        corrects_B1 = self._turn(context).corrects[:, None]
+        own_BL = proposal.confidence_BL
+        chances = jax.tree.map(
+            lambda corrected_BL, reverse_BL: jnp.where(corrects_B1, corrected_BL, reverse_BL),
+            self.corrections(context), self.chances(context, own_BL),
+        )  # fmt: skip
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + chances.stay)
@@ -183,6 +261,13 @@ class Posterior(Renewing):
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
         is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
         return jnp.where(is_mask_BL, standing.mask_id, standing.random_BL)
+
+
+def of_current(standing: Standing, mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
+    """The part of each current token in the noise, ``[B, L]``: that of MASK, of a noise id or 0."""
+    number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
+    text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
+    return jnp.where(standing.is_mask_BL, mask_B1, text_BL)
 
 
 def _salted(key_B: jax.Array, salt: int) -> jax.Array:

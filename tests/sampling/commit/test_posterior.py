@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
 
 import enumerable
@@ -38,8 +39,11 @@ def _advance():
     return make_advance(enumerable.MODEL.program())
 
 
-def written(name: str, canvas: tuple[int, ...], **settings) -> np.ndarray:
-    """How often each canvas of letters and MASK is the last one, ``[27]``."""
+def written(name: str, canvas: tuple[int, ...], tables=(), **settings) -> np.ndarray:
+    """How often each canvas of letters and MASK is the last one, ``[27]``.
+
+    The network has one table, or another one at each step.
+    """
     facts = enumerable.MODEL.facts._replace(process=process_of(name))
     sample = SampleConfig(
         **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
@@ -55,6 +59,8 @@ def written(name: str, canvas: tuple[int, ...], **settings) -> np.ndarray:
         mask_id=MASK,
         frozen_BL=jnp.zeros((ROWS, len(canvas)), bool),
     )
+    for table in tables:
+        state = _advance()(enumerable.PARAMS | {"table": table}, state, 1)
     state = _advance()(enumerable.PARAMS, state, 1000)
     assert (np.asarray(state.status_B) == Status.DONE).all()
     assert (np.asarray(state.step_B) == sample.steps).all()
@@ -77,6 +83,74 @@ def test_texts_follow_the_law_of_the_enumerated_chain(name):
         if steps == 2:
             # The test would tell: the law of one step is another.
             assert p_value(counts, oracle(name, 1.0).law(np.linspace(1.0, 0.0, 2))) < 1e-3
+
+
+@functools.cache
+def joint() -> np.ndarray:
+    """A law of texts, ``[27]``: the third letter is mostly told by the first two."""
+    chance = {(0, 0, 0): 0.3, (0, 1, 1): 0.2, (1, 0, 1): 0.25, (1, 1, 0): 0.15, (1, 1, 1): 0.1}
+    texts = [text if max(text) < 2 else None for text in oracle("masked", 1.0).states]
+    law = np.array([0.0 if text is None else 0.01 + chance.get(text, 0.0) for text in texts])
+    return law / law.sum()
+
+
+@functools.cache
+def knowing(name: str, v: float) -> Enumerated:
+    return oracle(name, 1.0).knowing(joint(), v)
+
+
+def levels_of(reverse: int, correctors: int) -> list[tuple[float, float]]:
+    """Levels before and after each step; those of a corrector step are equal."""
+    found = []
+    for v, to in itertools.pairwise(np.linspace(1.0, 0.0, reverse + 1)):
+        found += [(v, to)] + [(to, to)] * (correctors if to > 0 else 0)
+    return found
+
+
+def corrected_law(name: str, levels: list[tuple[float, float]], moving: int) -> np.ndarray:
+    """The law of the texts of a network that knows all posteriors, ``[27]``."""
+    now = oracle(name, 1.0).start()
+    for v, to in levels:
+        chain = knowing(name, v)
+        now = now @ chain.corrector(v, moving) if v == to else chain.step(now, v, to)
+    return now
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_corrector_steps_leave_noised_texts_as_they_are_and_bring_texts_nearer_to_the_joint(name):
+    for v in (0.25, 0.8):
+        chain = knowing(name, v)
+        noised = chain.noised(joint(), v)
+        flow = noised[:, None] * chain.corrector(v, 1)
+        np.testing.assert_allclose(flow, flow.T, atol=1e-12)
+        # Positions that move together do not know of each other.
+        assert abs(noised @ chain.corrector(v, 3) - noised).sum() > 1e-2
+    for reverse, correctors in ((2, 2), (4, 2), (8, 1)):
+        law = corrected_law(name, levels_of(reverse, correctors), 1)
+        alone = corrected_law(name, levels_of(reverse, 0), 1)
+        assert abs(law - joint()).sum() < abs(alone - joint()).sum()
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_texts_with_corrector_steps_follow_the_law_of_the_enumerated_chain(name):
+    for reverse, correctors, moving in ((2, 3, 1), (4, 1, 2), (8, 1, 1)):
+        levels = levels_of(reverse, correctors)
+        law = corrected_law(name, levels, moving)
+        tables = [log_table(knowing(name, v)) for v, _ in levels]
+        counts = written(
+            name, (MASK,) * enumerable.LENGTH, tables, steps=len(levels),
+            corrector_steps=correctors, corrector_share=moving / 3,
+        )  # fmt: skip
+        assert p_value(counts, law) > 1e-3
+        if moving == 2 and name != "masked":  # the test would tell
+            assert p_value(counts, corrected_law(name, levels, 1)) < 1e-3
+
+
+def log_table(chain: Enumerated):
+    """The logits of `enumerable.NETWORK` of these distributions."""
+    table = np.full((27, 3, enumerable.V), -1e9, np.float32)
+    table[..., np.array(STATES)] = np.log(np.maximum(chain.p, 1e-30))
+    return jnp.asarray(table)
 
 
 @pytest.mark.parametrize("name", ["uniform", "mixed"])
