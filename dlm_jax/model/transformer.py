@@ -18,6 +18,7 @@ from flax import nnx
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import pin
 from dlm_jax.model.attention import (
+    apart,
     attend,
     attend_in_blocks,
     attention_weights,
@@ -164,7 +165,7 @@ class Attention(nnx.Module):
         """
 
         def heads(x: jax.Array) -> jax.Array:
-            return x.reshape(*x.shape[:2], -1, self.head_size)
+            return apart(x).reshape(*x.shape[:2], -1, self.head_size)
 
         q, k = heads(self.query(x_BLD)), heads(self.key(x_BLD))
         v = k if self.value is None else heads(self.value(x_BLD))
