@@ -90,7 +90,8 @@ STEPS = [
 
 def model_of(step: Step) -> ModelConfig:
     """The model of a row."""
-    model = MODELS[step.model] | {"activation": "swiglu", "compute_dtype": "bfloat16"}
+    model: dict[str, Any] = MODELS[step.model] | {"activation": "swiglu"}
+    model |= {"compute_dtype": "bfloat16"}
     if step.kind == "exact":
         model |= {"attention_type": "block_causal", "block_length": BLOCK}
     if step.kind == "causal":
@@ -146,8 +147,10 @@ def compiled(step: Step, mesh: Mesh, options: tuple[str, ...]) -> jax.stages.Com
     if step.kind == "rest":
         return _rest(step, network, params, split, chosen)
     function, donated = _pass(step, network, split)
+    cached = network.cached
+    assert cached is not None
     with used(split):
-        kept = jax.eval_shape(lambda: network.cached.init(params, step.rows, POSITIONS))
+        kept = jax.eval_shape(lambda: cached.init(params, step.rows, POSITIONS))
     kept = jax.tree.map(lambda leaf: at(leaf, split), kept)
     rows = _in_group(step, mesh) * mesh.size
     tokens = jax.ShapeDtypeStruct((rows, POSITIONS), "int32", sharding=split)
@@ -322,8 +325,7 @@ def main() -> None:
     if args.list:
         print("\n".join(step.name for step in STEPS))
         return
-    is_there = args.json is not None and args.json.exists()
-    lines = args.json.read_text().splitlines() if is_there else []
+    lines = args.json.read_text().splitlines() if args.json and args.json.exists() else []
     results = {Step(*(one[f.name] for f in dataclasses.fields(Step))).name: one
                for one in map(json.loads, lines)}  # fmt: skip
     for step in STEPS:

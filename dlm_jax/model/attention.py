@@ -401,7 +401,8 @@ def attend_beside_kept(
     num_queries = q_BGNK.shape[2]
     if platform() == "tpu" and num_queries < _LEAST_FOR_PRODUCTS:
         q_BGNK = _with_queries(q_BGNK, _LEAST_FOR_PRODUCTS)
-        seen = tuple(_with_queries(bias, _LEAST_FOR_PRODUCTS) for bias in seen)
+        of_kept, of_own = (_with_queries(bias, _LEAST_FOR_PRODUCTS) for bias in seen)
+        seen = of_kept, of_own
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
     scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
     top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])

@@ -272,7 +272,7 @@ class _Pieces:
                 lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
             )  # fmt: skip
 
-        layer = rematerialised(layer, self.config.remat)
+        layer = rematerialised(layer, self.config)
         x = self.embed(params, jnp.concatenate([shown_BL, clean_BL]))
         context = (length_B, self.angles(shown_BL.shape[1]))
         for blocks in stacks(params):

@@ -142,7 +142,7 @@ class Canvases:
 
                 return of.module_of(block).behind(x_BLD, angles, attend, is_canvas_BL)
 
-            return rematerialised(run, self.config.remat)
+            return rematerialised(run, self.config)
 
         runs = [layer(of) for of in self.layers]
         rows = length_B, start_B, is_canvas_BL
