@@ -306,6 +306,10 @@ UNCHECKED = {
     ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",
+    ("scaling.md", "Passes of sampling steps"):
+        "the compiler for TPUs: python -m benchmarks.sampling_pods",
+    ("scaling.md", "What a training step saves"):
+        "the compiler for TPUs: python -m benchmarks.remat_search",
     ("scaling.md", "The logit chain"):
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",

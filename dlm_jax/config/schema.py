@@ -429,6 +429,24 @@ def _adapted(given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
+REMATS = ("none", "block", "attention", "dots", "offload", "auto")
+"""Values of ``model.remat`` besides names joined by ``+``."""
+
+NAMED = ("attention", "query", "key", "value", "middle", "gate", "up")
+"""Values inside a block that ``model.remat`` may name."""
+
+
+def _remat(given: Any) -> str:
+    names = str(given).split("+")
+    is_known = given in REMATS or (set(names) <= set(NAMED) and len(set(names)) == len(names))
+    require(
+        is_known, "model.remat", given,
+        f"is neither one of {', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +",
+        "use auto",
+    )  # fmt: skip
+    return str(given)
+
+
 def _dtype(given: Any) -> str:
     if given == "float16":
         raise SettingError(
@@ -636,10 +654,11 @@ class ModelConfig(Section):
     remat: str = setting(
         "none",
         "values that the backward pass recomputes to save memory: none, block (everything), "
-        "attention (all except the output of attention), dots (all except matrix products) or "
-        "offload (everything; inputs of blocks are kept in host memory)",
+        "attention (all except the output of attention), dots (all except matrix products), offload "
+        "(everything; inputs of blocks are kept in host memory), or all except the names joined by "
+        "+: attention, query, key, value, middle, gate, up; auto: by the memory of the devices",
         _HEAD | Trait.FREE,
-        choices=("none", "block", "attention", "dots", "offload"),
+        parse=_remat,
     )
 
     @property

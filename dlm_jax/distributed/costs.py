@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -217,7 +218,7 @@ Types = dict[str, str]
 
 _FREE = frozenset({
     "bitcast", "get-tuple-element", "tuple", "parameter", "constant", "after-all", "partition-id",
-    "copy-done", "optimization-barrier",
+    "copy-done", "slice-done", "optimization-barrier",
 })  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
@@ -297,14 +298,14 @@ def _window(window: str | None, key: str) -> list[int]:
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     """Bytes that an operation reads from and writes to main memory.
 
-    Only the slices of a sliced operand count, and only the updates of an operand that is updated in
-    place.
+    Only the slices of a sliced operand count, also in nested fusions, and only the updates of an
+    operand that is updated in place.
     """
-    if operation.kind in _FREE:
+    if operation.kind in _FREE or "AllocateBuffer" in operation.attributes:
         return 0.0
     body = module.called(operation) if operation.kind == "fusion" else None
     if body is not None:
-        return _fusion_bytes(operation, types, module.computations[body])
+        return _fusion_bytes(operation, types, module.computations[body], module)
     written = _in_memory(operation.type)
     if operation.kind in _SLICES:
         return 2 * written
@@ -312,6 +313,8 @@ def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
         return 2 * _in_memory(types.get(operation.operands[1], ""))
     if operation.kind == "copy-start":
         return _in_memory(types.get(operation.operands[0], ""))
+    if operation.kind == "slice-start":  # the type names the operand before the result
+        return _bytes(operation.shapes[1:2])
     return written + sum(_in_memory(types[name]) for name in operation.operands if name in types)
 
 
@@ -319,7 +322,9 @@ def _in_memory(text: str) -> float:
     return sum(shape.num_bytes for shape in shapes_of(text) if shape.in_memory)
 
 
-def _fusion_bytes(operation: Operation, types: Types, body: list[Operation]) -> float:
+def _fusion_bytes(
+    operation: Operation, types: Types, body: list[Operation], module: Module
+) -> float:
     by_name = {inner.name: inner for inner in body}
     parameters = {int(x.operands[0] or 0): x for x in body if x.kind == "parameter"}
     users = _users(body)
@@ -330,12 +335,10 @@ def _fusion_bytes(operation: Operation, types: Types, body: list[Operation]) -> 
             continue
         parameter = parameters.get(place)
         uses = _uses(parameter.name, users) if parameter else []
-        if uses and all(use.kind in _SLICES for use in uses):
-            total += min(size, sum(_bytes(use.shapes) for use in uses))
-        elif uses and all(_updates(use, parameter, by_name) for use in uses):
+        if uses and all(_updates(use, parameter, by_name) for use in uses):
             in_place += size
         else:
-            total += size
+            total += min(size, _read(parameter.name, body, module) if parameter else size)
     written = _in_memory(operation.type)
     updates = [inner for inner in body if inner.kind == "dynamic-update-slice"]
     if updates and in_place:
@@ -345,6 +348,27 @@ def _fusion_bytes(operation: Operation, types: Types, body: list[Operation]) -> 
             if inner.operands[1] in by_name
         )
     return total + written
+
+
+def _read(name: str, body: list[Operation], module: Module) -> float:
+    """The bytes of a value that a fusion reads, if it only slices the value; infinity otherwise."""
+    users, total = _users(body), 0.0
+    for use in users[name]:
+        inner = module.called(use) if use.kind == "fusion" else None
+        if use.kind in _SLICES:
+            total += _bytes(use.shapes)
+        elif use.kind in _SAME_PLACE:
+            total += _read(use.name, body, module)
+        elif inner is not None:
+            inside = module.computations[inner]
+            total += sum(
+                _read(x.name, inside, module)
+                for x in inside
+                if x.kind == "parameter" and use.operands[int(x.operands[0] or 0)] == name
+            )
+        else:
+            return math.inf
+    return total or math.inf
 
 
 def _bytes(shapes: list[Shape]) -> float:
@@ -504,10 +528,20 @@ class Cost:
         self.unknown_loops += other.unknown_loops
 
 
-def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
-    """The cost per device of a program, given the text ``compiled.as_text()``."""
+def cost(
+    text: str, torus: Torus, mode: Mode = "roof", *, repeats: Mapping[str, int] | None = None
+) -> Cost:
+    """The cost per device of a program, given the text ``compiled.as_text()``.
+
+    Args:
+      text: the program.
+      torus: the devices.
+      mode: see `Mode`.
+      repeats: iterations of the loops that directly follow a `jax.named_scope` of this name,
+        instead of their own bounds.
+    """
     module = parse(text)
-    return _Timeline(module, module.entry, torus, mode).read()
+    return _Timeline(module, module.entry, torus, mode, repeats or {}).read()
 
 
 class _Timeline:
@@ -516,8 +550,10 @@ class _Timeline:
     `known` and `products` cache the costs of called computations.
     """
 
-    def __init__(self, module: Module, name: str, torus: Torus, mode: Mode):
-        self.module, self.torus = module, torus
+    def __init__(
+        self, module: Module, name: str, torus: Torus, mode: Mode, repeats: Mapping[str, int]
+    ):
+        self.module, self.torus, self.repeats = module, torus, repeats
         self.mode: Mode = mode
         self.known: dict[str, Cost] = {}
         self.products: dict[str, float] = {}
@@ -534,7 +570,7 @@ class _Timeline:
 
     def _of(self, name: str) -> Cost:
         if name not in self.known:
-            inner = _Timeline(self.module, name, self.torus, self.mode)
+            inner = _Timeline(self.module, name, self.torus, self.mode, self.repeats)
             inner.known, inner.products = self.known, self.products
             self.known[name] = inner.read()
         return self.known[name]
@@ -564,7 +600,8 @@ class _Timeline:
             self._compute(operation)
 
     def _loop(self, operation: Operation) -> None:
-        times = trip_count(self.module, operation, self.body)
+        *_, scope, _ = ("", "", *operation.source.split("/"))
+        times = self.repeats.get(scope, trip_count(self.module, operation, self.body))
         if times is None:
             self.cost.unknown_loops += 1
         body = self.module.called(operation, "body")

@@ -31,6 +31,9 @@ SAVED = "attention"
 # Below this length, XLA's fusions are as fast as the kernel, which has blocks of at least 128
 # positions.
 _LEAST_FOR_SPLASH = 256
+# With fewer queries, the TPU compiler computes products on the vector units.
+_LEAST_FOR_PRODUCTS = 8
+_LANES = 128
 # Maximum number of scores that the plain formula stores at a time on one device.
 _MAX_SCORES = 2**28
 
@@ -169,6 +172,16 @@ def proportional_angles(
     cos_LK, sin_LK = rotary_angles(num_positions, head_size, theta)
     turns_K = jnp.arange(head_size // 2) < int(share * head_size // 2)
     return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
+
+
+def apart(x_BLD: jax.Array) -> jax.Array:
+    """Projections of a short window, unchanged, which the TPU compiler splits into heads later.
+
+    It would otherwise produce the heads in the projection, whose kernel it would copy at each step.
+    """
+    if platform() != "tpu" or x_BLD.shape[1] >= _LEAST_FOR_SPLASH:
+        return x_BLD
+    return jax.lax.optimization_barrier(x_BLD)
 
 
 def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
@@ -385,13 +398,43 @@ def attend_beside_kept(
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
+    num_queries = q_BGNK.shape[2]
+    if platform() == "tpu" and num_queries < _LEAST_FOR_PRODUCTS:
+        q_BGNK = _with_queries(q_BGNK, _LEAST_FOR_PRODUCTS)
+        of_kept, of_own = (_with_queries(bias, _LEAST_FOR_PRODUCTS) for bias in seen)
+        seen = of_kept, of_own
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
     scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
     top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - top_BGN1) for s in scores]
-    total_BGN1 = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    total_BGN1 = sum(_total(w, own_BGWK[1].dtype) for w in weights)
     parts = [_product(w, value, 2) for w, ((_, value), _) in zip(weights, pairs, strict=True)]
-    return cpu.ungrouped((parts[0] + parts[1]) / total_BGN1, q_BWHK)
+    y_BGNK = (parts[0] + parts[1]) / total_BGN1
+    return cpu.ungrouped(y_BGNK[:, :, :num_queries], q_BWHK)
+
+
+def _with_queries(x_BGNM: jax.Array, least: int) -> jax.Array:
+    """`x_BGNM` padded to `least` queries; unchanged if all queries share one entry."""
+    num_queries = x_BGNM.shape[2]
+    if num_queries == 1 and x_BGNM.shape[1] == 1:
+        return x_BGNM
+    return jnp.pad(x_BGNM, ((0, 0), (0, 0), (0, least - num_queries), (0, 0)))
+
+
+def _total(weights_BGNM: jax.Array, dtype: Any) -> jax.Array:
+    """The sum of each query's weights, float32 ``[B, G, N, 1]``.
+
+    On a TPU, a product with a matrix of ones takes a sixth of the time of a sum over lanes. The
+    barrier hides the ones, because the compiler would turn the product into that sum.
+    """
+    if platform() != "tpu":
+        return jnp.sum(weights_BGNM, axis=-1, keepdims=True)
+    ones_MK = jnp.ones((weights_BGNM.shape[-1], _LANES), dtype)
+    total_BGNK = jax.lax.dot_general(
+        weights_BGNM.astype(dtype), jax.lax.optimization_barrier(ones_MK), (((3,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return total_BGNK[..., :1]
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:

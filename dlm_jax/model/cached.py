@@ -1,9 +1,9 @@
 """The Transformer with cached keys and values, for whole rows and for windows of rows.
 
-The cache has one leaf for keys and one for values, each ``[B, depth, L, G, K]`` in the compute
-dtype: ``2 depth B L G K`` numbers in total. Updates are computed in this layout; without a layout
-constraint, the TPU compiler would transpose the whole cache at every step. On CPU, the layers are
-unrolled, and each layer has its own leaves, ``[B, G, L K]``, which are read in place. With shifted
+The cache has one leaf for keys and one for values, each ``[B, depth, G, L, K]`` in the compute
+dtype: ``2 depth B L G K`` numbers in total. The products of attention read this layout in place.
+Without a layout constraint, the TPU compiler would transpose the whole cache at every step. On CPU,
+the layers are unrolled, and each layer has its own leaves, ``[B, G, L K]``. With shifted
 predictions, the hidden vectors of all positions are also cached, ``[B, L, D]``, because the
 position before a window predicts the first position of the window.
 """
@@ -32,7 +32,8 @@ from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window
 
-# Maximum number of rows that are written in place one by one; more rows are written by one scatter.
+# Maximum number of rows that are written in place one by one. More rows are written by one scatter
+# or, on TPUs, where a scatter copies whole windows, in a loop.
 _FEW = 8
 
 
@@ -52,15 +53,21 @@ def put_at(
             return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
                 old, new, place_N
             )
+        if new.shape[0] > _FEW and platform() == "tpu":
+            return jax.lax.fori_loop(0, new.shape[0], lambda n, old: one(old, new, n), old)
         if new.shape[0] > _FEW:
             place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
             where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
             return old.at[where].set(jnp.moveaxis(new, axis, 1))
         for n in range(new.shape[0]):
-            start = [jnp.zeros((), jnp.int32)] * old.ndim
-            start[0], start[axis] = row_N[n], place_N[n]
-            old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
+            old = one(old, new, n)
         return old
+
+    def one(old: jax.Array, new: jax.Array, n: int | jax.Array) -> jax.Array:
+        assert row_N is not None
+        start = [jnp.zeros((), jnp.int32)] * old.ndim
+        start[0], start[axis] = row_N[n], place_N[n]
+        return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, n, 1), start)
 
     return put
 
@@ -134,7 +141,7 @@ class _Pieces:
     def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
         del params
         config = self.config
-        shape = (num_rows, config.depth, num_positions, self.num_groups, self.head_size)
+        shape = (num_rows, config.depth, self.num_groups, num_positions, self.head_size)
         if self.is_unrolled:
             shape = (num_rows, self.num_groups, num_positions * self.head_size)
 
@@ -230,20 +237,22 @@ class _Pieces:
         return self._put(kept, piece, row_N, place_N)
 
     def _put(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
-        place_N = place_N * self.head_size if self.is_unrolled else place_N
-        return jax.tree.map(put_at(2, row_N, place_N), kept, piece)
+        if self.is_unrolled:
+            return jax.tree.map(put_at(2, row_N, place_N * self.head_size), kept, piece)
+        return jax.tree.map(put_at(3, row_N, place_N), kept, piece)
 
     def _as_kept(self, made_NWGK: jax.Array) -> jax.Array:
         """A layer's keys or values in the shape of the cache."""
+        made_NGWK = by_group(made_NWGK)
         if not self.is_unrolled:
-            return made_NWGK
-        return by_group(made_NWGK).reshape(made_NWGK.shape[0], self.num_groups, -1)
+            return made_NGWK
+        return made_NGWK.reshape(*made_NGWK.shape[:2], -1)
 
     def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
         """The first `num_seen` positions of a layer's cache, ``[N, G, S, K]``."""
-        if not self.is_unrolled:
-            return by_group(kept[:, :num_seen])
-        return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
+        if self.is_unrolled:
+            kept = kept.reshape(*kept.shape[:2], -1, self.head_size)
+        return kept[:, :, :num_seen]
 
     def beside_clean(
         self,
@@ -263,7 +272,7 @@ class _Pieces:
                 lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
             )  # fmt: skip
 
-        layer = rematerialised(layer, self.config.remat)
+        layer = rematerialised(layer, self.config)
         x = self.embed(params, jnp.concatenate([shown_BL, clean_BL]))
         context = (length_B, self.angles(shown_BL.shape[1]))
         for blocks in stacks(params):
@@ -307,7 +316,8 @@ class _Pieces:
         pieces, first = [], 0
         for blocks in stacks(params):
             last = first + blocks["mlp_norm"]["scale"].shape[0]
-            x, made = jax.lax.scan(body, x, (blocks, jnp.arange(first, last)))
+            with jax.named_scope("layers"):
+                x, made = jax.lax.scan(body, x, (blocks, jnp.arange(first, last)))
             pieces.append(made)
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)

@@ -1,7 +1,7 @@
 """Networks that denoise a canvas after a text with causal attention.
 
 The cache contains only the keys and values of texts. Each stack of layers (sliding and full) has
-one array of keys and one array of values, each ``[B, layers, L, G, K]`` in the compute dtype.
+one array of keys and one array of values, each ``[B, layers, G, L, K]`` in the compute dtype.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Canvases:
 
                 return of.module_of(block).behind(x_BLD, angles, attend, is_canvas_BL)
 
-            return rematerialised(run, self.config.remat)
+            return rematerialised(run, self.config)
 
         runs = [layer(of) for of in self.layers]
         rows = length_B, start_B, is_canvas_BL
@@ -163,7 +163,7 @@ class Canvases:
         shapes = [leaf.shape[0] for leaf in map(_first_leaf, stacks(params))]
 
         def zeros(of: Stack, depth: int) -> jax.Array:
-            shape = num_rows, depth, num_positions, of.groups, of.head_size
+            shape = num_rows, depth, of.groups, num_positions, of.head_size
             return jnp.zeros(shape, jnp.dtype(self.config.compute_dtype))
 
         return tuple(
@@ -217,7 +217,7 @@ class Canvases:
         return self._beside(params, kept, x_NWD, place_NW, window, context, is_canvas=True)[0]
 
     def store(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
-        return jax.tree.map(put_at(2, row_N, place_N), kept, piece)
+        return jax.tree.map(put_at(3, row_N, place_N), kept, piece)
 
     def _conditioned(
         self, params: Params, x_BLD: jax.Array, signal_BLD: jax.Array | None
@@ -262,7 +262,7 @@ class Canvases:
         }  # fmt: skip
 
         def attend(of: Stack, q: jax.Array, k: jax.Array, v: jax.Array, old: Any) -> jax.Array:
-            seen_old = by_group(old[0][:, :num_seen]), by_group(old[1][:, :num_seen])
+            seen_old = old[0][:, :, :num_seen], old[1][:, :, :num_seen]
             return attend_beside_kept(q, seen_old, (by_group(k), by_group(v)), seen[of])
 
         is_canvas_N1 = jnp.full((place_NW.shape[0], 1), is_canvas)
@@ -296,7 +296,7 @@ class Canvases:
                     old = old if row_N is None else on_own_rows(rows_of, old, row_N)
 
                 def attended(q: Any, k: Any, v: Any, of: Any = of, at: int = at, old: Any = old):
-                    made[at].append((k, v))
+                    made[at].append((by_group(k), by_group(v)))
                     return attend(of, q, k, v, old)
 
                 module = of.module_of(_layer(parts[at], place))
@@ -306,7 +306,8 @@ class Canvases:
 
         groups = self._groups(params)
         numbers = jnp.arange(_first_leaf(groups).shape[0])
-        x_NWD, made = jax.lax.scan(body, x_NWD, (groups, numbers))
+        with jax.named_scope("layers"):
+            x_NWD, made = jax.lax.scan(body, x_NWD, (groups, numbers))
 
         def as_kept(leaf: jax.Array) -> jax.Array:
             leaf = leaf.reshape(-1, *leaf.shape[2:])

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from dlm_jax.config import ModelConfig
+from dlm_jax.distributed.mesh import CHIPS
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu
@@ -99,21 +101,68 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 """Checkpoint policies by the value of ``model.remat``. The input of each block is always saved.
 
-``none`` saves everything. ``block`` saves nothing else, at the cost of a second forward pass.
-``attention`` saves the output of attention, so that the kernel runs once. ``dots`` saves the
-outputs of attention and of every product with parameters, so that only the operations in between
-are recomputed. ``offload`` saves nothing else and moves the inputs to host memory.
+``none`` saves everything. Names joined by ``+`` (see `dlm_jax.config.schema.NAMED`) save the values
+with these names, and ``auto`` saves the first of `AUTO` that fits. ``block`` saves nothing else, at
+the cost of a second forward pass. ``attention`` saves the output of attention, so that the kernel
+runs once. ``dots`` saves the outputs of attention and of every product with parameters, so that only
+the operations in between are recomputed. ``offload`` saves nothing else and moves the inputs to host
+memory.
 """
 
 
-def rematerialised(block: Callable[..., jax.Array], policy: str) -> Callable[..., jax.Array]:
-    """Rematerialises ``block(x, parameters, context)`` by `policy`, a value of ``model.remat``."""
-    if policy == "none":
+AUTO = ("attention", "block")
+"""Values of ``model.remat`` that ``auto`` considers, fastest first."""
+
+# Maximum share of a device's memory that ``auto`` fills with saved values.
+_SHARE = 0.25
+
+
+def rematerialised(
+    block: Callable[..., jax.Array], config: ModelConfig
+) -> Callable[..., jax.Array]:
+    """Rematerialises ``block(x, parameters, context)`` by ``model.remat``."""
+    if config.remat == "none":
         return block
 
     def named(x: jax.Array, parameters: Any, context: Any) -> jax.Array:
         return block(checkpoint_name(x, _INPUT), parameters, context)
 
-    return jax.checkpoint(
-        named if policy == "offload" else block, prevent_cse=False, policy=POLICIES[policy]
-    )
+    def run(x: jax.Array, parameters: Any, context: Any) -> jax.Array:
+        remat = config.remat
+        if remat == "auto":
+            mesh = jax.sharding.get_abstract_mesh()
+            chip = CHIPS.get(mesh.abstract_device.device_kind) if mesh.abstract_device else None
+            own = x.shape[0] * x.shape[1] / max(mesh.size, 1)
+            remat = chosen(config, own, chip.memory if chip else 0)
+        policy = POLICIES.get(remat) or _POLICIES.save_only_these_names(*remat.split("+"))
+        inside = named if remat == "offload" else block
+        return jax.checkpoint(inside, prevent_cse=False, policy=policy)(x, parameters, context)
+
+    return run
+
+
+def chosen(config: ModelConfig, num_positions: float, memory: float) -> str:
+    """The value of ``model.remat`` that ``auto`` stands for.
+
+    Args:
+      config: config of the model.
+      num_positions: number of positions of a batch on one device.
+      memory: memory of the device in bytes; 0 if unknown.
+    """
+    room = _SHARE * memory or float("inf")
+    return next((x for x in AUTO if saved_bytes(config, x, num_positions) <= room), AUTO[-1])
+
+
+def saved_bytes(config: ModelConfig, names: str, num_positions: float) -> float:
+    """Bytes of the inputs of all blocks and of the values with these names, joined by ``+``.
+
+    ``block`` names none.
+    """
+    heads, groups = config.heads, config.kv_heads or config.heads
+    widths = {
+        "attention": heads * config.size_of_head, "query": heads * config.size_of_head,
+        "key": groups * config.size_of_head, "value": groups * config.size_of_head,
+        "middle": config.width, "gate": config.inner_width, "up": config.inner_width,
+    }  # fmt: skip
+    width = config.width + sum(widths.get(name, 0) for name in names.split("+"))
+    return config.depth * num_positions * width * jnp.dtype(config.compute_dtype).itemsize

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import pin
 from dlm_jax.heads import HEADS, BuiltInHead
 from dlm_jax.model.attention import (
+    apart,
     attend,
     attend_in_blocks,
     attention_weights,
@@ -75,10 +77,11 @@ class Attention(nnx.Module):
         """
 
         def heads(x: jax.Array) -> jax.Array:
-            return x.reshape(*x.shape[:2], -1, self.head_size)
+            return apart(x).reshape(*x.shape[:2], -1, self.head_size)
 
-        q, k = heads(self.query(x_BLD)), heads(self.key(x_BLD))
-        v = k if self.value is None else heads(self.value(x_BLD))
+        q = heads(checkpoint_name(self.query(x_BLD), "query"))
+        k = heads(checkpoint_name(self.key(x_BLD), "key"))
+        v = k if self.value is None else heads(checkpoint_name(self.value(x_BLD), "value"))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.norms_value:
@@ -120,9 +123,10 @@ class Mlp(nnx.Module):
         self.down = linear(inner, config.width, scale=0.0)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        up = self.up(x_BLD)
+        up = checkpoint_name(self.up(x_BLD), "up")
         if self.gate is not None:
-            inner = GATES[self.activation](self.gate(x_BLD)) * up
+            gate = checkpoint_name(self.gate(x_BLD), "gate")
+            inner = GATES[self.activation](gate) * up
         elif self.activation == "gelu":
             inner = jax.nn.gelu(up)
         else:
@@ -175,7 +179,7 @@ class Block(nnx.Module):
         y_BLD = self.attention.join(attend(q, k, v))
         if self.attention_out_norm is not None:
             y_BLD = self.attention_out_norm(y_BLD)
-        x_BLD = x_BLD + y_BLD
+        x_BLD = checkpoint_name(x_BLD + y_BLD, "middle")
         return pin(x_BLD + self._update(x_BLD), "hidden")
 
     def behind(
@@ -290,7 +294,7 @@ def build(config: ModelConfig) -> Network:
         return nnx.merge(norm_graph, params["norm"])(x_BLD)
 
     run_block = rematerialised(
-        lambda x_BLD, block, context: module_of(block)(x_BLD, *context), config.remat
+        lambda x_BLD, block, context: module_of(block)(x_BLD, *context), config
     )
 
     def trunk(

@@ -277,7 +277,10 @@ def _windows(
             return hidden_BWD.at[row_N].set(cut(*made, width))
 
         is_mine_B = inputs.size_B == number
-        hidden_BWD = in_groups(program.by_rows, is_mine_B, size, compute, put, hidden_BWD, inputs)
+        with jax.named_scope(f"window_{size}"):
+            hidden_BWD = in_groups(
+                program.by_rows, is_mine_B, size, compute, put, hidden_BWD, inputs
+            )
     return kept, hidden_BWD
 
 
@@ -339,11 +342,13 @@ def _refreshed(
         return pieces.store(kept, piece, row_N, place_N)
 
     carry = kept, hidden_BWD
-    kept, hidden_BWD = in_groups(
-        by_rows, inputs.is_due_B, num_positions, whole, put_whole, carry, inputs
-    )
+    with jax.named_scope("refresh"):
+        kept, hidden_BWD = in_groups(
+            by_rows, inputs.is_due_B, num_positions, whole, put_whole, carry, inputs
+        )
     if rule.settles:
-        kept = in_groups(by_rows, inputs.settles_B, width, settled, put_settled, kept, inputs)
+        with jax.named_scope("settle"):
+            kept = in_groups(by_rows, inputs.settles_B, width, settled, put_settled, kept, inputs)
     return kept, hidden_BWD
 
 

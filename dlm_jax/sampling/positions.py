@@ -80,7 +80,8 @@ def fold(
         return first + taken, body(carry, places_N, is_real_N)
 
     start = (jnp.zeros((), count.dtype), carry)
-    return jax.lax.while_loop(lambda state: state[0] < count, one_chunk, start)[1]
+    with jax.named_scope("chunks"):
+        return jax.lax.while_loop(lambda state: state[0] < count, one_chunk, start)[1]
 
 
 def put(old: Any, places_N: jax.Array, is_real_N: jax.Array, new: Any) -> Any:

@@ -46,6 +46,34 @@ def test_a_slice_counts_as_what_is_read_and_an_update_in_place_as_what_is_writte
     assert cost(text, RING).memory_bytes == 2 * 16 + 2 * 16
 
 
+def test_a_slice_in_a_nested_fusion_counts_as_what_is_read():
+    inner = (
+        "%slice (p: f32[100], j: s32[]) -> f32[4] {\n  %p = f32[100]{0} parameter(0)\n"
+        "  %j = s32[] parameter(1)\n"
+        "  ROOT %s = f32[4]{0} dynamic-slice(%p, %j), dynamic_slice_sizes={4}\n}\n\n"
+        "%outer (q: f32[100], k: s32[]) -> f32[4] {\n  %q = f32[100]{0} parameter(0)\n"
+        "  %k = s32[] parameter(1)\n"
+        "  %f = f32[4]{0} fusion(%q, %k), kind=kLoop, calls=%slice\n"
+        "  ROOT %n = f32[4]{0} negate(%f)\n}\n"
+    )
+    text = _main(
+        "  %a = f32[100]{0} parameter(0)\n  %i = s32[] parameter(1)\n"
+        "  ROOT %g = f32[4]{0} fusion(%a, %i), kind=kLoop, calls=%outer",
+        inner,
+    )
+    assert cost(text, RING).memory_bytes == 16 + 4 + 16
+
+
+def test_buffers_are_allocated_for_nothing_and_asynchronous_slices_count_once():
+    text = _main(
+        "  %a = f32[100]{0} parameter(0)\n"
+        '  %b = f32[100]{0} custom-call(), custom_call_target="AllocateBuffer"\n'
+        "  %s = ((f32[100]{0}), f32[4]{0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:4]}\n"
+        "  ROOT %d = f32[4]{0:S(1)} slice-done(%s)"
+    )
+    assert cost(text, RING).memory_bytes == 16
+
+
 def test_a_convolution_counts_only_the_taps_that_meet_numbers():
     # A batched product as XLA writes it: a window as large as the batch, held apart by holes.
     text = _main(
@@ -82,6 +110,9 @@ def test_a_loop_counts_as_often_as_it_runs_and_an_unknown_one_once_and_is_told()
     unknown = LOOP.replace("constant(5)", "add(%index, %index)")
     found = cost(_main(body, unknown), RING)
     assert (found.seconds, found.unknown_loops) == (32, 1)
+    scoped = body + ', metadata={op_name="jit(f)/layers/while"}'
+    assert cost(_main(scoped, LOOP), RING, repeats={"layers": 3}).seconds == 3 * 32
+    assert cost(_main(scoped, LOOP), RING, repeats={"f": 3}).seconds == 5 * 32
 
 
 def test_a_collective_that_runs_beside_work_costs_only_what_is_left_of_it():

@@ -142,3 +142,24 @@ def test_off_cpu_every_kind_of_model_sees_what_it_sees_on_a_cpu(monkeypatch, wha
     is_live = np.asarray(live_positions(length_B, POSITIONS))
     is_live = np.concatenate([is_live] * (len(expected) // ROWS))
     np.testing.assert_allclose(run()[is_live], expected[is_live], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_queries", "num_seen"), [(1, 1), (3, 3), (9, 1)])
+def test_a_window_on_a_tpu_has_the_values_of_the_formula(num_queries, num_seen, monkeypatch):
+    """With few queries padded, and the total as a product."""
+    draw = np.random.default_rng(3).normal
+    q = jnp.asarray(draw(size=(2, num_queries, 4, 8)), jnp.float32)
+    kept, own = (
+        tuple(jnp.asarray(draw(size=(2, 2, size, 8)), jnp.float32) for _ in range(2))
+        for size in (5, num_queries)
+    )
+    seen = tuple(
+        jnp.where(jnp.asarray(draw(size=(2, 1, num_seen, size)) < 1), 0.0, -1e30)
+        for size in (5, num_queries)
+    )
+    seen = tuple(jnp.tile(x, (1, 1, 2 if num_seen > 1 else 1, 1)) for x in seen)
+    found = {}
+    for place in ("cpu", "tpu"):
+        monkeypatch.setattr(forms, "platform", lambda place=place: place)
+        found[place] = forms.attend_beside_kept(q, kept, own, seen)
+    np.testing.assert_allclose(found["tpu"], found["cpu"], rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import toy
 
+from dlm_jax.model import cached as cached_module
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Window
 
@@ -175,11 +176,13 @@ def test_two_streams_of_a_shifted_model_are_those_of_a_plain_one_a_position_late
     _close(here[:, 0], there[:, 0])
 
 
-def test_many_rows_are_stored_as_a_few_are():
+@pytest.mark.parametrize("place", ["cpu", "tpu"])
+def test_many_rows_are_stored_as_a_few_are(place, monkeypatch):
     network, params = _model("shifted")
+    monkeypatch.setattr(cached_module, "platform", lambda: place)
     cached = network.cached
     tokens, length = jnp.tile(TOKENS, (4, 1)), jnp.tile(LENGTH, 4)
-    _, piece = jax.jit(cached.whole)(params, tokens, length)
+    _, piece = jax.jit(lambda *given: cached.whole(*given))(params, tokens, length)
     kept = cached.init(params, 12, L)
     rows = jnp.asarray(np.random.default_rng(2).permutation(12))
     many = cached.store(kept, piece, rows, jnp.zeros(12, jnp.int32))

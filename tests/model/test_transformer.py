@@ -5,6 +5,7 @@ import pytest
 import toy
 
 from dlm_jax.config import ModelConfig
+from dlm_jax.model.layers import chosen, saved_bytes
 from dlm_jax.model.transformer import build
 
 VARIANTS = {
@@ -141,7 +142,7 @@ def test_an_empty_row_gives_finite_logits_and_gradients():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("policy", ["block", "attention", "dots"])
+@pytest.mark.parametrize("policy", ["block", "attention", "key+middle+gate", "dots"])
 def test_remat_changes_no_gradient(policy):
     gradients = []
     for remat in ("none", policy):
@@ -153,6 +154,21 @@ def test_remat_changes_no_gradient(policy):
 
         gradients.append(jax.jit(jax.grad(total))(toy.params()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
+
+
+def test_auto_saves_as_much_as_a_quarter_of_the_memory_holds():
+    config = toy.config(remat="auto")
+    size = saved_bytes(config, "attention", 64)
+    assert saved_bytes(config, "attention+gate", 64) > size > saved_bytes(config, "block", 64)
+    assert chosen(config, 64, 4 * size) == "attention"
+    assert chosen(config, 64, 4 * size - 1) == chosen(config, 64, 1) == "block"
+    assert chosen(config, 64, 0) == "attention"
+
+
+@pytest.mark.parametrize("remat", ["some", "key+key", "key+block", ""])
+def test_remat_refuses_what_no_block_has(remat):
+    with pytest.raises(ValueError, match="model.remat"):
+        toy.config(remat=remat)
 
 
 def test_bfloat16_computes_near_float32_with_float32_parameters():

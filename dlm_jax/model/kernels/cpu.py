@@ -237,7 +237,8 @@ def _scan(block: Any, x: jax.Array, blocks: Any, context: Any, *, unroll: int) -
     def body(x: jax.Array, parameters: Any) -> tuple[jax.Array, None]:
         return block(x, parameters, context), None
 
-    return lax.scan(body, x, blocks, unroll=unroll)[0]
+    with jax.named_scope("layers"):
+        return lax.scan(body, x, blocks, unroll=unroll)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -291,7 +291,7 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
     ours, _ = _run(kind, _rows(), **settings)
     monkeypatch.setattr(cached, "_UNROLLED", 0)
     state = _state(kind, _rows(), **settings)
-    assert [leaf.shape[:3] for leaf in jax.tree.leaves(state.cache.kept)] == 2 * [
+    assert [leaf.shape[:2] + leaf.shape[3:4] for leaf in jax.tree.leaves(state.cache.kept)] == 2 * [
         (ROWS, toy.config().depth, POSITIONS)
     ]
     state = Advance(canvases.program(_network(kind)[0]))(_network(kind)[1], state, FOREVER)
