@@ -35,6 +35,7 @@ class Setup:
 
     @property
     def mask_id(self) -> int:
+        """The id of MASK."""
         return self.tokenizer.mask_id
 
     @property
