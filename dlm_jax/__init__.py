@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
+    from dlm_jax.inference.results import Generation as Generation
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.scheduler import Ticket as Ticket
     from dlm_jax.inference.scoring import Score as Score
@@ -77,7 +78,7 @@ _HOME_OF = {
     **dict.fromkeys(("Sampled", "Sampler", "inside", "replay", "sampler"), "inference.pure"),
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "push_to_hub": "published.hub",
-    "Row": "inference.results",
+    **dict.fromkeys(("Generation", "Row"), "inference.results"),
     "corrupted_share": "inference.scoring",
     "Ticket": "inference.scheduler",
     "Counters": "sampling.row",

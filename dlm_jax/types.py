@@ -124,7 +124,8 @@ class Network:
       trunk: ``(params, tokens_BL, length_B, cache) -> (hidden_BLD, cache)``. Positions at or beyond
         ``length_B`` are PAD and masked in attention; the trunk's output at these positions is
         undefined but finite. ``hidden`` is the input of the LM head (after the final norm), aligned
-        with the position that it predicts. ``cache`` is opaque; pass ``None`` to get ``None``.
+        with the position that it predicts. ``L`` is a multiple of 64 in sampling and can exceed the
+      length of training rows. ``cache`` is opaque; pass ``None`` to get ``None``.
       embed: ``(params, ids) -> vectors``, with an axis ``D`` appended to the shape of ``ids``.
       readout: ``(params, hidden_ND) -> logits_NV``, float32.
       vocab_size: ``V``, the number of logits.

@@ -269,6 +269,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
     )
     _refused("commit is a Temperature, which is not a CommitRule; use order=... for a name",
              commit=Temperature(0.5))  # fmt: skip
+    _refused("commit is the class Leftmost, not an object; pass Leftmost(...)", commit=Leftmost)
     _refused("transforms is a Temperature; pass a list of rule objects",
              transforms=Temperature(0.5))  # fmt: skip
     _refused(

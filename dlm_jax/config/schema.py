@@ -654,9 +654,10 @@ class ModelConfig(Section):
     remat: str = setting(
         "none",
         "values that the backward pass recomputes to save memory: none, block (everything), "
-        "attention (all except the output of attention), dots (all except matrix products), offload "
-        "(everything; inputs of blocks are kept in host memory), or all except the names joined by "
-        "+: attention, query, key, value, middle, gate, up; auto: by the memory of the devices",
+        "attention (all except the output of attention), dots (all except matrix products), "
+        "offload (everything; inputs of blocks are kept in host memory), or all except the names "
+        "joined by +: attention, query, key, value, middle, gate, up; auto: by the memory of the "
+        "devices",
         _HEAD | Trait.FREE,
         parse=_remat,
     )

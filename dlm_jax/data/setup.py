@@ -26,6 +26,7 @@ class Setup:
 
     @property
     def mask_id(self) -> int:
+        """The id of MASK."""
         return self.tokenizer.mask_id
 
     @property

@@ -30,7 +30,7 @@ MOST_ROWS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Texts(Generation):
-    """A `Generation` and the decoded texts of its rows.
+    """The arrays of a `dlm_jax.Generation` and the decoded texts of its rows.
 
     Rows end with the first generated EOS, which decodes to an empty string.
 

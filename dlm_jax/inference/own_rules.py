@@ -115,10 +115,12 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
             raise ValueError(f"transforms is {_shown(value)}; pass a list of rule objects")
         for given in [*value] if isinstance(value, list | tuple) else [value]:
             if not isinstance(given, base):
-                remedy = "; use order=... for a name" if kind == "commit" else ""
-                raise ValueError(
-                    f"{kind} is {_shown(given)}, which is not a {base.__name__}{remedy}"
-                )
+                problem = f"which is not a {base.__name__}"
+                if isinstance(given, type) and issubclass(given, base):
+                    problem = f"not an object; pass {given.__name__}(...)"
+                elif kind == "commit":
+                    problem += "; use order=... for a name"
+                raise ValueError(f"{kind} is {_shown(given)}, {problem}")
             found.append((kind, given))
         if selector != kind and selector in layer:
             raise ValueError(f"{kind} and {selector} both select a rule; pass only one")

@@ -104,9 +104,9 @@ POLICIES: dict[str, Callable[..., Any]] = {
 ``none`` saves everything. Names joined by ``+`` (see `dlm_jax.config.schema.NAMED`) save the values
 with these names, and ``auto`` saves the first of `AUTO` that fits. ``block`` saves nothing else, at
 the cost of a second forward pass. ``attention`` saves the output of attention, so that the kernel
-runs once. ``dots`` saves the outputs of attention and of every product with parameters, so that only
-the operations in between are recomputed. ``offload`` saves nothing else and moves the inputs to host
-memory.
+runs once. ``dots`` saves the outputs of attention and of every product with parameters, so that
+only the operations in between are recomputed. ``offload`` saves nothing else and moves the inputs
+to host memory.
 """
 
 

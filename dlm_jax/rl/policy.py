@@ -85,7 +85,8 @@ def token_log_probs(
 ) -> jax.Array:
     """Log-probability in nats ``[B, L]`` of each token given the canvas `shown_BL`.
 
-    The result is 0 at positions that are not actions. MASK is never predicted.
+    The result is 0 at positions that are not actions. MASK is never predicted, but PAD and other
+    ids that samplers ban keep their probability.
     """
     hidden_BLD = hidden_of(network, params, shown_BL, rollout.tokens_BL, rollout.length_B)
     is_action_BL = rollout.is_action_BL()

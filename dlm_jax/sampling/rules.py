@@ -303,20 +303,26 @@ class RuleTable:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
 
     def _check_complete(self, row: Any) -> None:
-        """Raises ValueError if a setting is given but its transform is missing from the chain."""
-        for name, classes in self.transforms.items():
-            if name in row.chain:
-                continue
-            for setting in (s for cls in classes for s in cls.settings() if s.activates):
-                value = getattr(row, setting.name)
-                is_asked = value != setting.default and any(cls.is_used(row) for cls in classes)
-                if is_asked:
-                    raise SettingError(
-                        setting.name,
-                        value,
-                        f"requires {name!r}, which the chain lacks",
-                        f"add it to the chain or leave {setting.name} at its default",
-                    )
+        """Raises ValueError if a setting is given but its transform is missing from the chain.
+
+        The message names all such settings, which can come from the model's recommendations.
+        """
+        missing = {
+            setting: name
+            for name, classes in self.transforms.items()
+            if name not in row.chain and any(cls.is_used(row) for cls in classes)
+            for setting in (s for cls in classes for s in cls.settings() if s.activates)
+            if getattr(row, setting.name) != setting.default
+        }
+        if missing:
+            (setting, name), *_ = missing.items()
+            neutral = ", ".join(f"{s.name}={s.default!r}" for s in missing)
+            raise SettingError(
+                setting.name,
+                getattr(row, setting.name),
+                f"requires {name!r}, which the chain lacks",
+                f"add {', '.join(dict.fromkeys(missing.values()))} to the chain, or set {neutral}",
+            )
 
     def _parsed_chain(self, names: Any) -> tuple[str, ...]:
         is_list = isinstance(names, list | tuple)

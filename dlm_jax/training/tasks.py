@@ -174,8 +174,24 @@ def make_task(
     else:
         task = TASKS[setup.config.model.mode](setup, network, objective, records)
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = optimizer(setup)
+        optimizer = _made_optimizer(optimizer, setup)
     return replace(task, own_optimizer=optimizer, schedule=schedule)
+
+
+def _made_optimizer(make: MakeOptimizer, setup: Setup) -> optax.GradientTransformation:
+    """The optimizer that `make` creates. Raises ValueError for any other result."""
+    wanted = (
+        "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a function of "
+        "the Setup that returns one"
+    )
+    try:
+        made = make(setup)
+    except Exception as error:
+        error.add_note(wanted)
+        raise
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(f"{wanted}, not a {type(made).__name__}")
+    return made
 
 
 def language_model(

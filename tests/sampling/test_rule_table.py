@@ -71,6 +71,11 @@ def test_default_settings_are_neutral():
         ),
         ({"temperature": 0.0, "chain": ["top_k"]}, (), "^temperature=0.0 requires 'temperature'"),
         ({"temperature_end": 0.5, "chain": []}, (), "^temperature_end=0.5 requires 'temperature'"),
+        (
+            {"temperature": 0.5, "min_p": 0.1, "chain": []},
+            (),
+            "; add temperature, min_p to the chain, or set temperature=1.0, min_p=0.0$",
+        ),
         ({"logit_bias": {1: 1.0}, "chain": ["top_k"]}, (), r"^logit_bias=\(.* requires 'bias'"),
         ({"mirostat": 1, "chain": ["top_k"]}, (), "^mirostat=1 requires 'mirostat'"),
     ],

@@ -9,6 +9,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     Proposal,
     RuleMemory,
     Standing,
+    certain,
     most,
     uniform,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "SlowFast",
     "Standing",
     "Threshold",
+    "certain",
     "most",
     "uniform",
 ]

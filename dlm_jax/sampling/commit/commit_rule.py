@@ -225,14 +225,14 @@ class CommitRule(Rule):
         """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
         ``context.key_B``.
 
-        A rule that does not use this key returns 0 (see `certain`). Random tie-breaking is not
-        included. Traces require this method.
+        A rule that does not use this key returns 0 (see `dlm_jax.certain`). Random tie-breaking is
+        not included. Traces require this method.
         """
         raise NotImplementedError
 
 
 def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
-    """The ``log_chance`` of a rule without random choices."""
+    """The ``log_chance`` of a rule without random choices, as in ``log_chance = certain``."""
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
 
 
