@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import grain
 import numpy as np
@@ -96,12 +98,14 @@ def train_batches(
     process_count: int = 1,
     start_step: int = 0,
     prefetch: int = 4,
+    took: Callable[[float], None] | None = None,
 ) -> grain.DatasetIterator:
     """An endless iterator over `train_dataset` from step `start_step` on; a thread reads ahead.
 
     `get_state()` returns a small dict for `set_state`, not counting batches read ahead, so grain's
     checkpoint handlers can save the iterator. Alternatively, a run resumes from the step number,
-    passed as `start_step`. If `prefetch` is 0, batches are read in the caller's thread.
+    passed as `start_step`. If `prefetch` is 0, batches are read in the caller's thread. `took` is
+    called with the seconds that each batch took, in the thread that reads.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -114,6 +118,8 @@ def train_batches(
         process_index=process_index,
         process_count=process_count,
     )
+    if took is not None:
+        dataset = grain.MapDataset.range(sys.maxsize).map(_Timed(dataset, took))
     # One thread is enough, because a batch takes far less time than a step; more threads would
     # compete for the GIL.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
@@ -259,6 +265,20 @@ class _ReadBatch:
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
         return _shuffled(index, size=size, seed=shuffle_seed), epoch_bits
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Maps a step to its batch, and reports the seconds that the batch took."""
+
+    dataset: grain.MapDataset
+    took: Callable[[float], None]
+
+    def __call__(self, step: int) -> Columns:
+        start = time.perf_counter()
+        batch: Any = self.dataset[step]
+        self.took(time.perf_counter() - start)
+        return batch
 
 
 def _shuffled(index: int, *, size: int, seed: int) -> int:
