@@ -169,7 +169,7 @@ class TrainConfig(Section):
     )
     local_checkpoint_dir: str = setting(
         "", "directory on a disk of each host for more checkpoints (docs/pods.md); empty: none",
-        Trait.FREE,
+        Trait.FREE | Trait.LOCAL,
     )  # fmt: skip
     local_checkpoint_every: int = setting(
         50, "steps between checkpoints in local_checkpoint_dir", Trait.FREE, low=1

@@ -666,9 +666,7 @@ def prepare(
         undo.callback(checkpoints.close)
         checkpoints.when_closed.callback(lock.release)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        local = _local_of(config, report)
-        if local is not None:
-            checkpoints.when_closed.callback(local.close)
+        local = _local_of(config, checkpoints, report)
         has_saved = on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps())
         continued = _continued(task, meta, checkpoints if has_saved else None, local, report)
         state, saved = continued or (_begun(task, meta, init_key, report=report), {})
@@ -689,13 +687,10 @@ def prepare(
         if step < config.train.steps:
             on_first_process(lambda: _acquire(lock, places, is_new=not saved))
             best.begin()
-            if local is not None:
-                local.remove_after(step)
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    return Run(
-        setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best, clock, local
-    )  # fmt: skip
+    parts = setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best
+    return Run(*parts, clock, local)
 
 
 def _setup_of(
@@ -813,13 +808,19 @@ def problem(
     return Problem(setup, corpus, task)
 
 
-def _local_of(config: Config, report: Callable[[str], None]) -> LocalCheckpoints | None:
-    """The local checkpoints of a run, in a directory named after its checkpoints; None if unset."""
+def _local_of(
+    config: Config, checkpoints: Checkpoints, report: Callable[[str], None]
+) -> LocalCheckpoints | None:
+    """The local checkpoints of a run, closed with its shared checkpoints; None if unset.
+
+    Their directory is named after that of the shared checkpoints, so runs do not share it.
+    """
     if not config.train.local_checkpoint_dir:
         return None
-    place = checkpoints_of(config)
-    name = hashlib.sha256(str(located(place)).encode()).hexdigest()[:16]
-    return LocalCheckpoints(Path(config.train.local_checkpoint_dir) / name, report)
+    name = hashlib.sha256(str(checkpoints.directory).encode()).hexdigest()[:16]
+    local = LocalCheckpoints(Path(config.train.local_checkpoint_dir) / name, report)
+    checkpoints.when_closed.callback(local.close)
+    return local
 
 
 def _continued(

@@ -291,6 +291,8 @@ class _Loop:
             "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
+        if run.local is not None:
+            run.local.remove_after(self.step)
         self._clock.resume(run.saved, self._journal.last)
         self._clock.charge("other")
         self._since = time.perf_counter()
