@@ -17,8 +17,10 @@ import jax
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
+from dlm_jax.cli import sweep
 from dlm_jax.cli.common import Parser, add_host_flags, start_jax
 from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
+from dlm_jax.cli.programs import take_start
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
 from dlm_jax.distributed import processes
@@ -32,6 +34,7 @@ from dlm_jax.rl import RewardError
 from dlm_jax.settings import SettingError
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.checks import check_model_fits, check_parts
+from dlm_jax.training.goodput import WallClock
 from dlm_jax.training.metrics import PICTURE
 from dlm_jax.training.plan import Plan, lines, plan
 from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
@@ -78,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--resume", metavar="RUN", help="resume the run in this directory")
     add("--print-config", action="store_true", help="print the config as TOML and exit")
     add("--profile", metavar="FIRST:LAST", help="write a profile of these steps, such as 10:13")
+    sweep_help = (
+        "train every combination of these values one after the other, each in its own directory in "
+        "train.out_dir, and print a table; the same command resumes"
+    )
+    add("--sweep", nargs="+", metavar="KEY=VALUES", help=sweep_help)
     add("--version", action="version", version=f"dlm_jax {__version__}")
     dry_help = "compile the training step and print its cost; nothing is run or written"
     add("--dry-run", action="store_true", help=dry_help)
@@ -87,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs.add_flags(parser)
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
-        config = _config(args, overrides)
+        runs = _runs(args, overrides)
+        config = runs[0][1]
         if args.print_config:
             emit(configs.to_toml(config).removesuffix("\n"))
             return End.DONE
@@ -97,23 +106,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.topology:
             raise ValueError("command line: --topology has no effect without --dry-run; add it")
         profile = None if args.profile is None else parse_span(args.profile)
+        clock = WallClock(take_start())
+        clock.charge("import")
         start_jax(args)
     with processes.together(end_of):
-        return _train(config, profile)
+        return _sweep(runs, profile, clock) if args.sweep else _end(_train(config, profile, clock))
 
 
-def _train(config: Config, profile: tuple[int, int] | None) -> int:
+def _sweep(
+    runs: Sequence[tuple[sweep.Point, Config]], profile: tuple[int, int] | None, clock: WallClock
+) -> int:
+    """Trains the runs in turn, prints the table, and returns the exit code."""
+    rows, code = [], End.DONE
+    for number, (point, config) in enumerate(runs, 1):
+        settings = " ".join(f"{key}={value}" for key, value in point.items())
+        say(f"--- run {number} of {len(runs)}: {settings}")
+        outcome = _train(config, profile, clock)
+        if isinstance(outcome, End) or outcome.reason == "interrupted":
+            return _end(outcome)
+        code = End.NOT_FINITE if outcome.reason == "non_finite" else code
+        if jax.process_index() == 0:
+            rows.append(sweep.row(point, outcome))
+        clock = WallClock()
+    if rows:
+        emit(sweep.table(rows))
+    return code
+
+
+def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome | End:
     with refusals():
         cpu.keep_freed_memory()
-        run = prepare(config, report=say)
+        run = prepare(config, report=say, clock=clock)
     with run.checkpoints:
         describe(run)
         try:
-            outcome = run_loop(run, show_sample=show_sample, profile=profile)
+            return run_loop(run, show_sample=show_sample, profile=profile)
         except (DamagedShard, RewardError) as error:
             say_error(error)
             return End.REFUSED
-    return finish(outcome)
+
+
+def _end(outcome: Outcome | End) -> int:
+    return outcome if isinstance(outcome, End) else finish(outcome)
+
+
+def _runs(args: argparse.Namespace, overrides: dict[str, str]) -> list[tuple[sweep.Point, Config]]:
+    """The runs of a sweep, or the only run, with its settings and config."""
+    if args.sweep is None:
+        return [({}, _config(args, overrides))]
+    for flag in ("resume", "print_config", "dry_run"):
+        if getattr(args, flag):
+            name = f"--{flag.replace('_', '-')}"
+            raise ValueError(f"command line: {name} and --sweep cannot be combined; use one")
+    return sweep.runs(args.sweep, overrides, lambda point: _config(args, overrides | point))
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:

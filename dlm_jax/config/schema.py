@@ -159,6 +159,13 @@ class TrainConfig(Section):
     checkpoint_every: int = setting(
         250, "number of steps between checkpoints; 0: only at the end", Trait.FREE, low=0
     )
+    local_checkpoint_dir: str = setting(
+        "", "directory on a disk of each host for more checkpoints (docs/pods.md); empty: none",
+        Trait.FREE | Trait.LOCAL,
+    )  # fmt: skip
+    local_checkpoint_every: int = setting(
+        50, "steps between checkpoints in local_checkpoint_dir", Trait.FREE, low=1
+    )
     keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", Trait.FREE, low=1)
 
     def check(self) -> None:

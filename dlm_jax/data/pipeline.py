@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import grain
 import numpy as np
@@ -97,13 +99,15 @@ def train_batches(
     process_count: int = 1,
     start_step: int = 0,
     prefetch: int = 4,
+    took: Callable[[float], None] | None = None,
 ) -> grain.DatasetIterator:
     """An endless iterator over `train_dataset` that starts at `start_step` and prefetches in a
     thread.
 
     `get_state()` returns a small dict for `set_state` that does not count prefetched batches, so
     grain's checkpoint handlers can save the iterator. Alternatively, pass the step number as
-    `start_step` to resume a run. If `prefetch` is 0, the calling thread reads the batches.
+    `start_step` to resume a run. If `prefetch` is 0, the calling thread reads the batches. The
+    thread that reads the batches calls `took` with the seconds that each batch took.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -116,6 +120,8 @@ def train_batches(
         process_index=process_index,
         process_count=process_count,
     )
+    if took is not None:
+        dataset = grain.MapDataset.range(sys.maxsize).map(_Timed(dataset, took))
     # One thread is enough, because a batch takes far less time than a step; more threads would
     # compete for the GIL.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
@@ -265,6 +271,20 @@ class _ReadBatch:
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
         return _shuffled(index, size=size, seed=shuffle_seed), epoch_bits
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Maps a step to its batch, and reports the seconds that the batch took."""
+
+    dataset: grain.MapDataset
+    took: Callable[[float], None]
+
+    def __call__(self, step: int) -> Columns:
+        start = time.perf_counter()
+        batch: Any = self.dataset[step]
+        self.took(time.perf_counter() - start)
+        return batch
 
 
 def _shuffled(index: int, *, size: int, seed: int) -> int:

@@ -289,6 +289,12 @@ def describe(tree: Any, what: str) -> Leaves:
     return leaves
 
 
+def plain(leaf: Any) -> jax.Array:
+    """The leaf as an array of numbers: the data of a typed key."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
+
+
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """The nested dict with these paths; raises ValueError for conflicting names."""
     tree: dict[str, Any] = {}

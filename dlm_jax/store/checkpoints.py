@@ -57,6 +57,7 @@ from dlm_jax.store.checkpoint_files import (
     make_room,
     nested,
     newest_usable,
+    plain,
     prune,
     step_path,
 )
@@ -79,7 +80,7 @@ def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
     specs: dict[str, Any] = {}
     found: list[tuple[str, Any, jax.Array]] = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name, array = path_name(path), _plain(leaf)
+        name, array = path_name(path), plain(leaf)
         specs[name] = {
             "shape": list(array.shape),
             "chunks": [max(1, size) for size in array.sharding.shard_shape(array.shape)],
@@ -98,11 +99,6 @@ def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
 def _file_of(name: str, index: tuple[slice, ...], chunks: list[int]) -> str:
     starts = [(part.start or 0) // size for part, size in zip(index, chunks, strict=True)]
     return f"state/{name}/{'.'.join(map(str, starts)) or '0'}"
-
-
-def _plain(leaf: Any) -> jax.Array:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else jax.numpy.asarray(leaf)
 
 
 def _zarr_type(dtype: Any) -> str:

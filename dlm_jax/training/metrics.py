@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import jax
 
 from dlm_jax.store.files import Damaged, has_crc, remove_leftovers, replacing, with_crc, without_crc
+from dlm_jax.training.goodput import PARTS
 
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
@@ -26,7 +27,8 @@ class MetricsLog:
     when the file is opened.
 
     A killed run may have logged steps that were not saved. A resumed run repeats these steps, so
-    their lines and a partial last line are removed first.
+    their lines and a partial last line are removed first. ``last`` is the last record before the
+    removal, or empty.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
@@ -35,7 +37,9 @@ class MetricsLog:
         # Remove the temporary files of a killed run.
         for name in (self._path.name, PICTURE, "config.toml"):
             remove_leftovers(self._path.with_name(name))
-        kept = [record for record in read_records(self._path) if record["step"] <= step]
+        found = read_records(self._path)
+        self.last = found[-1] if found else {}
+        kept = [record for record in found if record["step"] <= step]
         replace_text(self._path, "".join(map(_line, kept)))
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
@@ -164,7 +168,8 @@ def plot_losses(
 
 CLOCK = frozenset(
     ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
-     "host_seconds", "flop_utilisation", "device_memory_bytes", "run")
+     "host_seconds", "flop_utilisation", "device_memory_bytes", "run", "goodput",
+     "pipeline_tokens_per_second", *(f"wall_{part}" for part in PARTS))
 )  # fmt: skip
 """Fields of a record that describe the machine and the identity of the run."""
 
@@ -286,6 +291,8 @@ class Journal:
       unit: unit of both curves.
       step: last saved step. Records of later steps are dropped.
       report: called with one line per failure.
+
+    ``last`` is the last record of the earlier processes of the run, or empty.
     """
 
     def __init__(
@@ -303,8 +310,10 @@ class Journal:
         self._figure, self._unit = figure, unit
         self._is_on = self._draws = jax.process_index() == 0
         self._trackers: list[Any] = []
+        self.last: dict[str, Any] = {}
         if self._is_on:
             self._log = MetricsLog(out_dir / METRICS, step=step)
+            self.last = self._log.last
             for name in config["train"]["trackers"]:
                 with self._reporting(f"{name} fails"):
                     self._trackers.append(_TRACKERS[name](out_dir, config, identity, step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import os
 import secrets
@@ -49,6 +50,7 @@ from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
 from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
+from dlm_jax.store.local import LocalCheckpoints
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
     CONFIG,
@@ -61,6 +63,7 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
+from dlm_jax.training.goodput import WallClock
 from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers, replace_text
 from dlm_jax.training.stages import Stage
 from dlm_jax.training.tasks import (
@@ -596,6 +599,8 @@ class Run:
     noise_key: jax.Array
     checkpoints: Checkpoints
     best: Best
+    clock: WallClock
+    local: LocalCheckpoints | None = None
 
     @property
     def config(self) -> Config:
@@ -623,6 +628,7 @@ def prepare(
     optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
     schedule: optax.Schedule | None = None,
     report: Callable[[str], None],
+    clock: WallClock | None = None,
 ) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
@@ -635,13 +641,17 @@ def prepare(
       optimizer: replaces the optimiser of the config; see `dlm_jax.training.train`.
       schedule: replaces the warm-up and cosine; see `dlm_jax.training.train`.
       report: called with one-line messages, for example if a damaged checkpoint is skipped.
+      clock: clock of the run; by default one that starts now.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
         contains another run or other files.
     """
+    clock = clock or WallClock()
     asked, mesh = config, _checked_mesh(config)
+    clock.charge("devices")
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
+    clock.charge("data")
     config = setup.config
     task = make_task(setup, network, objective, heads, optimizer, schedule, report)
     meta = {
@@ -661,10 +671,12 @@ def prepare(
         undo.callback(checkpoints.close)
         checkpoints.when_closed.callback(lock.release)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        if on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps()):
-            state, saved = _continued(task, meta, checkpoints, report=report)
-        else:
-            state, saved = _begun(task, meta, init_key, report=report), {}
+        local = _local_of(config, checkpoints, report)
+        has_saved = on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps())
+        continued = _continued(task, meta, checkpoints if has_saved else None, local, report)
+        state, saved = continued or (_begun(task, meta, init_key, report=report), {})
+        jax.block_until_ready(state)
+        clock.charge("restore")
         if task.rollouts is not None:
             task.rollouts.check(state.params)
         elif config.train.accumulate > 1 and (objective is not None or heads):
@@ -682,7 +694,8 @@ def prepare(
             best.begin()
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    return Run(setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best)
+    parts = setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best
+    return Run(*parts, clock, local)
 
 
 def _setup_of(
@@ -800,14 +813,52 @@ def problem(
     return Problem(setup, corpus, task)
 
 
+def _local_of(
+    config: Config, checkpoints: Checkpoints, report: Callable[[str], None]
+) -> LocalCheckpoints | None:
+    """The local checkpoints of a run, closed with its shared checkpoints; None if unset.
+
+    Their directory is named after that of the shared checkpoints, so runs do not share it.
+    """
+    if not config.train.local_checkpoint_dir:
+        return None
+    name = hashlib.sha256(str(checkpoints.directory).encode()).hexdigest()[:16]
+    local = LocalCheckpoints(Path(config.train.local_checkpoint_dir) / name, report)
+    checkpoints.when_closed.callback(local.close)
+    return local
+
+
 def _continued(
-    task: Task, meta: dict[str, Any], checkpoints: Checkpoints, *, report: Callable[[str], None]
-) -> tuple[TrainState, dict[str, Any]]:
-    """The newest state and metadata of the existing run, whose identity is copied to `meta`."""
-    theirs = checkpoints.read_meta(report=report)
-    check_same_run(meta, theirs)
-    meta["run"] = theirs["run"]
-    step, state, saved = checkpoints.restore(task.abstract_state(), report=report)
+    task: Task,
+    meta: dict[str, Any],
+    checkpoints: Checkpoints | None,
+    local: LocalCheckpoints | None,
+    report: Callable[[str], None],
+) -> tuple[TrainState, dict[str, Any]] | None:
+    """The newest state and metadata of the existing run, whose identity is copied to `meta`.
+
+    A local checkpoint is used unless a shared one is newer. The result is None if neither exists.
+    """
+    shared: dict[str, Any] = {}
+    if checkpoints is not None:
+        shared = checkpoints.read_meta(report=report)
+        check_same_run(meta, shared)
+    step = None if local is None else local.newest(task.abstract_state())
+    if local is not None and step is not None and step >= shared.get("step", 0):
+        saved = local.read_meta(step)
+        check_same_run(meta, saved)
+        if shared.get("run", saved["run"]) != saved["run"]:
+            raise ValueError(
+                f"{local.directory} has checkpoints of run {saved['run']}, but the checkpoints "
+                f"belong to run {shared['run']}; remove the directory"
+            )
+        state = local.restore(task.abstract_state(), step)
+        report(f"step {step} is restored from train.local_checkpoint_dir")
+    elif checkpoints is not None:
+        step, state, saved = checkpoints.restore(task.abstract_state(), report=report)
+    else:
+        return None
+    meta["run"] = saved["run"]
     if line := growth(task.setup.config, saved, step):
         report(line)
     return state, saved
@@ -847,6 +898,13 @@ def _checked_mesh(config: Config) -> Mesh:
     check_parts(config, mesh)
     check_writable("train.out_dir", Path(config.train.out_dir))
     check_trackers(config.train.trackers)
+    if local := config.train.local_checkpoint_dir:
+        if is_remote(local):
+            raise SettingError(
+                "train.local_checkpoint_dir", local, "is a URL",
+                "name a directory on the disk of each host",
+            )  # fmt: skip
+        check_writable("train.local_checkpoint_dir", Path(local))
     where = checkpoints_of(config)
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
     if config.train.checkpoint_dir and not is_remote(where):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -13,6 +14,7 @@ from concurrent import futures
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import jax
@@ -34,6 +36,7 @@ from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
+from dlm_jax.training.goodput import STEPS
 from dlm_jax.training.metrics import Journal
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
@@ -251,6 +254,7 @@ class _Loop:
         self._callbacks = callbacks
         self._stage = Stage(())
         self._train = config.train
+        self._clock = run.clock
         self.state = run.state
         self.step = run.first_step
         self.bound: float | None = run.saved.get("bound")
@@ -264,7 +268,10 @@ class _Loop:
             compiler_options=config.mesh.compiler_options,
         )  # fmt: skip
         if run.task.rollouts is None:
+            self._clock.charge("other")
             self._compile_train_step(_abstract_batch(run, self._rows))
+            self._clock.charge("compile")
+        self._meter = Meter(run, self._shares)
         self._batches = train_batches(
             run.corpus.train_rows,
             seq_len=config.data.seq_len,
@@ -273,20 +280,25 @@ class _Loop:
             process_index=self._share,
             process_count=self._shares,
             start_step=run.first_step,
+            took=self._meter.read,
         )
         self._journal = Journal(
             run.out_dir, configs.to_dict(config), run.meta["run"], figure=run.task.figure,
             unit=run.task.unit, step=self.step, report=say,
         )  # fmt: skip
-        self._meter = Meter(run)
         self._profile = Profile(profile, run.out_dir / "profile")
         self._idle = 0.0
         self._sampler = futures.ThreadPoolExecutor(1) if config.rl.asynchronous else None
         self._sampling: futures.Future[Any] | None = None
+        self._is_rate_told = False
         self._bar = Progress(
             "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
+        if run.local is not None:
+            run.local.remove_after(self.step)
+        self._clock.resume(run.saved, self._journal.last)
+        self._clock.charge("other")
         self._first, self._since = self.step, time.perf_counter()
 
     def _compile_train_step(self, batch: Any) -> None:
@@ -320,7 +332,7 @@ class _Loop:
         self._profile.before(self.step + 1)
         batch, figures = self._next_batch()
         if self._run.task.stage(self.step) != self._stage:
-            with self._off_the_clock():
+            with self._off_the_clock("compile"):
                 self._compile_train_step(batch)
         self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1
@@ -330,6 +342,10 @@ class _Loop:
                 jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
         self._profile.after(self.step, self._settle, say)
+        if self.step == self._run.first_step + 1:
+            self._settle()
+            self._clock.charge(STEPS)
+            say(self._clock.first_step())
 
     def _next_batch(self) -> tuple[Any, dict[str, Any]]:
         """The batch of the next step (rows of the corpus, or samples) and its metrics."""
@@ -367,8 +383,11 @@ class _Loop:
         if is_due(self._train.eval_every):
             self.evaluate()
         if show_sample is not None and is_due(self._train.sample_every) and not is_last:
-            with self._off_the_clock():
+            with self._off_the_clock("sample"):
                 show_sample(self._run, self.state, self.step)
+        if self._run.local is not None and is_due(self._train.local_checkpoint_every):
+            with self._off_the_clock("checkpoint"):
+                self._run.local.save(self.step, self.state, self._meta())
         if is_due(self._train.checkpoint_every):
             self.checkpoint()
 
@@ -385,10 +404,15 @@ class _Loop:
         self._unlogged = []
         rates = self._run.task.learning_rates(self._stage, self.step - 1)
         self._record("train", means | rates | clock)
+        if not self._is_rate_told:
+            self._is_rate_told = True
+            say(self._meter.rates(clock))
         note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
 
     def _record(self, kind: str, figures: dict[str, Any]) -> None:
+        self._clock.charge(STEPS if kind == "train" else kind)
+        figures = figures | self._clock.figures()
         self._journal.write(kind=kind, step=self.step, **figures)
         for callback in self._callbacks:
             callback(self._run, self.state, {"kind": kind, "step": self.step} | figures)
@@ -414,7 +438,7 @@ class _Loop:
         noise.
         """
         task = self._run.task
-        with self._off_the_clock():
+        with self._off_the_clock("evaluation"):
             params, part = self.state.best_params, (self._share, self._shares)
             if task.rollouts is None:
                 figures = task.summarize(
@@ -439,23 +463,28 @@ class _Loop:
 
     def checkpoint(self) -> None:
         """Saves the state unless a step since the last check was not finite."""
-        with self._off_the_clock():
+        with self._off_the_clock("checkpoint"):
             self._run.best.wait()
-            meta = self._run.meta | {
-                "step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)
-            }  # fmt: skip
-            self._run.checkpoints.save(self.step, self.state, meta)
+            self._run.checkpoints.save(self.step, self.state, self._meta())
+
+    def _meta(self) -> dict[str, Any]:
+        """The metadata of a checkpoint."""
+        return self._run.meta | self._clock.figures() | {
+            "step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)
+        }  # fmt: skip
 
     def _place(self, local: np.ndarray) -> jax.Array:
         """The global array whose rows on this process are `local`."""
         return jax.make_array_from_process_local_data(self._rows, local)
 
     @contextlib.contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """Excludes the time spent in the context from the training rate."""
+    def _off_the_clock(self, part: str) -> Iterator[None]:
+        """Excludes the context, which is a `part` of the wall time, from the training rate."""
         self._settle()
+        self._clock.charge(STEPS)
         start = time.perf_counter()
         yield
+        self._clock.charge(part)
         spent = time.perf_counter() - start
         self._since += spent
         self._idle += spent
@@ -631,6 +660,9 @@ class Profile:
             self._is_on = False
 
 
+# Latest batches whose median time is the rate of the pipeline, and bytes of a token in a batch.
+_READS, _BYTES = 100, 4
+
 # Dense bfloat16 FLOP/s of one GPU, from the data sheets of the vendor.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
 
@@ -647,11 +679,14 @@ class Meter:
 
     Args:
       run: run to time.
+      shares: number of parts of the batch, each of which is read by one process or more.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, shares: int = 1):
         config, devices = run.config, list(run.mesh.devices.flat)
         self._tokens = config.train.batch_size * config.data.seq_len
+        self._own_tokens = run.task.rows * config.data.seq_len / shares
+        self._reads = collections.deque[float](maxlen=_READS)
         self._flops = model_flops(
             run.state.params,
             config.model,
@@ -671,11 +706,26 @@ class Meter:
         yield
         self._spent[what] += time.perf_counter() - start
 
+    def read(self, seconds: float) -> None:
+        """Adds the time that the pipeline took for one batch of this process."""
+        self._reads.append(seconds)
+
+    def rates(self, figures: dict[str, float]) -> str:
+        """A line with the data rate that the steps of `figures` need, and that of the pipeline."""
+        busy = figures["step_seconds"] - figures["input_seconds"]
+        needs = self._own_tokens / max(busy, 1e-9)
+        reads = figures["pipeline_tokens_per_second"]
+        return (
+            f"data per host: a step needs {needs:,.0f} tokens/s ({needs * _BYTES / 1e6:.2f} MB/s), "
+            f"the pipeline delivers {reads:,.0f} ({reads * _BYTES / 1e6:.2f} MB/s)"
+        )
+
     def figures(self, steps: int, seconds: float) -> dict[str, float]:
         """Metrics of the steps since the last call. These steps took `seconds`; times are per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
         (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).
+        ``pipeline_tokens_per_second`` is the rate at which this host could read its rows.
         ``flop_utilisation`` is model FLOP/s (see `model_flops`) divided by the peak FLOP/s of the
         devices, if the peak is known. ``device_memory_bytes`` is the peak memory use of the fullest
         device of this process, if the backend reports it.
@@ -687,6 +737,7 @@ class Meter:
             "input_seconds": spent["input"] / steps,
             "device_seconds": spent["device"] / steps,
             "host_seconds": max(0.0, seconds - sum(spent.values())) / steps,
+            "pipeline_tokens_per_second": self._own_tokens / max(median(list(self._reads)), 1e-9),
         }
         if self._peak is not None:
             found["flop_utilisation"] = steps * self._flops / seconds / self._peak

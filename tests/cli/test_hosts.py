@@ -129,3 +129,28 @@ def test_two_hosts_go_on_beside_a_best_model(tmp_path):
         assert [child.returncode for child in children] == [0, 0], errors
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")
             if record["kind"] == "evaluation"] == [6, 12, 18]  # fmt: skip
+
+
+def test_two_killed_hosts_continue_from_their_own_disks_as_if_uninterrupted(tmp_path):
+    given = {"train__steps": 150, "train__eval_every": 0, "train__checkpoint_every": 0}
+    alone = tiny_run.run(tmp_path / "alone", **given)
+    disks = [{"train__local_checkpoint_dir": tmp_path / f"disk{host}"} for host in range(2)]
+    given |= {"mesh__data": 1, "mesh__fsdp": 2, "train__local_checkpoint_every": 4}
+    children = _two(tmp_path / "run", *disks, **given)
+    deadline = time.monotonic() + 400
+    while len(read_records(tmp_path / "run" / "metrics.jsonl")) < 6:
+        assert time.monotonic() < deadline and not any(child.poll() for child in children)
+        time.sleep(0.1)
+    for child in children:
+        child.kill()
+        child.communicate()
+    children = _two(tmp_path / "run", *disks, **given)
+    errors = [child.communicate(timeout=300)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], errors
+    assert re.search(r"step \d+ is restored from train.local_checkpoint_dir", errors[0])
+    records = tiny_run.records(tmp_path / "run")
+    for one, expected in zip(records, tiny_run.records(tmp_path / "alone"), strict=True):
+        assert one["step"] == expected["step"]
+        name = "loss" if one["kind"] == "train" else "bound"
+        assert one[name] == pytest.approx(expected[name], rel=1e-3)
+    assert records[-1]["bound"] == pytest.approx(alone.bound, rel=1e-3)

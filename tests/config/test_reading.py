@@ -215,7 +215,7 @@ def test_every_default_of_a_section_is_a_value_of_its_setting():
     ("trait", "keys"),
     [
         (configs.Trait.FOUND, {"model.vocab_size", "model.start_id"}),
-        (configs.Trait.LOCAL, {"data.source", "data.cache_dir"}),
+        (configs.Trait.LOCAL, {"data.source", "data.cache_dir", "train.local_checkpoint_dir"}),
         (configs.Trait.ONCE_SAVED, {"data.source", "train.init_from"}),
     ],
 )

@@ -258,3 +258,18 @@ def test_bad_validation_input_is_refused(tmp_path, path):
     write_tokens(tmp_path / "none.npy", np.zeros(0, np.int32), vocab_size=4)
     with pytest.raises(ValueError, match="has no tokens; hold out more text"):
         validation_windows(tmp_path / "none.npy", seq_len=4, pad_id=0)
+
+
+def test_timed_batches_are_the_same_and_each_reports_its_time(source, monkeypatch):
+    clock, seconds = [0.0], []
+
+    def read(dataset, step, original=pipeline._ReadBatch.__call__):
+        clock[0] += 3.0
+        return original(dataset, step)
+
+    monkeypatch.setattr(pipeline._ReadBatch, "__call__", read)
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: clock[0])
+    given = {**SIZES, "seed": 0, "prefetch": 0, "start_step": 2}
+    timed = _take(train_batches(source, **given, took=seconds.append), 4)
+    assert seconds == [3.0] * 4
+    _assert_equal(timed, _take(train_batches(source, **given), 4))

@@ -89,6 +89,21 @@ def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, m
         assert (line["device_seconds"], line["host_seconds"]) == (0.0, 2.0)
 
 
+def test_the_rate_of_the_pipeline_is_that_of_its_usual_batch_beside_what_a_step_needs(finished):
+    out_dir, run = finished
+    assert all(line["pipeline_tokens_per_second"] > 0 for line in _lines(out_dir))
+    meter = train_loop.Meter(run, shares=2)
+    for seconds in (0.5, 9.0, 0.5):
+        meter.read(seconds)
+    with meter.waiting_for("input"):
+        pass
+    figures = meter.figures(5.0) | {"input_seconds": 1.0}
+    own = run.config.train.batch_size * run.config.data.seq_len / 2
+    assert figures["pipeline_tokens_per_second"] == own / 0.5
+    line = meter.rates(figures)
+    assert f"needs {own / 4:,.0f} tokens/s" in line and f"delivers {own / 0.5:,.0f} " in line
+
+
 def test_the_norms_of_the_groups_make_up_that_of_all(finished):
     for line in _lines(finished[0]):
         parts = [v for name, v in line.items() if name.startswith("grad_norm_")]

@@ -1,0 +1,124 @@
+"""Laws of checkpoints on local disks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_run
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dlm_jax.store import local as local_module
+from dlm_jax.store.checkpoint_files import step_path
+from dlm_jax.store.local import LocalCheckpoints
+
+META = {"run": "a"}
+
+
+def _state(step: int, num_devices: int = 8):
+    mesh = jax.make_mesh(
+        (num_devices,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:num_devices]
+    )
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("fsdp"))
+    return {
+        "kernel": jax.device_put(jnp.arange(48.0).reshape(16, 3) / 7 + step, rows),
+        "scale": jax.device_put(jnp.full(5, step / 3, jnp.bfloat16), whole),
+        "step": jax.device_put(jnp.int32(step), whole),
+        "key": jax.device_put(jax.random.key(step), whole),
+    }
+
+
+def _abstract(state):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of the steps 2, 4 and 6, of which two are kept."""
+    lines: list[str] = []
+    checkpoints = LocalCheckpoints(tmp_path, lines.append)
+    for step in (2, 4, 6):
+        checkpoints.save(step, _state(step), META | {"step": step})
+    checkpoints.wait()
+    yield checkpoints, lines
+    checkpoints.close()
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_shards(saved):
+    checkpoints, lines = saved
+    assert checkpoints.newest(_abstract(_state(0))) == 6
+    found = checkpoints.restore(_abstract(_state(0)), 6)
+    data = lambda tree: jax.tree.map(local_module.plain, tree)  # noqa: E731
+    tiny_run.assert_same(data(found), data(_state(6)))
+    assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(
+        lambda a: a.sharding, _state(6)
+    )
+    assert checkpoints.read_meta(6) == META | {"step": 6} and lines == []
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_line(saved):
+    checkpoints, lines = saved
+    path = step_path(checkpoints.directory, 6) / "state"
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    assert checkpoints.newest(_abstract(_state(0))) == 4
+    assert len(lines) == 1 and "step 6" in lines[0] and "checksum" in lines[0]
+
+
+def test_a_checkpoint_of_other_shards_is_not_restored(saved):
+    checkpoints, _ = saved
+    assert checkpoints.newest(_abstract(_state(0, num_devices=4))) is None
+    assert checkpoints.newest({"kernel": _abstract(_state(0))["kernel"]}) is None
+
+
+@pytest.mark.parametrize(
+    ("others", "common"), [({2, 4}, 4), ({4, 6}, 6), ({2}, None), (set(), None)]
+)
+def test_only_a_step_that_all_hosts_have_is_restored(saved, monkeypatch, others, common):
+    monkeypatch.setattr(local_module, "gathered", lambda own: [own, others])
+    assert saved[0].newest(_abstract(_state(0))) == common
+
+
+def test_a_failed_save_is_reported_and_later_steps_are_removed_before_they_are_repeated(saved):
+    checkpoints, lines = saved
+    checkpoints.save(5, _state(5), META)
+    checkpoints.wait()
+    assert len(lines) == 1 and lines[0].startswith("warning: no local checkpoint (step=5")
+    checkpoints.remove_after(4)
+    checkpoints.save(5, _state(5), META)
+    checkpoints.wait()
+    assert checkpoints.newest(_abstract(_state(0))) == 5
+
+
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [4, 0])
+def test_a_killed_run_continues_from_its_local_checkpoint_as_if_uninterrupted(tmp_path, shared):
+    def kill(stop, step):
+        if step == 7:
+            raise Killed
+        return 0
+
+    lines: list[str] = []
+    given = {
+        "train__steps": 12,
+        "train__checkpoint_every": shared,
+        "train__local_checkpoint_dir": tmp_path / "disk",
+        "train__local_checkpoint_every": 3,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dlm_jax.training.train_loop.StopRequest.at", kill)
+        with pytest.raises(Killed):
+            tiny_run.run(tmp_path / "run", **given)
+    outcome = tiny_run.run(tmp_path / "run", report=lines.append, **given)
+    assert "step 6 is restored from train.local_checkpoint_dir" in lines
+    whole = tiny_run.run(tmp_path / "whole", train__steps=12)
+    tiny_run.assert_same(outcome.state, whole.state)
+    assert tiny_run.records(tmp_path / "run") == tiny_run.records(tmp_path / "whole")
