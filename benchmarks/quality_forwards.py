@@ -2,6 +2,8 @@
 
     python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results quality.jsonl \
         --picture benchmarks/results/quality_forwards.png
+    python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results decoders.jsonl \
+        --decoders
 
 Each row of the table is a rule with its setting, over three seeds: forwards per text, the judge's
 exact bits per character (mean and standard deviation over the seeds), the entropy of the generated
@@ -45,6 +47,33 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *[("ancestral, remdm_cap", {"order": "ancestral", "steps": steps, "remask": "remdm_cap",
                                 "remask_eta": 0.02}) for steps in BUDGETS],
 ]  # fmt: skip
+DECODERS: list[tuple[str, dict[str, Any]]] = [
+    *[(order, {"order": order, "steps": steps}) for order in ("random", "margin", "dilated")
+      for steps in (8, 16, 32)],
+    *[("position_aware", {"order": "position_aware", "steps": x, "position_decay": 0.25})
+      for x in (8, 16, 32)],
+    *[("threshold", {"order": "threshold", "threshold": x}) for x in (0.05, 0.1, 0.2)],
+    *[("frechet", {"order": "frechet", "frechet_margin": x}) for x in (-0.3, -0.6, -0.9)],
+    *[("local_leap", {"order": "local_leap", "threshold": x, "leap_threshold": x / 2})
+      for x in (0.1, 0.2, 0.4)],
+    *[("hierarchical", {"order": "hierarchical", "threshold": x, "hierarchy_floor": 0.05})
+      for x in (0.1, 0.2, 0.4)],
+    *[("prophet", {"order": "prophet", "steps": 128, "prophet_gap": x}) for x in (0.5, 2.0, 7.5)],
+    *[("klass", {"order": "klass", "threshold": x, "klass_divergence": 0.1, "klass_steps": 1})
+      for x in (0.05, 0.1, 0.2)],
+    *[("credit", {"order": "credit", "threshold": x, "credit_weight": 0.7})
+      for x in (0.05, 0.1, 0.2)],
+    *[("slow_fast", {"order": "slow_fast", "threshold": x, "slow_threshold": x / 2})
+      for x in (0.1, 0.2, 0.4)],
+    *[("wino", {"order": "threshold", "threshold": x, "remask": "wino", "verify_threshold": x})
+      for x in (0.05, 0.1, 0.2)],
+    *[("dawn", {"order": "dawn", "induced_threshold": x, "apart_threshold": x})
+      for x in (0.05, 0.1, 0.2)],
+]  # fmt: skip
+"""Published decoders, and simple orders for comparison."""
+WAVES: list[tuple[str, dict[str, Any]]] = [
+    ("waves", {"order": "random_filled", "steps": x, "fill": "wavefront"}) for x in (4, 8, 16)
+]
 
 
 def measure(
@@ -57,9 +86,8 @@ def measure(
         seed=seed,
         batch_size=number,
         chain=("temperature", "min_p"),
-        fill="parallel",
         temperature_end=0.3,
-        **settings,
+        **({"fill": "parallel"} | settings),
     )
     texts = [text[:characters] for text in made.texts]
     counts = Counter(made.tokens[made.committed >= 0].tolist())
@@ -108,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", required=True)
     parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
+    parser.add_argument("--decoders", action="store_true", help="published decoders and waves")
     parser.add_argument("--results", required=True, metavar="FILE", help="kept measurements")
     parser.add_argument("--picture", metavar="FILE")
     parser.add_argument("--num-samples", type=int, default=16, help="texts of a seed (16)")
@@ -125,7 +154,7 @@ def main() -> None:
     rows = []
     print("| rule | setting | forwards | judged bits/char | token entropy | distinct 4-grams |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, settings in CASES:
+    for name, settings in DECODERS + WAVES if args.decoders else CASES:
         figures: dict[str, list[float]] = {}
         for seed in args.seeds:
             key = json.dumps([settings, seed, args.num_samples, args.characters])
