@@ -6,9 +6,9 @@
     python -m benchmarks.arena picture
 
 The network of each source is exact: it gives the conditional distribution of each position given
-the visible tokens, so every error in the samples is caused by the decoder. On a canvas that
-matches no text of the source, it uses the texts that differ in the fewest visible tokens. At a
-visible token it gives the conditional given the other tokens.
+the visible tokens, so every error in the samples is caused by the decoder. On a canvas that matches
+no text of the source, the network uses the texts that differ in the fewest visible tokens. At a
+visible token, the network gives the conditional distribution given the other tokens.
 
 All decoders have eight settings and draw at temperature 1. A frontier consists of the settings that
 are best at their number of forwards on a separate seed; results are reported for the other seeds.
@@ -50,16 +50,17 @@ RESULTS = "benchmarks/results/arena.csv"
 PICTURE = "docs/arena.png"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
 TEXTS, QUICK_TEXTS = 1024, 256
-"""Texts of a setting and seed, in parts of `QUICK_TEXTS`."""
+"""Number of texts per setting and seed, generated in parts of `QUICK_TEXTS`."""
 HEAD_TIMES = 16
-"""How many times as many texts the sampler head gets: its distances are below the others' noise."""
+"""Factor for the number of texts with the sampler head, whose distances are below the noise of
+other decoders."""
 LONGEST, LARGEST, MOST = 8, 8, 256
 MASK, PAD, VOCAB = LARGEST, LARGEST + 1, LARGEST + 2
 LIMIT = 3 * LONGEST
-"""Steps of decoders that decide themselves how much a step commits."""
+"""Steps of decoders that choose the number of commits per step."""
 BUDGETS, SLACK = (2, 3, 4), 0.05
 MISS = -18.0
-"""Log-weight of a text for each visible token that it does not fit."""
+"""Log-weight of a text for each visible token that differs."""
 
 Settings = dict[str, Any]
 Law = dict[tuple[int, ...], float]
@@ -68,7 +69,7 @@ Law = dict[tuple[int, ...], float]
 def _chain(
     length: int, first: Law, following: Callable[[tuple[int, ...]], tuple[float, ...]]
 ) -> Law:
-    """All texts of that length, each token drawn given those before it."""
+    """All texts of this length; the distribution of each token depends on the preceding tokens."""
     law = dict(first)
     while len(next(iter(law))) < length:
         law = {
@@ -80,7 +81,7 @@ def _chain(
 
 
 def _even(texts: Any) -> Law:
-    """The same probability for each of the texts."""
+    """The uniform distribution over the texts."""
     found = [tuple(text) for text in texts]
     return dict.fromkeys(found, 1.0 / len(found))
 
@@ -94,7 +95,7 @@ def _second_order() -> Law:
 
 
 def _hidden() -> Law:
-    """Two hidden states that mostly stay, and three tokens."""
+    """A hidden Markov chain with two persistent states and three tokens."""
     start, stay, says = np.array((0.5, 0.5)), 0.9, np.array(((0.7, 0.25, 0.05), (0.05, 0.25, 0.7)))
     move_HH = np.array(((stay, 1 - stay), (1 - stay, stay)))
     law: Law = {}
@@ -107,7 +108,7 @@ def _hidden() -> Law:
 
 
 def _sums() -> Law:
-    """``a + b = c`` for numbers of two digits of base 4."""
+    """``a + b = c`` for two-digit numbers in base 4."""
 
     def digits(number: int, count: int) -> tuple[int, ...]:
         return tuple(number // 4**place % 4 for place in reversed(range(count)))
@@ -117,7 +118,7 @@ def _sums() -> Law:
 
 
 def _replaced() -> Iterator[tuple[int, ...]]:
-    """Three items, the place of one, and the items with that one replaced."""
+    """Three items, the index of one item, and the items with that item replaced."""
     for items in itertools.product(range(3), repeat=3):
         for place in range(3):
             yield *items, 3 + place, *items[:place], 6, *items[place + 1 :]
@@ -139,7 +140,7 @@ def _balanced() -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def sources() -> dict[str, Law]:
-    """The probability of each text, by the name of the source."""
+    """The probability of each text, by name of the source."""
     first = {(token,): share for token, share in enumerate(markov.START)}
     return {
         "markov": _chain(markov.LENGTH, first, lambda text: markov.STEP[text[-1]]),
@@ -154,11 +155,11 @@ def sources() -> dict[str, Law]:
 
 
 STRUCTURED = ("copy", "shuffle", "replace", "addition", "brackets")
-"""Sources that most texts do not belong to."""
+"""Sources for which most texts are invalid."""
 
 
 def parameters(law: Law) -> Params:
-    """The texts of a source as parameters of `network`, in the shapes that all sources share."""
+    """The texts of a source as parameters of `network`, in shapes shared by all sources."""
     texts_SL = np.full((MOST, LONGEST), PAD)
     share_S = np.zeros(MOST)
     for number, (text, share) in enumerate(law.items()):
@@ -175,7 +176,7 @@ def parameters(law: Law) -> Params:
 
 @functools.cache
 def network() -> Network:
-    """The exact network of any of the sources; a hidden vector is the log-probabilities."""
+    """The exact network of any source; a hidden vector contains the log-probabilities."""
 
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None
@@ -188,7 +189,7 @@ def network() -> Network:
         weight_BS = MISS * misses_BS + params["log_share"][None]
         weight_BS = jnp.exp(weight_BS - jnp.max(weight_BS, axis=1, keepdims=True))
         log_BLV = jnp.log((weight_BS @ params["is_token"]).reshape(told_BLV.shape))
-        # A token is no evidence about its own place.
+        # A token is not evidence for its own position.
         return log_BLV - MISS * (is_told_BL1 & (told_BLV == 0)), None
 
     def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
@@ -204,7 +205,7 @@ def network() -> Network:
 
 
 def _grid(settings: Settings, **values: Any) -> list[Settings]:
-    """Settings with each combination of the values."""
+    """Settings with all combinations of the values."""
     cases = itertools.product(*values.values())
     return [settings | dict(zip(values, case, strict=True)) for case in cases]
 
@@ -271,7 +272,7 @@ DECODERS: dict[str, list[Settings]] = {
         threshold=(0.6, 0.5, 0.4, 0.3), verify_threshold=(0.9, 0.3),
     ),
 }  # fmt: skip
-"""Eight settings of each decoder; the first ones are what its authors use."""
+"""Eight settings of each decoder; the first are those of its authors."""
 
 HEAD: dict[str, list[Settings]] = {
     "waves": _grid(
@@ -286,12 +287,12 @@ class Setup(NamedTuple):
     """A network for a source.
 
     Attributes:
-      advance: the loop around it.
+      advance: the sampling loop.
       params: its parameters.
       length: positions of a text.
       canvas: positions of the canvas.
       mask_id: the id of MASK.
-      facts: what rules know of it.
+      facts: properties of the model for the rules.
       pad_id: the id of PAD.
       token_of: token of the source for each id of the network; None if they are equal.
       ending: the id of EOS, which is given after the text; None if the text ends the canvas.
@@ -321,7 +322,7 @@ _head_network = functools.cache(markov.network)
 
 
 def setup_of(source: str, decoder: str) -> Setup:
-    """The exact network of a source, or the one with a sampler head."""
+    """The exact network of a source, or the network with a sampler head."""
     if decoder in HEAD:
         net, mask_id, banned = _head_network(), markov.MASK, (markov.MASK,)
         params, canvas, pad_id = net.init(jax.random.key(0)), markov.LENGTH, markov.MASK
@@ -335,7 +336,7 @@ def setup_of(source: str, decoder: str) -> Setup:
 
 
 class Written(NamedTuple):
-    """Texts, and what each took: ``[N, L]`` and ``[N]``."""
+    """Texts ``[N, L]``, with the forwards and filled positions of each ``[N]``."""
 
     texts: np.ndarray
     forwards: np.ndarray
@@ -343,7 +344,7 @@ class Written(NamedTuple):
 
 
 def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written:
-    """That many texts for each of the settings, which run side by side."""
+    """Writes `number` texts with each of the settings."""
     samples = [SampleConfig(chain=("temperature",), **settings) for settings in grid]
     kinds: dict[Any, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -384,7 +385,7 @@ def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written
 
 
 def total_variation(texts_NL: np.ndarray, law: Law) -> tuple[float, float, float]:
-    """Distance of the texts' frequencies to the law, their validity, their entropy in nats."""
+    """Total variation between the texts and the source, share of valid texts, entropy in nats."""
     unique, counts = np.unique(texts_NL, axis=0, return_counts=True)
     shares = {
         tuple(map(int, text)): n / len(texts_NL) for text, n in zip(unique, counts, strict=True)
@@ -396,7 +397,7 @@ def total_variation(texts_NL: np.ndarray, law: Law) -> tuple[float, float, float
 
 
 def noise(law: Law, number: int) -> float:
-    """The mean distance of as many texts that are drawn from the law itself."""
+    """The mean total variation of `number` texts that are drawn from the source."""
     share_S = np.array(list(law.values()))
     drawn = np.random.default_rng(0).multinomial(number, share_S / share_S.sum(), size=50)
     return float((0.5 * np.abs(drawn / number - share_S).sum(axis=1)).mean())
@@ -407,7 +408,7 @@ FIELDS = ("source", "decoder", "setting", "seed", "texts", "forwards", "filled",
 
 
 def name_of(settings: Settings, grid: list[Settings]) -> str:
-    """Identifies a setting among those of its decoder."""
+    """The name of a setting among the settings of its decoder."""
     varied = [name for name in settings if len({str(one.get(name)) for one in grid}) > 1]
     return " ".join(f"{name}={settings[name]}" for name in varied)
 
@@ -415,7 +416,7 @@ def name_of(settings: Settings, grid: list[Settings]) -> str:
 def measured(
     source: str, decoder: str, number: int, setup: Setup, grid: list[Settings]
 ) -> Iterator[dict[str, Any]]:
-    """A line for each setting and seed, and one for the three test seeds together."""
+    """Yields one line per setting and seed, and one for the three test seeds together."""
     law = sources()[source]
     by_seed = {seed: write(setup, grid, number, seed) for seed in (TUNING_SEED, *SEEDS)}
     together = Written(*(
@@ -435,7 +436,7 @@ def measured(
 
 
 def run(path: str, number: int) -> None:
-    """Measures what the CSV lacks."""
+    """Measures the cases that are missing in the CSV."""
     lines = read(path) if Path(path).exists() else []
     done = {(line["source"], line["decoder"]) for line in lines}
     cases = [(source, decoder) for decoder in DECODERS for source in sources()]
@@ -470,7 +471,7 @@ def read(path: str) -> list[dict[str, str]]:
 def chosen(
     lines: list[dict[str, str]], source: str, decoder: str, budget: float
 ) -> list[dict[str, str]]:
-    """The lines of the setting that is best within so many forwards on the tuning seed."""
+    """The lines of the best setting within the budget of forwards on the tuning seed."""
     own = [line for line in lines if (line["source"], line["decoder"]) == (source, decoder)]
     fits = [
         (float(line["total_variation"]), line["setting"])
@@ -481,17 +482,17 @@ def chosen(
 
 
 def excess(line: dict[str, str]) -> float:
-    """Total variation above that of as many texts of the source itself."""
+    """Total variation in excess of that of equally many texts of the source."""
     return float(line["total_variation"]) - float(line["noise"])
 
 
 def interval(values: list[float]) -> float:
-    """Half the 95% interval of the mean of the three seeds."""
+    """Half of the 95% interval of the mean over the three seeds."""
     return half_width(statistics.stdev(values) / len(values) ** 0.5, len(values))
 
 
 def table(lines: list[dict[str, str]]) -> None:
-    """Prints each decoder within each budget: means over all sources, as Markdown."""
+    """Prints the means over all sources of each decoder within each budget, as Markdown."""
     rows(lines, list(DECODERS))
     for decoder in HEAD:
         found = [chosen(lines, "markov", decoder, budget) for budget in BUDGETS]
@@ -525,12 +526,12 @@ def rows(lines: list[dict[str, str]], decoders: list[str]) -> None:
 
 
 def _all(own: list[dict[str, str]], value: Callable[[dict[str, str]], float]) -> float:
-    """A value of the three seeds together."""
+    """A value over all three seeds."""
     return next(value(line) for line in own if line["seed"] == "all")
 
 
 def _mean(found: list[list[dict[str, str]]], value: Callable[[dict[str, str]], float]) -> str:
-    """The mean over sources, of all seeds together, and the interval of that of each."""
+    """The mean over sources and seeds, with the interval over seeds."""
     mean = statistics.mean(_all(own, value) for own in found)
     by_seed = [
         statistics.mean(value(line) for own in found for line in own if line["seed"] == str(seed))
@@ -540,14 +541,14 @@ def _mean(found: list[list[dict[str, str]]], value: Callable[[dict[str, str]], f
 
 
 class Claim(NamedTuple):
-    """The claim of a decoder relative to another one.
+    """The claim of a decoder relative to another decoder.
 
     Attributes:
-      decoder: with settings of its authors.
+      decoder: the decoder, with the settings of its authors.
       settings: those.
-      rival: what it is compared with.
+      rival: the other decoder.
       rival_settings: its settings.
-      is_faster: whether it promises fewer forwards at equal validity; else higher validity.
+      is_faster: whether the claim is fewer forwards at equal validity; otherwise, higher validity.
     """
 
     decoder: str
@@ -578,11 +579,11 @@ CLAIMS = (
           is_faster=False),
 )  # fmt: skip
 EQUAL = 0.02
-"""Share of valid texts by which two decoders may differ and count as equal."""
+"""Shares of valid texts that differ by at most this count as equal."""
 
 
 def verdict(claim: Claim, more_forwards: float, more_valid: float) -> str:
-    """What became of a claim."""
+    """The result of a claim."""
     if claim.is_faster:
         if more_forwards >= -0.005:
             return "not fewer forwards"
@@ -592,7 +593,7 @@ def verdict(claim: Claim, more_forwards: float, more_valid: float) -> str:
 
 
 def claims(lines: list[dict[str, str]]) -> None:
-    """Prints what each decoder promises and does, over the structured sources, as Markdown."""
+    """Prints the claim and the result of each decoder over the structured sources, as Markdown."""
     print("| decoder | beside | forwards | valid | found |")
     print("| --- " * 5 + "|")
     for claim in CLAIMS:
@@ -614,7 +615,7 @@ def claims(lines: list[dict[str, str]]) -> None:
 def _of_settings(
     lines: list[dict[str, str]], decoder: str, settings: Settings
 ) -> list[dict[str, str]]:
-    """The test lines of a decoder's setting on the structured sources."""
+    """The test lines of a decoder's setting for the structured sources."""
     grid = DECODERS[decoder]
     (full,) = [one for one in grid if settings.items() <= one.items()]
     name = name_of(full, grid)
@@ -630,7 +631,7 @@ def _of_settings(
 def frontier(
     lines: list[dict[str, str]], source: str, decoder: str
 ) -> list[tuple[float, float, float]]:
-    """Forwards, total variation and its interval of settings that none beats on the tuning seed."""
+    """Forwards, total variation and interval of the Pareto-optimal settings on the tuning seed."""
     own = [line for line in lines if (line["source"], line["decoder"]) == (source, decoder)]
     tried = [
         (float(line["forwards"]), float(line["total_variation"]), line["setting"])
@@ -652,7 +653,7 @@ def frontier(
 
 
 def picture(lines: list[dict[str, str]], path: str) -> None:
-    """Draws the frontiers of every decoder, a panel for each source."""
+    """Draws the frontiers of all decoders, with one panel per source."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Every decoder on operations on lists, each asked for in five wordings.
+"""All decoders on list operations, each phrased in five wordings.
 
     python train.py --config configs/arena_tasks.toml
     python -m benchmarks.arena_tasks run
@@ -7,14 +7,14 @@
     python -m benchmarks.arena_tasks tau
 
 The decoders and their settings are those of `benchmarks.arena`, for the trained model of
-configs/arena_tasks.toml. Rows are greedy, and a canvas holds the answer and one EOS: 5 to 7 holes.
-Prompts are outside the training corpus. All eight settings of a decoder see the tuning prompts; the
-best setting within a budget then writes the answers to three sets of test prompts.
+configs/arena_tasks.toml. Rows are greedy, and a canvas contains the answer and one EOS: 5 to 7
+holes. Prompts are outside the training corpus. All eight settings of a decoder run on the tuning
+prompts; the best setting within a budget then runs on three sets of test prompts.
 
-`time` alternates each decoder with `low_confidence` at four forwards and notes the ratio of their
-seconds per forward, at batch 32 and 1. The setting is the one with the nearest number of forwards.
-A budget of equal time is the time of so many forwards of `low_confidence`. A stopped run continues
-where the CSV ends.
+`time` alternates each decoder with `low_confidence` at four forwards and records the ratio of
+their seconds per forward, at batch sizes 32 and 1, for the setting with the nearest number of
+forwards. A time budget is the time of a number of forwards of `low_confidence`. A stopped run
+continues from the end of the CSV.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ TIMES = RESULTS.removesuffix(".csv") + "_time.csv"
 CHECKPOINT = "runs/arena_tasks"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
 TUNING, TEST = 2, 3
-"""Prompts of a seed for each operation and template; the tuning seed is one, the test has three."""
+"""Prompts per seed, operation and template; there is one tuning seed and three test seeds."""
 BUDGETS, SLACK, TIME_SLACK = (2, 4, 8), 0.05, 0.5
-"""`low_confidence` differs from itself by up to 8% of the time, so a budget of time is wider."""
+"""Slack of budgets in forwards, and of time budgets: the measured time of `low_confidence` differs
+from itself by up to 8%."""
 BATCHES, ROUNDS = (32, 1), 5
 FIRST_SEED = 10**7
-"""Seeds of prompts from here on; the corpus is made of the first ones."""
+"""First seed of the prompts; the corpus uses lower seeds."""
 
 TRAINED: dict[str, list[Settings]] = {
     "dawn": [
@@ -65,19 +66,19 @@ TRAINED: dict[str, list[Settings]] = {
         {"fill": "wavefront", "order": "random_filled", "steps": steps} for steps in range(1, 9)
     ],
 }  # fmt: skip
-"""What exact networks lack: attention maps, and a trained sampler head."""
+"""Decoders that need attention maps or a trained sampler head, which exact networks lack."""
 DECODERS = arena.DECODERS | TRAINED
 MANY = tuple(
     name for name, operation in OPERATIONS.items() if len(operation.answers("abcde", 2, "f")) > 1
 )
-"""Operations with several right answers."""
+"""Operations with several correct answers."""
 
 Prompt = tuple[int, str, str, str]
 """``(template, operation, prompt, answer)``."""
 
 
 def prompts(seed: int, count: int, seen: set[str]) -> list[Prompt]:
-    """That many new prompts for each template and operation, other ones for each seed."""
+    """`count` new prompts for each template and operation; different for each seed."""
     found: list[Prompt] = []
     number = FIRST_SEED * (1 + seed)
     for template, operation in itertools.product(range(len(TEMPLATES)), OPERATIONS):
@@ -92,14 +93,14 @@ def prompts(seed: int, count: int, seen: set[str]) -> list[Prompt]:
 
 
 def corpus() -> set[str]:
-    """The prompts that the model was trained on, without their marks."""
+    """The training prompts, without their marks."""
     return {prompt.removesuffix(lists.mark) for prompt, _ in lists.examples(lists.size)}
 
 
 def answered(
     model: dlm_jax.Model, grid: Sequence[Settings], asked: Sequence[Prompt], batch_size: int = 128
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each answer is right and its forwards, ``[settings, prompts]``."""
+    """Whether each answer is correct, and its forwards, ``[settings, prompts]``."""
     common = {"temperature": 0.0, "chain": ("temperature",), "ignore_eos": False}
     requests = [
         dlm_jax.make_requests(
@@ -125,7 +126,7 @@ def lines_of(
     decoder: str, setting: str, seed: str, asked: Sequence[Prompt],
     right: np.ndarray, forwards: np.ndarray,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A line for each template and kind of operation."""
+    """Yields one line per template and kind of operation."""
     kinds = [(template, op in MANY) for template, op, _, _ in asked]
     for kind in sorted(set(kinds)):
         which = np.array([other == kind for other in kinds])
@@ -137,7 +138,7 @@ def lines_of(
 
 
 def append(path: str, fields: Sequence[str], lines: Sequence[dict[str, Any]]) -> None:
-    """Adds lines to a CSV, and its header if it is new."""
+    """Appends lines to a CSV, with a header if the file is new."""
     is_new = not Path(path).exists()
     with Path(path).open("a", encoding="utf-8", newline="") as file:
         writer: csv.DictWriter[str] = csv.DictWriter(file, fields)
@@ -147,7 +148,7 @@ def append(path: str, fields: Sequence[str], lines: Sequence[dict[str, Any]]) ->
 
 
 def run(path: str, checkpoint: str, only: Sequence[str]) -> None:
-    """Measures the decoders that the CSV lacks."""
+    """Measures the decoders that are missing in the CSV."""
     done = {line["decoder"] for line in read(path)} if Path(path).exists() else set()
     model, seen = dlm_jax.load(checkpoint), corpus()
     tuning = prompts(TUNING_SEED, TUNING, seen)
@@ -176,7 +177,7 @@ Tried = dict[str, tuple[float, float]]
 
 
 def tried_of(lines: Sequence[dict[str, Any]]) -> Tried:
-    """Share of right answers and mean forwards of each setting on the tuning prompts."""
+    """Share of correct answers and mean forwards of each setting on the tuning prompts."""
     own: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if line["seed"] == "tuning":
@@ -185,19 +186,19 @@ def tried_of(lines: Sequence[dict[str, Any]]) -> Tried:
 
 
 def share(lines: Sequence[dict[str, Any]]) -> float:
-    """Share of right answers."""
+    """Share of correct answers."""
     return sum(int(x["right"]) for x in lines) / sum(int(x["prompts"]) for x in lines)
 
 
 def forwards_of(lines: Sequence[dict[str, Any]]) -> float:
-    """Mean forwards of an answer."""
+    """Mean forwards per answer."""
     total = sum(float(x["forwards"]) * int(x["prompts"]) for x in lines)
     return total / sum(int(x["prompts"]) for x in lines)
 
 
 def best(tried: Tried, budget: float, ratio: float | None = None) -> str | None:
-    """The most accurate setting within so many forwards, each of which costs `ratio` if the budget
-    is one of time.
+    """The most accurate setting within a budget of forwards, or of time if `ratio` is the time of a
+    forward.
     """
     cost, slack = (1.0, SLACK) if ratio is None else (ratio, TIME_SLACK)
     fits = [
@@ -211,8 +212,8 @@ def best(tried: Tried, budget: float, ratio: float | None = None) -> str | None:
 def seconds(
     model: dlm_jax.Model, settings: Settings, asked: Sequence[Prompt], batch: int
 ) -> tuple[float, float]:
-    """Seconds per forward of the slowest row of a batch, and forwards of that row, over batches of
-    these prompts.
+    """Seconds per forward and number of forwards of the slowest row, means over batches of these
+    prompts.
     """
     total = steps = 0.0
     for first in range(0, len(asked), batch):
@@ -224,7 +225,7 @@ def seconds(
 
 
 def timed(path: str, checkpoint: str) -> None:
-    """Measures the ratios that the CSV lacks."""
+    """Measures the ratios that are missing in the CSV."""
     fields = "decoder", "batch", "rounds", "ratio", "spread"
     done = {(x["decoder"], x["batch"]) for x in read(path)} if Path(path).exists() else set()
     model, base = dlm_jax.load(checkpoint), DECODERS["low_confidence"][4]
@@ -256,7 +257,7 @@ def of_setting(lines: Sequence[dict[str, str]], decoder: str, setting: str) -> l
 
 
 def cell(own: Sequence[dict[str, str]]) -> str:
-    """Share of right answers of all test seeds, and the interval over seeds."""
+    """Share of correct answers over all test seeds, and the interval over seeds."""
     if not own:
         return "-"
     by_seed = [share([x for x in own if x["seed"] == str(seed)]) for seed in SEEDS]
@@ -266,7 +267,7 @@ def cell(own: Sequence[dict[str, str]]) -> str:
 def within(
     lines: Sequence[dict[str, str]], decoder: str, budget: float, ratio: float | None = None
 ) -> list[dict[str, str]]:
-    """The test lines of the best tested setting within a budget; none if there is no such."""
+    """The test lines of the best setting within a budget; empty if no setting fits."""
     own = [x for x in lines if x["decoder"] == decoder]
     tested = {x["setting"] for x in own if x["seed"] != "tuning"}
     tried = {name: found for name, found in tried_of(own).items() if name in tested}
@@ -275,7 +276,7 @@ def within(
 
 
 def table(lines: Sequence[dict[str, str]], times: Sequence[dict[str, str]]) -> None:
-    """Prints the share of right answers within budgets of forwards and of time, as Markdown."""
+    """Prints the share of correct answers within budgets of forwards and time, as Markdown."""
     budget = BUDGETS[1]
     ratios = {(x["decoder"], int(x["batch"])): float(x["ratio"]) for x in times}
     heads = [f"{budget} forwards" for budget in BUDGETS]
@@ -296,10 +297,10 @@ def table(lines: Sequence[dict[str, str]], times: Sequence[dict[str, str]]) -> N
 
 
 def agreement(shares_TD: np.ndarray) -> tuple[float, float]:
-    """Mean and least Kendall tau-b of the rankings of decoders by two templates.
+    """Mean and minimum Kendall tau-b between the rankings of decoders by two templates.
 
     Args:
-      shares_TD: share of right answers of each decoder for each template.
+      shares_TD: share of correct answers of each decoder for each template.
     """
     from scipy.stats import kendalltau
 
@@ -312,7 +313,7 @@ def agreement(shares_TD: np.ndarray) -> tuple[float, float]:
 
 
 def tau(lines: Sequence[dict[str, str]]) -> None:
-    """Prints how far templates agree about decoders, and two halves of a template, as Markdown."""
+    """Prints the agreement between templates, and between two halves of a template, as Markdown."""
     print("| budget | decoders | tau, mean | least | halves of a template | best by template |")
     print("| --- " * 6 + "|")
     for budget in BUDGETS:

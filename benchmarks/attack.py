@@ -1,17 +1,17 @@
-"""Attacks the programs and counts what they let through: a row for each kind of attack.
+"""Attacks the programs and counts the undetected attacks, with one row per kind of attack.
 
     python benchmarks/attack.py flips inputs ends kills leaks shapes hostile
 
-``flips``: bits flipped in every kind of file that is read back; each must be found, or change
-nothing. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
-2. ``ends``: the texts must be printed although every other output fails. ``kills``: trainings,
-files of requests and one of two processes killed with SIGKILL and started again; what comes out
-must be that of programs that ran through. ``leaks``: calls of `generate` of changing shapes, and
-engines opened and closed; what the process holds must not grow. ``shapes``: requests in a batch, in
-a file and on a loaded server, whose texts must be those of each alone. ``hostile``: published
-directories, chat templates, lines of requests and settings made to hurt; each must give a correct
-result or one line. ``--count`` sets how many of each; with ``--folder`` what is made stays there,
-and ``kills`` goes on from what was done there.
+``flips``: bits are flipped in every kind of file that is read; each flip must be detected or
+harmless. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
+2. ``ends``: the texts must be printed even if all other outputs fail. ``kills``: SIGKILL of
+training runs, request files and one of two processes, followed by a restart; the results must equal
+those of uninterrupted programs. ``leaks``: calls of `generate` with changing shapes, and engines
+opened and closed; the resources of the process must not grow. ``shapes``: requests in a batch, in a
+file and on a loaded server; each text must equal that of the request by itself. ``hostile``:
+malicious published directories, chat templates, request lines and settings; each must give a
+correct result or one line. ``--count`` sets the number of attempts. With ``--folder``, files are
+kept, and ``kills`` resumes from them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ ATTACKS: dict[str, Attack] = {
 
 
 def main() -> int:
-    """Exit code: 1 if anything was let through."""
+    """Exit code: 1 if any attack was undetected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("attacks", nargs="+", choices=ATTACKS)
-    parser.add_argument("--count", type=int, help="flips of a file, inputs, kills, or calls")
+    parser.add_argument(
+        "--count", type=int, help="number of flips per file, inputs, kills or calls"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where to work, instead of a temporary folder")
+    parser.add_argument("--folder", type=Path, help="working folder, instead of a temporary one")
     args = parser.parse_args()
     bad = 0
     print("| attack | tried | found or harmless | let through | seconds |")

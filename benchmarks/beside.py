@@ -1,4 +1,4 @@
-"""Speed of this tree relative to an earlier revision: the ratio of each time, in one run.
+"""Speed of this tree relative to an earlier revision: ratios of times measured in one run.
 
     python benchmarks/beside.py REVISION [--rounds 7] [--only WORD]
 
@@ -49,7 +49,7 @@ NAMES = (*GENERATION, *TRAINING, START)
 
 
 def child() -> None:
-    """Reads names of cases, and answers each with its seconds."""
+    """Reads names of cases and prints the seconds of each."""
     import dlm_jax
 
     model = dlm_jax.load()
@@ -62,7 +62,7 @@ def child() -> None:
 
 
 class Tree:
-    """A checkout, with a process that generates."""
+    """A checkout, with a process that generates texts."""
 
     def __init__(self, root: Path, folder: Path):
         self._root, self._folder = root, folder
@@ -89,7 +89,7 @@ class Tree:
         self._child.communicate()
 
     def _training(self, more: dict[str, Any]) -> float:
-        """Median seconds of a step, by the metrics of a short run on the text of this file."""
+        """Median seconds per step, from the metrics of a short run on the text of this file."""
         out = self._folder / "run"
         shutil.rmtree(out, ignore_errors=True)
         text = self._folder / "text.txt"
@@ -115,7 +115,7 @@ class Tree:
 
 
 def compared(trees: tuple[Tree, Tree], name: str, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of either tree, and the median ratio of the second to the first."""
+    """Median seconds of each tree, and the median ratio of the second to the first."""
     found: list[tuple[float, float]] = []
     for number in range(rounds + 1):
         order: Callable[[Any], Any] = reversed if number % 2 else list

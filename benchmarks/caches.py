@@ -1,8 +1,9 @@
-"""What the caches save: `python -m benchmarks.caches` prints seconds with and without each.
+"""Time saved by caches: `python -m benchmarks.caches` prints seconds with and without each cache.
 
-6 layers of width 256 with random weights, a prompt of 256 tokens and 256 new ones, one token a
-step, so that every run makes as many steps with a cache as without; float32 on a CPU. Beside the
-causal model stands a plain PyTorch loop with a cache and the same weights, in its own process.
+The model has 6 layers of width 256 and random weights; rows have 256 prompt tokens and 256 new
+tokens. Each step writes one token, so runs with and without a cache have equally many steps;
+float32 on a CPU. The causal model is also compared with a plain PyTorch loop with a cache and the
+same weights, in a separate process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A run: its seconds by the clock and on the processor, what one row used, its new tokens."""
+    """A run: elapsed and processor seconds, work of one row, and the new tokens."""
 
     seconds: float
     cpu: float
@@ -46,7 +47,7 @@ class Timed:
 
 
 def make_model(kind: str) -> Any:
-    """A `dlm_jax.Model` of that kind with random weights, none of them zero."""
+    """A `dlm_jax.Model` of this kind with random nonzero weights."""
     from dlm_jax.config import ModelConfig
     from dlm_jax.data import CharacterTokenizer
     from dlm_jax.inference.model import Model
@@ -71,7 +72,7 @@ def prompts_of(rows: int) -> np.ndarray:
 
 
 def run(model: Any, rows: int, new: int, **settings: Any) -> Timed:
-    """Generates `new` tokens behind each prompt, one a step, after a short run that compiles."""
+    """Generates `new` tokens after each prompt, one per step, after a short run that compiles."""
     import dlm_jax
 
     prompts = [{"tokens": row} for row in prompts_of(rows)]
@@ -95,9 +96,9 @@ def run(model: Any, rows: int, new: int, **settings: Any) -> Timed:
 
 
 def reuse(rounds: int, system: int = 1024, user: int = 32, new: int = 32) -> None:
-    """Seconds of a request whose prompt begins with a text of the system, in alternating runs.
+    """Prints the seconds of a request whose prompt begins with a system text, in alternating runs.
 
-    The prefix is computed as a whole row, computed in chunks, or found.
+    The prefix is computed as a whole row, computed in chunks, or read from the cache.
     """
     print("| model | whole row, s | chunks, s | found, s | times less | of chunks |")
     print("| --- " * 6 + "|")
@@ -116,7 +117,7 @@ def reuse(rounds: int, system: int = 1024, user: int = 32, new: int = 32) -> Non
 def _reused(
     model: Any, common: dict[str, Any], rounds: int, system: int, user: int
 ) -> list[tuple[float, ...]]:
-    """Seconds of each round: as a whole row, in chunks, and with a prefix that is found."""
+    """Seconds of each round: whole row, chunks, and cached prefix."""
     from dlm_jax.inference.engine import Engine
     from dlm_jax.inference.request import make_requests
 
@@ -143,7 +144,7 @@ def _reused(
 
 
 def torch_loop(params: Any, rows: int, new: int) -> Timed:
-    """The plain loop: one forward of the prompt, then one of a token at a time, greedy."""
+    """The plain greedy loop: one forward for the prompt, then one per token."""
     import torch
     from torch.nn import functional
 
@@ -179,7 +180,7 @@ def torch_loop(params: Any, rows: int, new: int) -> Timed:
     def generate() -> Any:
         shape = (rows, HEADS, GIVEN + new, size)
         keys, values = ([torch.zeros(shape) for _ in range(DEPTH)] for _ in "kv")
-        # What the model reads is one place to the right, behind MASK.
+        # The model's input is shifted right by one position, after MASK.
         begin = torch.full((rows, 1), VOCAB - 4)
         token = forward(torch.cat([begin, torch.from_numpy(prompts_of(rows))], 1)[:, : GIVEN + 1],
                         0, keys, values)  # fmt: skip
@@ -202,7 +203,7 @@ def _worker(pipe: Any, *args: Any) -> None:
 
 
 def beside_torch(params: Any, rows: int, new: int) -> Timed:
-    """The loop in PyTorch, in a process of its own."""
+    """Runs the PyTorch loop in a separate process."""
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()
     process = context.Process(target=_worker, args=(child, params, rows, new), daemon=True)
@@ -217,8 +218,8 @@ def main() -> None:
     import jax
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1, help="rows that run at once")
-    parser.add_argument("--new", type=int, default=NEW, help="tokens to write")
+    parser.add_argument("--rows", type=int, default=1, help="rows per batch")
+    parser.add_argument("--new", type=int, default=NEW, help="new tokens")
     parser.add_argument("--only", choices=list(RUNS), nargs="+", help="some of the caches")
     parser.add_argument("--reuse", type=int, metavar="ROUNDS", help="time the reuse of prefixes")
     asked = parser.parse_args()

@@ -5,10 +5,10 @@
 
 A tiny Qwen3-like model of characters is trained causally and exported as a published directory.
 Diffusion models then start from that directory, with the shift of its predictions kept or dropped,
-bidirectional or block-causal. For each, a fresh model of the same shape trains for as many steps on
-the same rows, from the initial random parameters of the causal model.
-Results are held-out bounds in nats per character, over the same windows and masks; all evaluations
-are kept as CSV, from which ``--show`` prints the table.
+bidirectional or block-causal. For comparison, a fresh model of the same shape trains for the same
+steps on the same rows, from the initial random parameters of the causal model. Results are held-out
+bounds in nats per character, over the same windows and masks. The CSV has all evaluations;
+``--show`` prints its table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CAUSAL = "causal"
 
 
 def write(directory: Path, text: str) -> None:
-    """A published directory of a causal model of characters with random parameters."""
+    """Writes a published directory of a causal character model with random parameters."""
     letters = sorted(set(text))
     made = tokenizers.Tokenizer(
         models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token=letters[0])
@@ -82,7 +82,7 @@ def write(directory: Path, text: str) -> None:
 
 
 def trained(source: Path, out: Path, text: Path, steps: int, changes: dict[str, Any]) -> list[Any]:
-    """The evaluations of a run that begins with a directory."""
+    """Trains a model initialised from a directory; returns the evaluations."""
     flags = {
         "train.init_from": str(source), "train.out_dir": str(out), "data.source": str(text),
         "data.seq_len": str(LENGTH), "train.steps": str(steps), "train.batch_size": "16",
@@ -95,7 +95,7 @@ def trained(source: Path, out: Path, text: Path, steps: int, changes: dict[str, 
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every evaluation of every run, the causal one first."""
+    """All evaluations of all runs, the causal run first."""
     found: list[dict[str, Any]] = []
 
     def keep(kind: str, begins: str, records: list[Any]) -> None:
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(path: Path) -> list[str]:
-    """The lines of the table, from the evaluations that were kept."""
+    """The lines of the table, from the stored evaluations."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     last = {(row["kind"], row["begins"]): row for row in rows}
@@ -144,7 +144,7 @@ def table(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints a row for every way to turn it."""
+    """Prints one row per kind of conversion."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", default="tinyshakespeare")
     parser.add_argument("--causal-steps", type=int, default=1500)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--csv", type=Path, default=Path("benchmarks/results/causal_to_diffusion.csv")
     )
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a CSV alone")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only print the table of a CSV")
     args = parser.parse_args()
     if args.show is None:
         start_jax()

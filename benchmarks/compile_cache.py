@@ -1,9 +1,9 @@
-"""Starts of ``sample.py`` with the cache of compiled programs: are they equal, and how much faster?
+"""Compares starts of ``sample.py`` with and without the compilation cache: texts and speed.
 
 ``python benchmarks/compile_cache.py --starts 50 --at-once 10`` begins with an empty cache in a
-folder of its own, starts the program so many times, several at once, and compares every text with
-that of a start without a cache. Prints the seconds of processor time of the first start and the
-median of the others.
+temporary folder, starts the program several times in parallel, and compares every text with that of
+a start without a cache. Prints the processor time of the first start and the median of the others,
+in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMAND = [sys.executable, "sample.py", "--gen-length", "60", "--steps", "8", "-
 
 
 def start(cache: str | None) -> tuple[str, float]:
-    """What one start printed, and its processor seconds."""
+    """The output of one start, and its processor time in seconds."""
     off = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     env = os.environ | (off if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache})
     child = [sys.executable, __file__, "--one"]
@@ -33,7 +33,7 @@ def start(cache: str | None) -> tuple[str, float]:
 
 
 def one() -> None:
-    """Runs the program and prints its text and its processor seconds."""
+    """Runs the program and prints its text and its processor time in seconds."""
     done = subprocess.run(COMMAND, capture_output=True, text=True, check=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(done.stdout + f"\n@{used.ru_utime + used.ru_stime}")
@@ -50,7 +50,7 @@ def main() -> int:
         return 0
     expected, without = start(None)
     with tempfile.TemporaryDirectory() as cache:
-        # Some begin together on the empty cache, so that they write it at the same time.
+        # Several starts begin with the empty cache, so that they write it concurrently.
         with ThreadPoolExecutor(args.at_once) as pool:
             together = list(pool.map(start, [cache] * args.starts))
         _, second = start(cache)

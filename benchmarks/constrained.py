@@ -9,10 +9,10 @@
     python -m benchmarks.constrained tpu
 
 `law` compares sample counts of a model of independent positions with their exact distribution,
-enumerated in float64 independently of the loop. `valid` counts the samples of random requests that
-match. `step` alternates with the unconstrained step, `answer` and `http` with one token per step.
-`quality` scores records of `configs/records.toml`: their fields, and their bits under
-`configs/records_judge.toml`. `tpu` compiles a step for a chip that need not be present.
+enumerated in float64 independently of the loop. `valid` counts the matching samples of random
+requests. `step` is compared with the unconstrained step, `answer` and `http` with one token per
+step. `quality` scores the fields of records of `configs/records.toml`, and their bits under
+`configs/records_judge.toml`. `tpu` compiles a step for a TPU that may be absent.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ROWS = 1_000
 def independent(length: int, *, has_head: bool = False) -> Network:
     """A model whose parameters are the logits of each position, ``{"logits": [L, V]}``.
 
-    A sampler head has logits of its own and adds what each neighbour contributes: ``{"head":
+    A sampler head has separate logits and adds the contribution of each neighbour: ``{"head":
     [L, V], "left": [V, V], "right": [V, V]}``.
     """
 
@@ -99,7 +99,7 @@ def independent(length: int, *, has_head: bool = False) -> Network:
 
 @functools.cache
 def advance(length: int, *, has_head: bool = False) -> Advance:
-    """The loop around the model of so many positions."""
+    """The loop for the model with `length` positions."""
     return make_advance(Program(
         network=independent(length, has_head=has_head), mask_id=MASK, chunk=4096,
         banned_ids=LETTERS.banned_ids, eos_ids=(EOS,), pad_id=LETTERS.pad_id,
@@ -116,9 +116,9 @@ def draws(
     pattern: str, canvas: str, logits_LV: np.ndarray, number: int, *, seed: int = 0,
     rows: int = ROWS, head: dict[str, np.ndarray] | None = None, **settings: Any,
 ) -> np.ndarray:  # fmt: skip
-    """At least `number` canvases as the loop fills them, ``[N, L]``; no pattern: in parallel.
+    """At least `number` canvases filled by the loop, ``[N, L]``; in parallel without a pattern.
 
-    With the parameters of a head, it fills in waves.
+    With the parameters of a head, the fill is in waves.
     """
     fill = "constrained" if pattern else "parallel"
     if head is not None:
@@ -148,7 +148,7 @@ def draws(
 def law(
     pattern: str, canvas: str, logits_LV: np.ndarray, *, temperature: float = 1.0
 ) -> dict[tuple[int, ...], float]:
-    """The probability of each match, by trying all fillings of the holes."""
+    """The probability of each match, by enumeration of all fillings of the holes."""
     (holes,) = np.nonzero(np.array(ids_of(canvas)) == MASK)
     scaled_LV = np.asarray(logits_LV, np.float64) / temperature
     weights = {
@@ -160,7 +160,7 @@ def law(
 
 
 def matches(pattern: str, canvas: str) -> list[tuple[int, ...]]:
-    """The fillings of a canvas that match."""
+    """The fillings of a canvas that match the pattern."""
     ids = np.array(ids_of(canvas))
     (holes,) = np.nonzero(ids == MASK)
     found = []
@@ -175,10 +175,10 @@ def waves_law(
     pattern: str, canvas: str, logits_LV: np.ndarray, head: dict[str, np.ndarray], *,
     temperature: float = 1.0, sampler_temperature: float = 1.0,
 ) -> dict[tuple[int, ...], float]:  # fmt: skip
-    """The probability of each match of one step of ``constrained_waves``; 0 and 1 if greedy.
+    """The probability of each match after one step of ``constrained_waves``; 0 or 1 if greedy.
 
-    From left to right, the head's probability of a token times the sum of the trunk's
-    probabilities of all completions; greedy, both times the largest.
+    Tokens are drawn from left to right. The weight of a token is the head's probability times the
+    sum of the trunk's probabilities of all completions; a greedy row maximises both.
     """
     given = ids_of(canvas)
     (holes,) = np.nonzero(np.array(given) == MASK)
@@ -194,7 +194,7 @@ def waves_law(
             rest[known] = max(old, weight) if is_greedy else old + weight
 
     def chance(text: tuple[int, ...], count: int) -> float:
-        """Of the token in a hole, given those before it."""
+        """The probability of the token in a hole given the preceding tokens."""
         at = holes[count]
         shown = [text[i] if i < at else id_ for i, id_ in enumerate(given)]
         left = shown[at - 1] if at else MASK
@@ -212,7 +212,7 @@ def waves_law(
 
 
 def is_match(pattern: str, ids: np.ndarray) -> bool:
-    """Whether ids are a match of the pattern followed only by EOS."""
+    """Whether the ids are a match of the pattern followed only by EOS."""
     text = "".join("$" if id_ == EOS else LETTERS.characters[id_] for id_ in ids.tolist())
     text = text.rstrip("$")
     return "$" not in text and re.fullmatch(pattern, text) is not None
@@ -221,7 +221,8 @@ def is_match(pattern: str, ids: np.ndarray) -> bool:
 def p_value(drawn_NL: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
     """The chi-square p-value of the counts under the distribution.
 
-    Texts with an expected count below 10 are pooled. 0 for a text outside the support.
+    Texts with an expected count below 10 are pooled. The value is 0 if a text is outside the
+    support.
     """
     texts, counts = np.unique(drawn_NL, axis=0, return_counts=True)
     found = {tuple(text): count for text, count in zip(texts.tolist(), counts, strict=True)}
@@ -242,7 +243,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "six steps": (r"a*b+(a|c)*", "b____c_", {"steps": 6}),
     "given between": (r"[ab]+c[^b]*", "b__c_a_", {"steps": 2, "temperature": 0.7}),
 }
-"""Patterns, canvases and settings whose texts are counted."""
+"""Patterns, canvases and settings of the counted texts."""
 
 
 WAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -250,11 +251,11 @@ WAVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "without a neighbour": (r"a*b+(a|c)*", "___b___", {}),
     "between": (r"[ab]+c[^b]*", "b__c_a_", {"temperature": 0.7, "sampler_temperature": 1.3}),
 }
-"""The same for one step of ``constrained_waves``."""
+"""Patterns, canvases and settings for one step of ``constrained_waves``."""
 
 
 def head_of(case: str) -> dict[str, np.ndarray]:
-    """Parameters of a sampler head for a case, which does not agree with its logits."""
+    """Random parameters of a sampler head for a case, inconsistent with the case's logits."""
     rng = np.random.default_rng(len(case))
     size = LETTERS.vocab_size
     shapes = {"head": (7, size), "left": (size, size), "right": (size, size)}
@@ -262,7 +263,7 @@ def head_of(case: str) -> dict[str, np.ndarray]:
 
 
 def logits_of(case: str) -> np.ndarray:
-    """Logits of a case; some ids have less than 1e-30 of the probability."""
+    """Logits of a case; some ids have probabilities below 1e-30."""
     rng = np.random.default_rng(sum(map(ord, case)))
     logits_LV = rng.normal(size=(7, LETTERS.vocab_size)) * 1.5
     logits_LV[1, :2] -= 75
@@ -271,7 +272,7 @@ def logits_of(case: str) -> np.ndarray:
 
 
 def count_laws(number: int) -> None:
-    """Prints a line for each case."""
+    """Prints one line per case."""
     print("| case | pattern | canvas | texts | matches there are | p |")
     print("| --- " * 6 + "|")
     for case, (pattern, canvas, settings) in (CASES | WAVES).items():
@@ -292,7 +293,7 @@ def count_laws(number: int) -> None:
 
 
 def time_steps(slots: int, rounds: int, sizes: list[int], steps: int = 4) -> None:
-    """Prints the time of a step that finds candidates for all holes, with structure and without."""
+    """Prints the time of a step that draws candidates for all holes, with and without structure."""
     print("| vocabulary | states x classes | parallel ms | constrained ms | ratio |")
     print("| --- " * 5 + "|")
     for size in sizes:
@@ -315,7 +316,7 @@ def time_steps(slots: int, rounds: int, sizes: list[int], steps: int = 4) -> Non
 
 
 def of_size(size: int) -> Model:
-    """A random model of the shape of the shipped one; other characters fill its vocabulary."""
+    """A random model with the shape of the shipped model and a vocabulary of this size."""
     tokenizer = _letters(size)
     shape = ModelConfig(depth=4, width=160, heads=5, vocab_size=tokenizer.vocab_size)
     network = build(shape)
@@ -332,7 +333,7 @@ def _letters(size: int) -> CharacterTokenizer:
 
 
 def _engine(model: Model, held: str, slots: int, fills: int, steps: int) -> Engine:
-    """An engine whose slots are full and whose program is compiled."""
+    """An engine with full slots and a compiled program."""
     engine = Engine(model, sizes=(slots,), canvases=(128,), max_waiting=None)
     asked: dict[str, Any] = {"gen_length": 120, "steps": 120, "temperature": 1.0}
     asked |= {"structure": held, "fill": "constrained"} if held else {"fill": "parallel"}
@@ -359,7 +360,7 @@ ORDERS: list[dict[str, Any]] = [
 
 
 def count_valid(number: int) -> None:
-    """Prints how many texts of random requests match, order by order."""
+    """Prints the number of matching texts of random requests for each order."""
     network = build(ModelConfig(depth=1, width=32, heads=2, vocab_size=JSON.vocab_size))
     sample = SampleConfig(chain=("temperature", "top_k", "top_p"))
     params = jax.tree.map(lambda x: 4 * x, jax.jit(network.init)(jax.random.key(0)))
@@ -402,7 +403,7 @@ def _parsed(text: str) -> Any:
 
 
 def time_answers(rounds: int) -> None:
-    """Prints the time of a JSON answer of the shipped model, and that of one token per step."""
+    """Prints the time of a JSON answer of the shipped model, compared with one token per step."""
     model, pattern = dlm_jax.load(), regex_of_schema(SCHEMA)
     common = {"structure": pattern, "ignore_eos": False, "gen_length": 64, "temperature": 0.8}
     arms: dict[str, dict[str, Any]] = {
@@ -422,7 +423,7 @@ def time_answers(rounds: int) -> None:
             began = time.perf_counter()
             made = dlm_jax.generate(model, ["JSON: "], **common | settings, seed=seed + 1)
             if seed < 0:
-                continue  # compiles
+                continue  # compiles only
             seconds[name].append(time.perf_counter() - began)
             forwards[name].append(float(made.forwards[0]))
             answer = _parsed(made.texts[0].removeprefix("JSON: "))
@@ -437,7 +438,7 @@ def time_answers(rounds: int) -> None:
 
 
 def judge_records(rounds: int, texts: int) -> None:
-    """Prints validity, right fields and bits of records whose prompts are not in the corpus."""
+    """Prints validity, correct fields and bits of records for prompts outside the corpus."""
     model, judge = (dlm_jax.load(f"runs/{name}") for name in ("records", "records_judge"))
     prompts = [prompt for prompt, _ in records.examples(20_000)[records.size :]][:texts]
     pattern = regex_of_schema(RECORD)
@@ -472,12 +473,12 @@ ONE_A_STEP: dict[str, Any] = {"fill": "parallel", "order": "left_to_right", "ste
 
 
 def _with_error(values: np.ndarray) -> tuple[float, float]:
-    """The mean and half of its 95% interval."""
+    """The mean and half of the 95% interval."""
     return float(values.mean()), half_width(values.std(ddof=1) / len(values) ** 0.5, len(values))
 
 
 def time_http(rounds: int, requests: int) -> None:
-    """Prints the time of JSON answers of a server, beside a token a step."""
+    """Prints the time of JSON answers of a server, compared with one token per step."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     common = {"prompt": "JSON: ", "max_tokens": 64, "temperature": 0.8, "response_format": form}
     arms: dict[str, dict[str, Any]] = {
@@ -502,7 +503,7 @@ def time_http(rounds: int, requests: int) -> None:
                     answer = _parsed(told.json()["choices"][0]["text"])
                     is_whole = isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
                     valid[name] += is_whole and number >= 0
-                if number >= 0:  # the first compiles
+                if number >= 0:  # the first round compiles
                     seconds[name].append((time.perf_counter() - began) / requests)
     print("| answer over HTTP | ms | times faster | valid |")
     print("| --- " * 4 + "|")
@@ -515,7 +516,7 @@ def time_http(rounds: int, requests: int) -> None:
 
 
 def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -> None:
-    """Prints what a step of rows with a structure costs a TPU, by its compiler."""
+    """Prints the estimated cost on a TPU of a step of rows with a structure."""
     devices = topology_devices(topology)
     mesh, rows = make_mesh(MeshConfig(), devices), 4 * len(devices)
     shape = ModelConfig(
@@ -543,7 +544,7 @@ def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -
 
 
 def main() -> None:
-    """Runs what is asked for."""
+    """Runs the selected part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=list(RUNS))
     parser.add_argument("--texts", type=int, default=200_000)

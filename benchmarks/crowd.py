@@ -1,8 +1,9 @@
 """Concurrent clients of the server, many of which misbehave, for tests and measurements.
 
-Of every ten clients, one sends settings that are out of range, one a body that is not JSON, and one
-a body that is too large. Two disconnect, some of them in the middle of their request; two read a
-stream with pauses, and one does not read before its answer is complete. The others behave well.
+Of every ten clients, one sends settings that are out of range, one sends a body that is not JSON,
+and one sends a body that is too large. Two clients disconnect, sometimes in the middle of their
+request; two read a stream with pauses, and one reads only after its answer is complete. The
+remaining clients behave well.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ BODY: dict[str, object] = {"prompt": "A ", "max_tokens": 12, "steps": 12}
 SEEDS = 7
 
 Told = tuple[int, str] | None
-"""The seed of a request and the text that came; None where no text was to come."""
+"""The seed of a request and the received text; None if no text was expected."""
 
 Client = Callable[[httpx.AsyncClient, str, int], Awaitable[Told]]
 
 
 async def crowd(url: str, count: int) -> list[Told | BaseException]:
-    """What each of `count` clients was told, all of them at once.
+    """Runs `count` clients concurrently; returns their results.
 
-    A client that is refused before its body is read may find its connection closed, and that is
-    then what it was told: an `httpx.WriteError` or `httpx.ReadError`.
+    If a request is refused before its body is read, the connection can be closed; the result is
+    then an `httpx.WriteError` or `httpx.ReadError`.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=300, limits=limits) as http:
@@ -37,7 +38,7 @@ async def crowd(url: str, count: int) -> list[Told | BaseException]:
 
 
 async def good(http: httpx.AsyncClient, url: str, number: int) -> Told:
-    """Asks and is answered."""
+    """Sends a request and reads the answer."""
     answer = await http.post(f"{url}/v1/completions", json=BODY | {"seed": number % SEEDS})
     _expect(answer, 200)
     return number % SEEDS, answer.json()["choices"][0]["text"]
@@ -56,7 +57,7 @@ async def streamed(http: httpx.AsyncClient, url: str, number: int) -> Told:
 
 
 async def unread(http: httpx.AsyncClient, url: str, number: int) -> Told:
-    """Asks for a stream, with as little room for it as there can be, and reads it at last."""
+    """Requests a stream with the smallest receive buffer, and reads it after a pause."""
     link = socket.socket()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     link.setblocking(False)
@@ -76,7 +77,7 @@ async def unread(http: httpx.AsyncClient, url: str, number: int) -> Told:
 
 
 async def leaves(http: httpx.AsyncClient, url: str, number: int) -> Told:
-    """Goes away: with half of its request sent, before it is answered, or within a stream."""
+    """Disconnects after half of its request, before its answer, or within a stream."""
     _, writer = await asyncio.open_connection("127.0.0.1", _port(url))
     data = _raw(BODY | {"stream": bool(number % 2), "seed": number % SEEDS})
     writer.write(data if number % 3 else data[:-10])
@@ -87,21 +88,21 @@ async def leaves(http: httpx.AsyncClient, url: str, number: int) -> Told:
 
 
 async def malformed(http: httpx.AsyncClient, url: str, number: int) -> Told:
-    """Asks for what is out of range."""
+    """Sends a setting that is out of range."""
     answer = await http.post(f"{url}/v1/completions", json=BODY | {"temperature": -1})
     _expect(answer, 400, "temperature")
     return None
 
 
 async def no_json(http: httpx.AsyncClient, url: str, number: int) -> Told:
-    """Sends what is no request."""
+    """Sends a body that is not a request."""
     answer = await http.post(f"{url}/v1/completions", content=b"[" * (number % 4000))
     _expect(answer, 400)
     return None
 
 
 async def oversized(http: httpx.AsyncClient, url: str, number: int) -> Told:
-    """Sends more than may be sent."""
+    """Sends a body that is too large."""
     answer = await http.post(f"{url}/v1/completions", content=b" " * (2 << 20))
     _expect(answer, 413)
     return None
@@ -117,7 +118,7 @@ def _port(url: str) -> int:
 
 
 def _raw(body: dict[str, object]) -> bytes:
-    """A request as it goes over the wire."""
+    """A request as raw bytes."""
     data = json.dumps(body).encode()
     return (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
@@ -126,7 +127,7 @@ def _raw(body: dict[str, object]) -> bytes:
 
 
 def _expect(answer: httpx.Response, status: int, param: str | None = None) -> None:
-    """Raises AssertionError unless an answer is of that kind."""
+    """Raises AssertionError unless the answer has this status and names `param`."""
     found = answer.status_code
     if found != status:
         raise AssertionError(f"status {found} in place of {status}: {answer.text[:300]}")

@@ -1,10 +1,10 @@
-"""Time of one batch of the input pipeline, for both layouts, against a step of training.
+"""Time of one batch of the input pipeline for both layouts, compared with a training step.
 
     python benchmarks/data_pipeline.py [--rows 32] [--positions 256] [--batches 2000]
 
-Reads the built-in corpus as bytes, in the caller's thread (no reading ahead), and prints that
-thread's processor time, the median over blocks of batches, in microseconds. A step may take 2% of
-its time for data: the last column is the shortest step for which that holds even so.
+Reads the built-in corpus as bytes in the caller's thread, without reading ahead, and prints the
+processor time of that thread, the median over blocks of batches, in microseconds. The last column
+is the duration of a step of which this time is 2%.
 """
 
 from __future__ import annotations

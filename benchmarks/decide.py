@@ -1,7 +1,7 @@
 """Measures decisions: ``python -m benchmarks.decide speed``, or ``fit``.
 
-The task is made from the shipped model's held-out text: which of four words comes next, where the
-other three are drawn from all words of that text by their frequency.
+The task is to choose the next word of the shipped model's held-out text from four words. The other
+three words are drawn from all words of that text by frequency.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def make_lines(model: dlm_jax.Model, count: int, *, is_short: bool, seed: int = 0) -> list[Line]:
-    """Lines of the task; with `is_short`, of words that are one token."""
+    """Lines of the task; with `is_short`, the words are single tokens."""
     config = model.config
     assert config is not None
     text = join_documents(read_documents(config.data.source))
@@ -56,7 +56,7 @@ def make_lines(model: dlm_jax.Model, count: int, *, is_short: bool, seed: int = 
 
 
 def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
-    """Seconds of decisions and of likelihoods of the same texts, in turns."""
+    """Prints the seconds of decisions and of likelihoods of the same texts, in alternating runs."""
     print("| labels | tokens of a label | decide s | likelihood s | throughput |")
     print("| --- | --- | --- | --- | --- |")
     for is_short in (True, False):
@@ -78,7 +78,7 @@ def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
             for run in (decide, likelihood):
                 began = time.perf_counter()
                 run(len(lines) if number else args.batch_size)
-                if number:  # the first compiles
+                if number:  # the first round compiles
                     took[run.__name__].append(time.perf_counter() - began)
         ours, theirs = (statistics.median(seconds) for seconds in took.values())
         tokens = np.mean([model.tokenizer.encode(label).size for label in flat])
@@ -88,7 +88,7 @@ def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
 
 
 def fit(model: dlm_jax.Model, args: argparse.Namespace) -> None:
-    """Calibration on the half of the lines that nothing was fitted to."""
+    """Prints the calibration on the half of the lines that was not used for fitting."""
     print("| labels | fitted | temperature | length penalty | lines | accuracy | nats | ECE |")
     print("| --- " * 8 + "|")
     for is_short in (True, False):

@@ -1,9 +1,9 @@
-"""Draws docs/denoising.svg: two texts of the shipped model, step by step, with as many forwards.
+"""Draws docs/denoising.svg: two texts of the shipped model with the same number of forwards.
 
     python -m benchmarks.denoising_picture [--out docs/denoising.svg]
 
-The upper text is drawn in parallel: the tokens of a step do not depend on each other. The lower one
-is filled by the sampler head in waves. Both use the same seed and the same number of forwards.
+The upper text is drawn in parallel: the tokens of a step are independent. The sampler head fills
+the lower text in waves. Both use the same seed and the same number of forwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PANELS: tuple[tuple[str, dict[str, Any]], ...] = (
 SETTINGS: dict[str, Any] = {"steps": 8, "gen_length": 60, "seed": 3}
 CHARACTER, LINE, MARGIN = 9.05, 22, 20
 SECONDS, PAUSE = 0.7, 4.0
-"""Of one step, and of the finished text."""
+"""Duration of one step, and of the finished text, in seconds."""
 STYLE = """
 svg { background: #ffffff }
 text { font: 15px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1f2328 }
@@ -46,7 +46,7 @@ def _pieces(texts: dlm_jax.Texts, model: dlm_jax.Model) -> list[tuple[str, int]]
 
 
 def _panel(title: str, pieces: list[tuple[str, int]], top: float) -> tuple[list[str], float, float]:
-    """The marks of one text, the place below them, and their width."""
+    """The marks of one text, the vertical position below it, and its width."""
     marks = [f'<text class="title" x="{MARGIN}" y="{top}">{escape(title)}</text>']
     column, y, widest = 0, top + LINE * 1.3, len(title)
     for text, step in pieces:
@@ -72,7 +72,7 @@ def _panel(title: str, pieces: list[tuple[str, int]], top: float) -> tuple[list[
 
 
 def _animation(steps: int) -> str:
-    """Style rules that show a token and hide its hole from its step on, again and again."""
+    """CSS rules that repeatedly show each token and hide its hole from the token's step on."""
     total = steps * SECONDS + PAUSE
     lines = []
     for step in range(steps):
@@ -90,7 +90,7 @@ def _animation(steps: int) -> str:
 
 
 def draw(panels: list[tuple[str, list[tuple[str, int]]]], steps: int) -> str:
-    """The picture: a panel for each title with its pieces."""
+    """The picture as SVG, with one panel per title."""
     marks, top, width = [], MARGIN + 10.0, 0.0
     for title, pieces in panels:
         new, top, wide = _panel(title, pieces, top)

@@ -3,11 +3,11 @@
     python -m benchmarks.distillation markov
     python -m benchmarks.distillation texts --judge runs/shakespeare_judge --students NAME=RUN ...
 
-`markov` trains a table of the conditionals of every canvas, which is exact initially, with each
-objective. It prints the total variation between the distribution of the chain and the exact
-distribution of the samples of 4, 8 and 16 ancestral steps, before and after, and with the chain's
-exact sampler head. `texts` prints the bits per character (by the judge) of each model at 4, 8 and
-16 forwards, and of the shipped model with and without its sampler head.
+`markov` trains a table of conditional distributions for every canvas, which is exact initially,
+with each objective. It prints the total variation between the chain and the samples of 4, 8 and 16
+ancestral steps, before and after training, and with the chain's exact sampler head. `texts` prints
+the bits per character under the judge of each model at 4, 8 and 16 forwards, and of the shipped
+model with and without its sampler head.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ NUM_SAMPLES, CHARACTERS = 32, 256
 
 
 def _code(tokens: Any) -> Any:
-    """The number of a canvas ``[..., L]``."""
+    """The index of a canvas ``[..., L]``."""
     return sum(tokens[..., place] * V**place for place in range(L))
 
 
 def _table() -> Params:
-    """The logits of the chain's conditionals for every canvas, ``[V^L, L, V]``."""
+    """Logits of the chain's conditional distributions for every canvas, ``[V^L, L, V]``."""
     canvases_CL = np.stack([np.arange(V**L) // V**place % V for place in range(L)], axis=1)
     network = markov.network()
     params = network.init(jax.random.key(0))
@@ -65,7 +65,7 @@ NETWORK = Network(
 
 
 def total_variation(params: Params, steps: int) -> float:
-    """Of the law of the table's texts after so many ancestral steps from that of the chain."""
+    """Total variation between the chain and the table's texts after `steps` ancestral steps."""
     logits_CLV = np.asarray(params["table"], np.float64)[:, :, :MASK]
     p_CLV = np.exp(logits_CLV - logits_CLV.max(2, keepdims=True))
     p_CLV /= p_CLV.sum(2, keepdims=True)
@@ -83,7 +83,7 @@ def total_variation(params: Params, steps: int) -> float:
 
 
 def _trained(objective: Any) -> Params:
-    """The table after some steps with an objective, with itself as the teacher."""
+    """The table after training with an objective; the initial table is the teacher."""
     teacher, optimizer = _table(), optax.adam(optax.cosine_decay_schedule(RATE, STEPS))
     mixture = Mixture({"own": objective}, {"own": 1.0})
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.edit_cost [--checkpoint PATH] [--rows 64] [--length 1024]
 
-Every token of the canvas is resampled and all are committed, as in the seed document. The trunk,
-the edits, and the proposal with and without the two numbers per position that edits read from its
-logits alternate; medians. Edits are everything between the commit and the next step: two
-log-probabilities of each position, scores, selection, the map, and every array moved through it.
+Every token of the canvas is resampled and committed, as in the source document. The table gives
+medians for the trunk, the edits, and the proposal with and without the two numbers per position
+that edits read from its logits, in alternating runs. The edits are everything between the commit
+and the next step: two log-probabilities per position, scores, selection, the index map, and every
+array moved by the map.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dlm_jax.settings import on_device
 
 
 def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
-    """Random text, all of it a draft."""
+    """The state of random text, all of it a draft."""
     rng = np.random.default_rng(0)
     tokenizer = model.tokenizer
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
@@ -58,7 +59,7 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
 
 
 def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Callable[[], Any]]:
-    """The trunk, the edits, and the proposal without and with what the edits want of its logits."""
+    """The trunk, the edits, and the proposal without and with the values that edits read."""
     network, params = model.network, model.params
     program = model.program(rows=split_rows(params))
     jit = functools.partial(jax.jit, compiler_options=compiler.options("sample") or None)
@@ -72,7 +73,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
         after, position_map = edited(program, params, state, seen)
-        # The input of the next step; the trunk's result is not copied into it.
+        # The input of the next step, without a copy of the trunk's result.
         after = after.canvas, after.edits, after.block, after.logprob_BL, after.committed_BL
         return after, position_map
 

@@ -1,4 +1,4 @@
-"""Repairs over time: the text of a row after every step, with what came, went and changed."""
+"""Repairs over time: the text of a row after every step, with insertions, deletions and changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH, _HEIGHT = 0.085, 0.21
 
 
 def draw(model: Model, repairs: Sequence[Repair], settings: dict[str, Any], path: str) -> None:
-    """One panel for each kind of damage: the first row of it that comes out right, or the first."""
+    """Draws the first repaired row and the first row not repaired of each kind of damage."""
     prompts = [{"prompt": repair.prompt, "draft": repair.damaged} for repair in repairs]
     frames: dict[int, list[Frame]] = {index: [] for index in range(len(repairs))}
     for rows in dlm_jax.stream(model, prompts, **settings):
@@ -52,7 +52,7 @@ def draw(model: Model, repairs: Sequence[Repair], settings: dict[str, Any], path
 
 
 def _moments(frames: Sequence[Frame]) -> list[tuple[Frame | None, Frame]]:
-    """The first frame, and each that differs from the one before."""
+    """The first frame, and each frame that differs from the previous one."""
     found: list[tuple[Frame | None, Frame]] = [(None, frames[0])]
     for before, after in zip(frames, frames[1:], strict=False):
         what = changes(before, after)

@@ -6,8 +6,8 @@
     python -m benchmarks.edits quality --checkpoint runs/shakespeare_proofreader --judge RUN
     python -m benchmarks.edits picture --checkpoint runs/shakespeare_proofreader
 
-Every arm takes the same number of forwards per row. `tune` runs the grid of each arm on rows of
-seeds other than those of `run` and writes the best settings to its CSV, which `run` reads.
+Every arm takes the same number of forwards per row. `tune` runs the grid of each arm on other seeds
+than `run` and writes the best settings to its CSV, which `run` reads.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ FORWARDS = 9
 COMMON: dict[str, Any] = {
     "temperature": 0.0, "temperature_end": -1, "order": "threshold", "fill": "parallel",
     "max_length": 192, "batch_size": 64, "ignore_eos": True,
-    # Whatever the model recommends.
+    # Override the model's recommendations.
     "edit": False, "edit_scoring": "uncertainty", "edit_hidden": 0,
 }  # fmt: skip
 DOCUMENT = {"edit": True, "resample": True, "order": "random", "schedule": "all"}
-"""The seed document with its defaults: every token is drawn again at every step."""
+"""The source document with its defaults: every token is resampled at every step."""
 
 
 def grid(arm: str) -> Iterator[dict[str, Any]]:
-    """The settings that are tried for an arm, named ``what-token-scoring``."""
+    """The candidate settings of an arm, named ``what-token-scoring``."""
     thresholds = (0.5, 0.7, 0.9)
     if arm == "off":
         yield {"resample": True, "order": "random", "schedule": "all"}
@@ -59,7 +59,7 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
     what, token, scoring = arm.split("-")
     base = {"edit": True, "edit_schedule": "linear"}
     base |= {"edit_token": token, "edit_scoring": scoring}
-    rates = (0.018,) if scoring == "lead" else (0.018, 0.036)  # of 64 tokens, one or two a step
+    rates = (0.018,) if scoring == "lead" else (0.018, 0.036)  # one or two of 64 tokens per step
     insert_margins = (0.1, 0.3, 0.5) if scoring == "lead" else (0.0, 0.9)
     deletes = [(0.1, 0.0), (0.3, 0.0), (0.5, 0.0)]
     if scoring != "lead":
@@ -85,7 +85,7 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
 
 
 def _tried(trials: int, hidden: int) -> Iterator[dict[str, Any]]:
-    """Candidate settings: a pass over the draft, one edit per row, and one step after it."""
+    """Candidate settings: a pass over the draft, one edit per row, and a step."""
     gains = (0.0, 1.0) if hidden else (0.0, 0.25, 0.5, 1.0)
     for gain, lead_gain, other in itertools.product(gains, (0.2, 0.35), (0.0, -2.0)):
         yield {
@@ -96,9 +96,10 @@ def _tried(trials: int, hidden: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-CAREFUL = "likelihood-careful"  # tuned for the least distance, not for the most exact rows
+CAREFUL = "likelihood-careful"  # tuned for the smallest distance, not for exact rows
 TRIED = {"likelihood": (6, 0), CAREFUL: (6, 0), "spans": (6, 3)}
-"""Arms that try: candidates, and tokens hidden on either side of one; without these 9 forwards."""
+"""Arms with trials: number of candidates, and hidden tokens on each side; 9 forwards if none are
+hidden."""
 ARMS = ["off", *TRIED, "shipped"] + [
     f"{what}-{token}-{scoring}"
     for scoring in ("uncertainty", "lead")
@@ -123,14 +124,14 @@ class Task:
         return make_repairs(self.held_out, self.corpus, seed, self.number, kinds=self.kinds)
 
     def recommended(self) -> dict[str, Any]:
-        """What the model's config says of sampling."""
+        """The sampling settings in the model's config."""
         assert self.model.config is not None
         usual = vars(SampleConfig())
         return {k: v for k, v in vars(self.model.config.sample).items() if v != usual[k]}
 
     def run(self, repairs: list[Repair], settings: dict[str, Any]) -> dict[str, Any]:
-        """What came of the rows under these settings."""
-        # A draft that is edited is looked at once before its first step.
+        """Scores and counts of the rows with these settings."""
+        # An edited draft has one forward before its first step.
         steps = FORWARDS - bool(settings.get("edit"))
         prompts = [{"prompt": repair.prompt, "draft": repair.damaged} for repair in repairs]
         given: dict[str, Any] = COMMON | {"steps": steps} | settings
@@ -147,7 +148,7 @@ class Task:
 
 
 def tune(task: Task, path: str, seed: int, arms: list[str], near: bool) -> None:
-    """Writes each arm's best settings: most exact repairs, then the least distance."""
+    """Writes the best settings of each arm: the most exact repairs, then the smallest distance."""
     repairs = task.repairs(seed)
     untouched = score(repairs, [repair.prompt + repair.damaged for repair in repairs]).distance
 
@@ -166,7 +167,7 @@ def tune(task: Task, path: str, seed: int, arms: list[str], near: bool) -> None:
 
 
 def run(task: Task, tuned: str, path: str, seeds: list[int], arms: list[str]) -> None:
-    """Runs every tuned arm, and the document's defaults, on the seeds."""
+    """Runs every tuned arm, and the defaults of the source document, on the seeds."""
     with open(tuned, encoding="utf-8", newline="") as file:
         best = {row["arm"]: json.loads(row["settings"]) for row in csv.DictReader(file)
                 if row["arm"] in arms}  # fmt: skip
@@ -184,7 +185,7 @@ def run(task: Task, tuned: str, path: str, seeds: list[int], arms: list[str]) ->
 
 
 def table(path: str) -> None:
-    """Prints means over the seeds, with the standard deviation of what is exact."""
+    """Prints means over the seeds, with the standard deviation of exact repairs."""
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     found = [kind for kind in (*KINDS, *MORE_KINDS) if kind in rows[0]]
@@ -207,7 +208,7 @@ def table(path: str) -> None:
 
 
 def lengths(task: Task, settings: dict[str, Any], seeds: list[int]) -> None:
-    """Prints the lengths that rows come to under either kind of target."""
+    """Prints the final lengths of rows under both kinds of target."""
     print("| mode | target | mean | least | most | at the target % |")
     print("| --- " * 6 + "|")
     for mode, target in itertools.product(("to_max_new", "exact"), (48, 56, 64, 72, 80)):
@@ -225,7 +226,7 @@ def lengths(task: Task, settings: dict[str, Any], seeds: list[int]) -> None:
 
 
 def quality(task: Task, settings: dict[str, Any], judge: Model, seeds: list[int]) -> None:
-    """Prints how good unprompted text is with and without edits, in as many steps."""
+    """Prints the quality of unprompted text with and without edits, for equal steps."""
     known = set(words(task.corpus))
     plain = {"order": "random", "schedule": "linear", "temperature": 0.8, "remask": "scheduled",
              "remask_start": 0.1, "remask_end": 0.02}  # fmt: skip
@@ -260,15 +261,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["tune", "run", "table", "lengths", "quality", "picture"])
     parser.add_argument("--checkpoint", default="runs/shakespeare_proofreader")
-    parser.add_argument("--judge", help="of quality: an autoregressive model")
+    parser.add_argument("--judge", help="quality: an autoregressive model")
     parser.add_argument("--csv", default="benchmarks/results/edits.csv")
     parser.add_argument("--tuned", default="benchmarks/results/edits_tuned.csv")
     parser.add_argument("--arms", nargs="*", default=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--num-rows", type=int, default=128, help="of each seed (128)")
-    parser.add_argument("--more", action="store_true", help="also the less common kinds of damage")
-    parser.add_argument("--near", action="store_true", help="tune: no further than untouched first")
-    parser.add_argument("--settings", default="{}", help="of lengths, quality, picture: JSON")
+    parser.add_argument("--num-rows", type=int, default=128, help="rows per seed (128)")
+    parser.add_argument("--more", action="store_true", help="include less common kinds of damage")
+    parser.add_argument(
+        "--near", action="store_true", help="tune: prefer distances below untouched"
+    )
+    parser.add_argument("--settings", default="{}", help="lengths, quality, picture: JSON")
     parser.add_argument("--out", default="benchmarks/results/edits.png")
     args = parser.parse_args()
     if args.part == "table":

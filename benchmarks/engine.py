@@ -1,18 +1,18 @@
-"""Overhead and slot occupancy of the engine, compared with `generate` and with the loop alone.
+"""Overhead and slot occupancy of the engine, compared with `generate` and with the compiled loop.
 
     python benchmarks/engine.py
 
-Four parts, each of which can be run alone with ``--only``:
+The four parts can be run individually with ``--only``:
 
 - occupancy: requests of three kinds that differ in their static settings, with lengths that vary
-  tenfold, arrive as a Poisson process at full load (as many steps are requested as the slots can
-  take). The clock counts the steps of the slots. Occupancy is the share of the slots' steps that a
-  row took while others of its kind waited; the tail begins with the last arrival. The last column
-  counts all slots' steps before the tail, waiting or not.
+  tenfold, arrive as a Poisson process at full load (the requested steps equal the capacity of the
+  slots). The clock counts the steps of the slots. Occupancy is the share of the slot steps that had
+  a row while other rows of the kind waited; the tail begins with the last arrival. The last column
+  is the share of all slot steps before the tail.
 - idle: a single request to an otherwise idle engine, compared with `generate`.
 - host: time of an engine outside the compiled loop, per step of the shipped model in all slots.
-- memory: the memory of the process over very many requests to a tiny model, some of which are
-  cancelled.
+- memory: the memory of the process over a large number of requests to a tiny model; some requests
+  are cancelled.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ KINDS = (
 
 
 def main() -> None:
-    """Prints the tables that were asked for."""
+    """Prints the selected tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=list(_PARTS), action="append")
-    parser.add_argument("--requests", type=int, default=600, help="of occupancy")
-    parser.add_argument("--slots", type=int, default=64, help="of host")
+    parser.add_argument("--requests", type=int, default=600, help="requests of occupancy")
+    parser.add_argument("--slots", type=int, default=64, help="slots of host")
     parser.add_argument("--many", type=int, default=100_000, help="requests of memory")
     args = parser.parse_args()
     start_jax()
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def occupancy(args: argparse.Namespace) -> None:
-    """Prints how busy the slots are at full load, and when a fifth more is asked for."""
+    """Prints the occupancy of the slots at full load and at 120% load."""
     print("| slots of a kind | load | requests | occupancy while others wait | before the tail |")
     print("| --- | --- | --- | --- | --- |")
     for slots in (16, 64):
@@ -74,10 +74,10 @@ def occupancy(args: argparse.Namespace) -> None:
 
 
 def _at_load(model: Model, count: int, slots: int, load: float) -> tuple[float, float]:
-    """Occupancy while others of the kind wait, and of all slots' steps before the last arrival."""
+    """Occupancy while other rows of the kind wait, and over all steps before the last arrival."""
     rng = np.random.default_rng(0)
     steps = np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), count)).astype(int)
-    # At load 1 as many steps are asked for as the slots that have their turn can take.
+    # At load 1, the requested steps equal the capacity of the slots of the current turn.
     arrivals = np.cumsum(rng.exponential(steps.mean() / slots / load, count))
     requests = [_request(model, int(n), i, KINDS[i % len(KINDS)]) for i, n in enumerate(steps)]
     idle = submitted = 0
@@ -103,7 +103,7 @@ def _at_load(model: Model, count: int, slots: int, load: float) -> tuple[float, 
 
 
 def idle(args: argparse.Namespace) -> None:
-    """Prints the time of a single request to an idle engine, and that of `generate`."""
+    """Prints the time of a single request to an idle engine, compared with `generate`."""
     model = dlm_jax.load()
     settings = {"gen_length": 64, "steps": 64, "chain": ("temperature",), "min_p": 0.0}
     settings |= {"fill": "parallel", "seed": 3}
@@ -127,7 +127,7 @@ def idle(args: argparse.Namespace) -> None:
 
 
 def _side_by_side(calls: list[Callable[[], None]], rounds: int) -> list[float]:
-    """Median seconds of each call, the calls taking turns."""
+    """Median seconds of each call, in alternating runs."""
     found: list[list[float]] = [[] for _ in calls]
     for round_ in range(-2, rounds):
         for place, call in enumerate(calls):
@@ -139,7 +139,7 @@ def _side_by_side(calls: list[Callable[[], None]], rounds: int) -> list[float]:
 
 
 def host(args: argparse.Namespace) -> None:
-    """Prints what the engine spends outside the compiled loop while requests come and go."""
+    """Prints the time of the engine outside the compiled loop while requests arrive and end."""
     model = dlm_jax.load()
     settings = {"chain": ("temperature",), "min_p": 0.0, "fill": "parallel", "ignore_eos": True}
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def host(args: argparse.Namespace) -> None:
     print("| --- | --- | --- | --- |")
     for num_steps in (8, 1):
         with Engine(model, sizes=(args.slots,), max_waiting=None) as engine, _Timed() as timed:
-            # Everything is compiled, and the slots are full, before the clock starts.
+            # Before the clock starts, everything is compiled and the slots are full.
             for request in requests[: 2 * args.slots]:
                 engine.submit(request)
             while engine.num_waiting:
@@ -172,7 +172,7 @@ def host(args: argparse.Namespace) -> None:
 
 
 class _Timed:
-    """Counts the seconds that calls of the compiled loop take, until the device is done."""
+    """Sums the seconds of calls of the compiled loop, until the device is done."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -195,7 +195,7 @@ class _Timed:
 
 
 def memory(args: argparse.Namespace) -> None:
-    """Prints the memory of the process over very many requests of several kinds."""
+    """Prints the memory of the process over a large number of requests of several kinds."""
     model = _tiny(8)
     rng = np.random.default_rng(0)
 
@@ -227,13 +227,13 @@ def memory(args: argparse.Namespace) -> None:
 
 
 def _resident() -> float:
-    """Memory that the process holds, in MiB."""
+    """Resident memory of the process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def _request(model: Model, steps: int, seed: int, settings: dict[str, Any]) -> Request:
-    """A request with as many tokens as steps, one per step."""
+    """A request with equally many tokens and steps."""
     common = {"chain": ("temperature",), "ignore_eos": True, "gen_length": steps, "steps": steps}
     (request,) = make_requests(model, "", {**common, "seed": seed % 2**32, **settings})
     return request
@@ -241,7 +241,7 @@ def _request(model: Model, steps: int, seed: int, settings: dict[str, Any]) -> R
 
 @functools.cache
 def _tiny(max_length: int) -> Model:
-    """A model so small that the engine is what takes time."""
+    """A tiny model, so that the engine dominates the time."""
     tokenizer = CharacterTokenizer.of("The cat sat. A rat ran.")
     config = ModelConfig(depth=1, width=8, heads=1, vocab_size=tokenizer.vocab_size)
     network = build(config)

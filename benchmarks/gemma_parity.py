@@ -1,10 +1,11 @@
-"""DiffusionGemma's loop against `generate` of transformers, with the same noise.
+"""Compares DiffusionGemma's loop with `generate` of transformers, with the same noise.
 
     python -m benchmarks.gemma_parity [--canvases 3]
 
-Random tiny weights are written by the class of transformers, read by `dlm_jax.load`, and generate
-side by side in float32. The reference takes its random tokens and its draws from the keys of our
-rows; at temperature 0 it takes the likeliest token. Ids that are never written get a logit of -inf.
+The class of transformers writes tiny random weights, `dlm_jax.load` reads them, and both programs
+generate in float32. The random tokens and draws of the reference are replaced by those of this
+library's rows; at temperature 0, the reference takes the likeliest token. The logit of ids that are
+never written is -inf.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LOOPS: tuple[dict[str, Any], ...] = (
     {},
     {"entropy_bound": 4.0, "renoise_stop": 1.0},
 )
-"""Changes of the preset. Without a temperature it draws, from 0.8 to 0.4."""
+"""Changes of the preset. The default temperature falls from 0.8 to 0.4."""
 FIELDS: tuple[dict[str, Any], ...] = (
     {},
     {"hidden_size": 32, "num_attention_heads": 2, "sliding_window": 9, "num_experts": 4},
@@ -63,7 +64,7 @@ class Noise:
         return self._tokens(jax.random.fold_in(self._key, step))
 
     def drawn(self, step: int, begin: int, logits_LV: np.ndarray) -> np.ndarray:
-        """A draw of a step for the positions from `begin`."""
+        """The draws of a step for the positions from `begin` on."""
         key = jax.random.split(jax.random.fold_in(self._key, step), 3)[0]
         places = np.arange(begin, begin + len(logits_LV))
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, places)
@@ -77,7 +78,7 @@ class Noise:
 
 
 class _Banned:
-    """A logits processor: -inf for ids that are never written."""
+    """A logits processor that sets the logits of ids that are never written to -inf."""
 
     def __init__(self, ids: Sequence[int]):
         self._ids = list(ids)
@@ -130,7 +131,7 @@ def _with_noise(reference: Any, noise: Noise, begin: int, *, is_greedy: bool) ->
 def reference_ids(
     reference: Any, model: dlm_jax.Model, prompt: Sequence[int], seed: int, settings: dict[str, Any]
 ) -> list[int]:
-    """The ids that the reference generates for one row, up to its first EOS, prompt included."""
+    """The prompt and the ids that the reference generates for one row, up to the first EOS."""
     num_canvases = -(-settings["gen_length"] // model.network.canvas_length)
     eos, steps = set(model.eos_ids), settings["steps"] // num_canvases
     banned = (set(model.banned_ids) - eos) | {model.tokenizer.mask_id}
@@ -140,7 +141,7 @@ def reference_ids(
     first, last = settings["temperature"], settings["temperature_end"]
     t_min, t_max = (last * steps - first) / (steps - 1), first
     if is_greedy := first == 0:
-        t_min, t_max = 1 - 1e-9, 1.0  # the likeliest token is that of the plain logits
+        t_min, t_max = 1 - 1e-9, 1.0  # the likeliest token of the unscaled logits
     noise = Noise(seed, allowed, positions)
     with _with_noise(reference, noise, len(prompt), is_greedy=is_greedy):
         found = reference.generate(
@@ -162,7 +163,7 @@ def num_different(
     settings: dict[str, Any],
     batch_sizes: Sequence[int],
 ) -> tuple[int, list[int]]:
-    """Generated tokens of the reference, and how many of ours differ at each batch size."""
+    """Number of tokens of the reference, and of differing tokens of this library per batch size."""
     wanted = [
         reference_ids(reference, model, prompt, seed, settings)
         for seed, prompt in enumerate(prompts)
@@ -182,7 +183,7 @@ def num_different(
 
 
 def tiny(fields: dict[str, Any], seed: int) -> Any:
-    """A reference of random weights that tell tokens apart."""
+    """A reference with random weights that distinguish tokens."""
     text = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
@@ -206,9 +207,9 @@ def tiny(fields: dict[str, Any], seed: int) -> Any:
 
 
 def spread(reference: Any, seed: int, *, sharpness: float = 2.5, conditioning: float = 0.1) -> None:
-    """Random weights: scales and norms near 1, and logits of that standard deviation.
+    """Random weights: scales and norms near 1, and logits with standard deviation `sharpness`.
 
-    With self-conditioning of 1, a random network multiplies rounding errors by 4 to 8 per step, and
+    With self-conditioning of 1, a random network multiplies rounding errors by 4 to 8 per step, so
     two exact programs write different tokens.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -226,9 +227,9 @@ def spread(reference: Any, seed: int, *, sharpness: float = 2.5, conditioning: f
 
 
 def main() -> None:
-    """Prints a row for every model and loop."""
+    """Prints one row per model and loop."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--canvases", type=int, default=3, help="canvases of a row")
+    parser.add_argument("--canvases", type=int, default=3, help="canvases per row")
     args = parser.parse_args()
     print("| diffusion_gemma: config | tokens | differ at 1 | 8 |\n" + "| --- " * 4 + "|")
     total = [0, 0, 0]

@@ -1,12 +1,12 @@
-"""Compares generation with a plain PyTorch version of LLaDA's loop, on CPU in float32.
+"""Compares generation with a plain PyTorch version of LLaDA's loop, on a CPU in float32.
 
     python -m benchmarks.generation --check     token for token: are both texts equal?
     python -m benchmarks.generation --speed     seconds of both, at equal forwards
     python -m benchmarks.generation --overhead  share of a step outside trunk and readout
 
-Both frameworks get the same random weights, prompts and two threads. Each runs in its own process;
-the parent alternates between them and takes medians of calls from prompts to tokens, after
-one call that compiles and warms up.
+Both frameworks get the same random weights, prompts and two threads. Each framework runs in a
+separate process; the parent alternates between them and takes medians of calls from prompts to
+tokens, after one call that compiles and warms up.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from benchmarks.generation_pair import KINDS, SIZES, THREADS, Pair, cases, promp
 
 
 def check(sizes: list[str], batches: int) -> bool:
-    """Whether both give the same tokens; prints how many were compared.
+    """Whether both programs give the same tokens; prints the number of compared tokens.
 
-    The logits of one forward come first: they must agree to 1e-4.
+    First, the logits of one forward must agree to 1e-4.
     """
     print("| size | case | forwards a row | new tokens compared | equal |\n| - | - | - | - | - |")
     all_equal = True
@@ -47,7 +47,7 @@ def check(sizes: list[str], batches: int) -> bool:
 
 
 def speed(sizes: list[str], rounds: int) -> None:
-    """Prints seconds of both from prompts to tokens, medians of `rounds` calls, and the ratio."""
+    """Prints the median seconds of both programs over `rounds` calls, and the ratio."""
     print("| size | case | rows x positions | forwards a row | torch s | ours s | torch / ours |")
     print("| - | - | - | - | - | - | - |")
     for size in sizes:
@@ -58,7 +58,7 @@ def speed(sizes: list[str], rounds: int) -> None:
                 for name, (_, taken) in pair.generate(case, turn).items():
                     seconds[name] += [taken] if turn else []
             ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "torch"))
-            # The ratio within a round hardly feels what else the machine does.
+            # The ratio within a round depends little on the load of the machine.
             ratio = statistics.median(np.divide(seconds["torch"], seconds["ours"]).tolist())
             print(
                 f"| {size} | {case.name} | {case.rows} x {case.length} | {case.forwards} "
@@ -69,7 +69,7 @@ def speed(sizes: list[str], rounds: int) -> None:
 
 
 def main() -> None:
-    """Prints the tables asked for; all if none is."""
+    """Prints the selected tables, or all tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,11 +77,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--vocab-sizes", type=int, nargs="+", choices=(128, 50257),
-                        default=[128, 50257], help="of the overhead")  # fmt: skip
-    parser.add_argument("--batches", type=int, default=2, help="prompt batches that are compared")
-    parser.add_argument("--rounds", type=int, default=5, help="calls of which the median is taken")
+                        default=[128, 50257], help="vocabularies of the overhead")  # fmt: skip
+    parser.add_argument("--batches", type=int, default=2, help="compared batches of prompts")
+    parser.add_argument("--rounds", type=int, default=5, help="calls per median")
     args = parser.parse_args()
-    # XLA starts a thread for each core that it may use; the processes inherit the choice.
+    # XLA starts a thread for each allowed core; the processes inherit the affinity.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     runs_all = not (args.check or args.speed or args.overhead)

@@ -1,4 +1,4 @@
-"""`dlm_jax` and a plain PyTorch loop with the same random weights, each in a process of its own."""
+"""Runs `dlm_jax` and a plain PyTorch loop with the same random weights, in separate processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_CHARACTER = 0x100
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is generated, and by which model."""
+    """The settings of a generation and the size of its model."""
 
     name: str
     size: str
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def forwards(self) -> int:
-        """Forwards of one row; guidance needs two in a step."""
+        """Forwards of one row; a step with guidance needs two."""
         return self.steps * (2 if self.guidance else 1)
 
 
@@ -71,7 +71,7 @@ def prompts_of(case: Case, seed: int) -> np.ndarray:
 
 
 def random_params(network: Any) -> Any:
-    """Parameters none of which is zero; the logits of a tied head have deviation 2."""
+    """Random nonzero parameters; the logits of a tied head have standard deviation 2."""
     import jax
 
     rng = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def random_params(network: Any) -> Any:
 
 
 def make_model(size: str, vocab_size: int, max_length: int) -> Any:
-    """A `dlm_jax.Model` with random weights: none is zero, and the logits have deviation 2."""
+    """A `dlm_jax.Model` with random nonzero weights; the logits have standard deviation 2."""
     from dlm_jax.config import ModelConfig
     from dlm_jax.data import CharacterTokenizer
     from dlm_jax.inference.model import Model
@@ -107,7 +107,7 @@ def make_model(size: str, vocab_size: int, max_length: int) -> Any:
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    """Settings of `dlm_jax.generate`; those that change nothing are left out."""
+    """Settings of `dlm_jax.generate`, without those that have no effect."""
     settings: dict[str, Any] = {
         "order": "low_confidence", "temperature": 0.0, "ignore_eos": True,
         "steps": case.steps, "gen_length": case.gen_length,
@@ -152,7 +152,7 @@ class Ours:
 
 
 class Theirs:
-    """Generation by the loop in PyTorch."""
+    """Generates with the loop in PyTorch."""
 
     def __init__(self, size: str, vocab_size: int, params: Any):
         import torch
@@ -192,7 +192,7 @@ class Theirs:
 
 
 def serve(pipe: Any, kind: type, *args: Any) -> None:
-    """Makes a generator and calls the methods that it is asked for; sends results and seconds."""
+    """Makes a generator and calls the requested methods; sends results and seconds."""
     generator = kind(*args)
     while (request := pipe.recv()) is not None:
         name, *values = request
@@ -202,7 +202,7 @@ def serve(pipe: Any, kind: type, *args: Any) -> None:
 
 
 class Pair:
-    """The two frameworks with the same weights, each in a process."""
+    """The two frameworks with the same weights, in separate processes."""
 
     def __init__(self, size: str):
         length = sum(CANVASES[size].values())
@@ -220,17 +220,17 @@ class Pair:
         self._workers[name] = pipe, process
 
     def ask(self, name: str, *request: Any) -> tuple[Any, float]:
-        """What the worker's method returned, and seconds."""
+        """The result of the worker's method, and the seconds."""
         pipe, _ = self._workers[name]
         pipe.send(request)
         return pipe.recv()
 
     def generate(self, case: Case, seed: int) -> dict[str, tuple[np.ndarray, float]]:
-        """Canvases and seconds of both, one after the other."""
+        """Canvases and seconds of both frameworks, which run one after the other."""
         results = {}
         for name in self._workers:
             results[name] = self.ask(name, "generate", case, seed)
-            # The threads of the one spin for a while before they leave the cores to the other.
+            # The threads of one framework spin for a while before they release the cores.
             time.sleep(PAUSE_SECONDS)
         return results
 

@@ -1,13 +1,14 @@
-"""Prints a hash of what the library does for each of many settings: a guard for changes of form.
+"""Prints a hash of the library's results for many settings, to check that refactoring changes
+nothing.
 
     python benchmarks/golden.py > after.txt && diff before.txt after.txt
 
-A line is the hash of a case's texts and its name; ``--texts`` adds the texts themselves. Cases:
-every order, fill, remask rule, edit rule, cache and published loop with the models that ship, with
-prompts (``given``) and without (``empty``); the programs ``sample.py`` and ``evaluate``; and two
-tiny training runs, of which parameters and messages are hashed. Only public names and programs are
-used. ``--only WORD`` runs the cases whose name holds the word. Hashes hold for one machine: what
-the compiler makes of float32 differs between processors.
+A line is the hash of a case's texts and its name; ``--texts`` adds the texts themselves. The cases
+are every order, fill, remask rule, edit rule, cache and published loop with the shipped models,
+with prompts (``given``) and without (``empty``); the programs ``sample.py`` and ``evaluate``; and
+tiny training runs, whose parameters and messages are hashed. Only public names and programs are
+used. ``--only WORD`` runs the cases whose names contain the word. Hashes are valid for one machine,
+because compiled float32 code differs between processors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
-# Before JAX is imported, and for the programs that are started.
+# Set before JAX is imported, and inherited by the started programs.
 os.environ["XLA_FLAGS"] = _QUICK
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -91,7 +92,7 @@ SHAKESPEARE: dict[str, Settings] = {
     "published dream": family.DREAM["dream"] | {"fill": "parallel"} | _SHORT,
     "published dream greedy": family.DREAM["greedy"] | {"fill": "parallel"} | _SHORT,
 }  # fmt: skip
-"""Settings of the small Shakespeare, by the name of the case."""
+"""Settings for the small Shakespeare model, by name of the case."""
 
 PROOFREADER: dict[str, Settings] = {
     "repair": {},
@@ -128,8 +129,8 @@ RUNS: dict[str, Settings] = {
 def main() -> int:
     """Prints the lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--texts", action="store_true", help="print what is hashed, too")
+    parser.add_argument("--only", default="", help="only cases whose names contain this")
+    parser.add_argument("--texts", action="store_true", help="also print the hashed values")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name, parts in _cases(Path(folder), args.only):
@@ -140,7 +141,7 @@ def main() -> int:
 
 
 def _cases(folder: Path, only: str) -> Iterator[tuple[str, list[str]]]:
-    """Names of the cases, each with what is hashed."""
+    """Names of the cases, with the values to hash."""
     model = dlm_jax.load("shakespeare")
     for name, settings in SHAKESPEARE.items():
         if only in name:
@@ -171,14 +172,14 @@ def _cases(folder: Path, only: str) -> Iterator[tuple[str, list[str]]]:
 def _texts(
     model: dlm_jax.Model, name: str, settings: Settings, prompt: str = "ROMEO:\nI am "
 ) -> Iterator[tuple[str, list[str]]]:
-    """Texts without a prompt and with one, three each, of one call."""
+    """Three texts without a prompt and three with a prompt, from one call."""
     found = _rows(dlm_jax.generate(model, ["", prompt], num_samples=3, seed=5, **settings))
     yield f"{name}, empty", found[:3]
     yield f"{name}, given", found[3:]
 
 
 def _rows(result: dlm_jax.Texts) -> list[str]:
-    """What is hashed of each row."""
+    """The values to hash of each row."""
     return [
         json.dumps([text, int(status), int(steps), int(forwards)])
         for text, status, steps, forwards in zip(
@@ -188,7 +189,7 @@ def _rows(result: dlm_jax.Texts) -> list[str]:
 
 
 def _file(folder: Path) -> list[str]:
-    """The results of a file of requests, without the speed."""
+    """The results of a request file, without the times."""
     requests, results = folder / "in.jsonl", folder / "out.jsonl"
     lines = [
         {"prompt": "ROMEO:\n", "gen_length": 16, "seed": 1},
@@ -218,7 +219,7 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
     yield (
         f"{name} run: messages",
         [
-            # Progress is told by the clock.
+            # Progress lines depend on the clock.
             re.sub(r"[\d.,]+ s\b", "N s", line)
             for line in lines
             if " steps, " not in line
@@ -239,7 +240,7 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
 
 
 def _finish(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; RuntimeError if that is not exit code 0."""
+    """Runs a program to its end; raises RuntimeError if the exit code is not 0."""
     given = os.environ | {
         "DLM_JAX_CACHE": str(folder / "tokens"),
         "XDG_CACHE_HOME": str(folder / "cache"),

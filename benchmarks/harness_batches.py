@@ -1,4 +1,4 @@
-"""Measures likelihoods of the harness by batch size: ``python benchmarks/harness_batches.py``."""
+"""Measures harness likelihoods by batch size: ``python benchmarks/harness_batches.py``."""
 
 from __future__ import annotations
 

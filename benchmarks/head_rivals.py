@@ -1,17 +1,17 @@
-"""The trained sampler head beside rules that need no training, and its own settings.
+"""Compares the trained sampler head with training-free rules and with other settings of the head.
 
     python -m benchmarks.head_rivals run --judge runs/shakespeare_judge
     python -m benchmarks.head_rivals table
     python -m benchmarks.head_rivals refine --checkpoint shakespeare --csv FILE
     python -m benchmarks.head_rivals temperatures --checkpoint shakespeare --csv FILE
 
-Texts of one model, judged as in `benchmarks/sampler_head.py`. A rule that commits as many
-tokens as are sure enough takes as many forwards as it takes: of a grid of settings, tried on a seed
-of its own, those are kept for a budget that need no more forwards and write texts as diverse as 128
-forwards of one draw each, and of them the one that the judge likes best. Every line of
-the CSV is measured once; a stopped run goes on. `refine` compares what a model with a critic makes
-of 16 forwards that commit, and of 17 of which 8 are the critic's; `temperatures` the same at every
-temperature, so that texts can be compared that are as diverse.
+One model writes the texts, which are judged as in `benchmarks/sampler_head.py`. A rule that commits
+all sufficiently confident tokens needs a variable number of forwards. A grid of settings is
+therefore tried on a separate seed. For each budget, the candidates need no more forwards and write
+texts as diverse as 128 forwards with one draw each; the candidate with the lowest bits under the
+judge is selected. Every line of the CSV is measured once; a stopped run resumes. `refine` compares
+16 forwards that commit with 17 forwards of which 8 are the critic's. `temperatures` makes the same
+comparison at every temperature, to compare texts of equal diversity.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ QUOTAS: dict[str, dict[str, Any]] = {
     "all filled": FILLED,
     "all filled, one-sided": FILLED | {"sampler_one_sided": True},
 }
-"""Kinds of sampling that commit a set number of tokens a step."""
+"""Samplers that commit a fixed number of tokens per step."""
 BOUNDS: dict[str, tuple[float, ...]] = {
     "entropy_bound": (0.3, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0),
     "factor": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0),
 }
-"""Rules that commit what is sure enough, and the bounds that are tried of each."""
+"""Rules that commit sufficiently confident tokens, and the candidate bounds of each rule."""
 OWN: dict[str, dict[str, Any]] = {
     **{f"top-p {p}": {"sampler_top_p": p} for p in (0.99, 0.95, 0.9, 0.8)},
     **{
@@ -60,10 +60,11 @@ OWN: dict[str, dict[str, Any]] = {
         for ratio, power in itertools.product(RATIOS[2:4], (1.0, 4.0))
     },
 }  # fmt: skip
-"""Settings of the head beside those of *waves*."""
+"""Settings of the head, combined with those of *waves*."""
 REFINED: dict[str, Any] = FILLED | {"schedule": "linear", "remask": "scheduled"}
 SHARES = ((0.0, 0.06), (0.0, 0.1), (0.05, 0.05), (0.08, 0.04))
-"""Ends of a line, of which each step but the last remasks its share of the row afterwards."""
+"""First and last remasked share of the row; the share changes linearly over the steps except the
+last."""
 RECOMMENDED = (
     "steps", "order", "fill", "sampler_even_odd", "temperature", "temperature_end", "min_p",
 )  # fmt: skip
@@ -88,7 +89,7 @@ def _bound_grid(order: str, fill: str) -> list[dict[str, Any]]:
 def _best(
     lines: list[dict[str, str]], budget: int, floor: tuple[float, float]
 ) -> dict[str, Any] | None:
-    """The settings with the lowest bits within the budget that are diverse, if there are any."""
+    """The diverse settings with the lowest bits within the budget; None if there are none."""
     found = [
         line
         for line in lines
@@ -102,7 +103,7 @@ def _best(
 
 
 def _floor(study: Study, name: str) -> tuple[float, float]:
-    """Token entropy and distinct 4-grams of what counts as diverse."""
+    """The minimum token entropy and distinct 4-grams of diverse texts."""
     (full,) = study.measure(
         "tune", "full", [name], [TUNING_SEED],
         {"steps": LIMIT, "fill": "parallel", "temperature": 1.0, "temperature_end": 0.3},
@@ -119,7 +120,7 @@ def _tuned(
 
 
 def refine(study: Study, name: str) -> None:
-    """Committing alone with 16 forwards, and 9 steps between which the critic reads the text."""
+    """Compares 16 forwards that commit with 9 steps between which the critic remasks."""
     floor = _floor(study, name)
     alone: dict[str, Any] = {"steps": 16}
     half: dict[str, Any] = {"steps": 9}
@@ -157,7 +158,7 @@ def refine(study: Study, name: str) -> None:
 
 
 def temperatures(study: Study, name: str) -> None:
-    """What `refine` chose for the fills of everything, at every temperature."""
+    """Measures the settings that `refine` selected for full fills, at every temperature."""
     chosen = {row["case"]: row["settings"] for row in study.rows if row["part"] == "16 forwards"}
     for kind, (first, last) in itertools.product(chosen, WARM):
         if kind.startswith("all filled"):
@@ -167,7 +168,7 @@ def temperatures(study: Study, name: str) -> None:
 
 
 def run(study: Study, name: str) -> None:
-    """Makes the measurements that are missing."""
+    """Makes the missing measurements."""
     floor = _floor(study, name)
     for budget in BUDGETS:
         kinds = {kind: _quota_grid(kind, budget) for kind in QUOTAS}
@@ -184,7 +185,7 @@ def run(study: Study, name: str) -> None:
 
 
 def table(rows: list[dict[str, str]]) -> None:
-    """Prints the means over the seeds, and their intervals, as Markdown."""
+    """Prints the means over the seeds with their intervals, as Markdown."""
     parts = {row["part"] for row in rows}
     budgets = {part for part in parts if part.endswith(" forwards")}
     _table([row for row in rows if row["part"] in budgets], "budget")

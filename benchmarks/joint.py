@@ -4,9 +4,9 @@
     python -m benchmarks.joint table
     python -m benchmarks.joint cost
 
-The source is the Markov chain of `benchmarks/markov.py`, whose model knows it exactly. `run`
-samples it through the compiled loop, beside the exact law of the same process where it can be
-enumerated; `cost` times a coherent fill of all holes on the shipped model.
+The source is the Markov chain of `benchmarks/markov.py`, for which the model is exact. `run`
+samples with the compiled loop and computes the exact distribution of the process where enumeration
+is possible; `cost` times a full wavefront fill on the shipped model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ARMS: dict[str, tuple[dict[str, Any], markov.Fill]] = {
         markov.Fill(fills_all=True, is_one_sided=True),
     ),
 }
-"""What is committed in random order, and the law of its texts."""
+"""Samplers with a random order, and the distribution of their texts."""
 
 TUNED: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
     f"{order}, {how}": ({"order": order} | fill, order, values)
@@ -71,7 +71,8 @@ TUNED: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
         "factor": (0.0, 0.6, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 9.0),
     }.items()
 }  # fmt: skip
-"""What decides by itself how much a step commits: settings, and what is tuned in them."""
+"""Samplers with a variable number of commits per step: settings, name and values of the tuned
+setting."""
 
 FIELDS = ("arm", "setting", "budget", "forwards", "filled", "waves", "texts", "total_variation",
           "noise", "exact", "p_value")  # fmt: skip
@@ -81,10 +82,10 @@ class Texts(NamedTuple):
     """What was written.
 
     Attributes:
-      counts: of each text, axes as `markov.joint`.
-      forwards: mean of a text.
-      filled: mean number of candidates of a text.
-      waves: mean of a text.
+      counts: number of each text, with axes as in `markov.joint`.
+      forwards: mean forwards per text.
+      filled: mean candidates per text.
+      waves: mean waves per text.
     """
 
     counts: np.ndarray
@@ -100,7 +101,7 @@ class Texts(NamedTuple):
 
 @functools.cache
 def advance() -> Advance:
-    """The loop around the chain's model."""
+    """The loop for the chain's model."""
     network = markov.network()
     return make_advance(Program(
         network=network, mask_id=markov.MASK, chunk=chunk_size(network.vocab_size),
@@ -109,7 +110,7 @@ def advance() -> Advance:
 
 
 def write(settings: dict[str, Any], number: int, seed: int, *, rows: int = ROWS) -> Texts:
-    """`number` texts, a multiple of `rows`, with the seeds from `seed` on."""
+    """Writes `number` texts, a multiple of `rows`, with consecutive seeds from `seed` on."""
     sample = SampleConfig(chain=("temperature",), **settings)
     facts = ModelFacts(markov.MASK + 1, (markov.MASK,), noise=LINEAR, has_sampler=True)
     one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
@@ -132,7 +133,7 @@ def write(settings: dict[str, Any], number: int, seed: int, *, rows: int = ROWS)
 
 
 def p_value(texts: Texts, law: np.ndarray, *, draws: int = 2000) -> float:
-    """The share of as many texts of a law that are at least as far from it as these are."""
+    """The share of equally large samples of a distribution that are at least as far from it."""
     number, found = int(texts.counts.sum()), markov.total_variation(texts.shares, law)
     drawn = np.random.default_rng(0).multinomial(number, law.ravel() / law.sum(), size=draws)
     far = 0.5 * np.abs(drawn / number - law.ravel()).sum(axis=1)
@@ -140,14 +141,14 @@ def p_value(texts: Texts, law: np.ndarray, *, draws: int = 2000) -> float:
 
 
 def noise(number: int, *, draws: int = 200) -> float:
-    """The mean total variation of as many texts that are drawn from the joint itself."""
+    """The mean total variation of `number` texts that are drawn from the joint distribution."""
     law = markov.joint().ravel()
     drawn = np.random.default_rng(0).multinomial(number, law, size=draws)
     return float((0.5 * np.abs(drawn / number - law).sum(axis=1)).mean())
 
 
 def measured(number: int) -> Iterator[dict[str, Any]]:
-    """A line for every arm and budget."""
+    """Yields one line per arm and budget."""
     level = noise(number)
 
     def line(arm: str, setting: str, budget: Any, texts: Texts, law: np.ndarray | None):
@@ -186,7 +187,7 @@ def measured(number: int) -> Iterator[dict[str, Any]]:
 
 
 def table(path: str) -> None:
-    """Prints what was measured as Markdown."""
+    """Prints the measurements as Markdown."""
     print("| fill | forwards | total variation | exact | made by | candidates | waves |")
     print("| --- " * 7 + "|")
     with Path(path).open(encoding="utf-8", newline="") as file:
@@ -198,9 +199,9 @@ def table(path: str) -> None:
 
 
 def cost(repeats: int) -> None:
-    """Prints what a step costs that fills its quota, or all holes, on the shipped model.
+    """Prints the cost of a step that fills its quota, or all holes, on the shipped model.
 
-    Time is that of all processors together, which others on the machine disturb the least.
+    The time is processor time, which other programs on the machine affect the least.
     """
     model = dlm_jax.load()
     print("| order | steps | filled of a text | waves | processor ms per step |")
@@ -229,8 +230,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["run", "table", "cost"])
     parser.add_argument("--csv", default="benchmarks/results/joint.csv")
-    parser.add_argument("--texts", type=int, default=200_000, help="of each line (200000)")
-    parser.add_argument("--repeats", type=int, default=5, help="of cost (5)")
+    parser.add_argument("--texts", type=int, default=200_000, help="texts per line (200000)")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of cost (5)")
     args = parser.parse_args()
     if args.texts < 2 * ROWS or args.texts % (2 * ROWS):
         parser.error(f"--texts={args.texts} is not a multiple of {2 * ROWS}; use 200000")

@@ -1,8 +1,8 @@
 """LLaDA's generation loop in eager PyTorch, for comparison: low-confidence remasking at T = 0.
 
 Written from the description of LLaDA's ``generate.py`` (Nie et al. 2025): the canvas is the prompt
-and `gen_length` holes; blocks are finished from left to right; every step is a full forward, and
-the most confident predictions of the block stay, as many as its quota. One thing differs: special
+and `gen_length` holes, and blocks are finished from left to right. Every step is a full forward and
+commits the most confident predictions of the block, up to a quota. There is one difference: special
 ids are never proposed.
 """
 
@@ -17,7 +17,7 @@ LogitsFn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def quotas(is_hole_BK: torch.Tensor, steps: int) -> torch.Tensor:
-    """Holes to fill in each step, ``[B, steps]``: equal parts, the remainder on the first steps."""
+    """Number of holes to fill in each step, ``[B, steps]``; the first steps get the remainder."""
     holes_B1 = is_hole_BK.sum(dim=1, keepdim=True)
     return holes_B1 // steps + (torch.arange(steps) < holes_B1 % steps)
 
@@ -31,7 +31,7 @@ def clean_logits(
 ) -> torch.Tensor:
     """Logits ``[B, L, V]`` with classifier-free guidance: ``un + (s + 1) (cond - un)``.
 
-    The unconditional half of the forward sees the prompt masked; without guidance there is none.
+    With guidance, the second half of the forward has masked prompts.
     """
     if not guidance:
         return logits_fn(tokens_BL)
@@ -52,10 +52,10 @@ def generate(
     steps: int,
     guidance: float = 0.0,
 ) -> torch.Tensor:
-    """Prompts of equal length with what continues them, ``[B, P + gen_length]``.
+    """Prompts of equal length with their continuations, ``[B, P + gen_length]``.
 
     Raises:
-      ValueError: the blocks do not divide the new tokens, or the steps.
+      ValueError: the number of blocks does not divide the new tokens or the steps.
     """
     num_blocks, rest = divmod(gen_length, block_length)
     if rest or steps % num_blocks:

@@ -1,10 +1,10 @@
-"""What loading a model onto a mesh takes: the peak memory of the process, and each device's part.
+"""Measures loading onto a mesh: the peak memory of the process, and the part of each device.
 
     python benchmarks/loading.py
 
-A checkpoint and a weights file of a model of random parameters are loaded in processes of their
-own, onto one device and onto eight simulated ones (whose memory is the process's too). Peaks are
-above what the process held before, as multiples of the parameters' bytes.
+Separate processes load a checkpoint and a weights file of a model with random parameters, onto one
+device and onto eight simulated devices, which share the memory of the process. Peaks exclude the
+memory before loading and are multiples of the parameters' bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--one", help="(loads one, in a process of its own)")
+    parser.add_argument("--one", help="(internal: loads one model)")
     args = parser.parse_args()
     if args.one is not None:
         _load(**json.loads(args.one))
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _save(directory: Path, args: argparse.Namespace) -> int:
-    """Bytes of the parameters of the model that is then in the directory, twice."""
+    """Saves a model to the directory in both formats; returns the bytes of its parameters."""
     tokenizer = CharacterTokenizer.of("The cat sat. A rat ran.")
     model = ModelConfig(
         depth=args.depth, width=args.width, heads=8, vocab_size=tokenizer.vocab_size
@@ -95,8 +95,8 @@ def _in_a_process(asked: dict[str, Any]) -> dict[str, int]:
 
 def _load(path: str, mesh: dict[str, Any] | None, dtype: str) -> None:
     """Loads a model and prints its largest part on a device and the peak of the process."""
-    jax.block_until_ready(jnp.ones(8) + np.float32(1))  # the backend counts as held before
-    # The peak from here on; what a process was started with counts in `getrusage`.
+    jax.block_until_ready(jnp.ones(8) + np.float32(1))  # initialises the backend before measuring
+    # Resets the peak, because `getrusage` includes the memory of the parent process.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     model = dlm_jax.load(path, mesh=None if mesh is None else MeshConfig(**mesh), dtype=dtype)
@@ -109,7 +109,7 @@ def _load(path: str, mesh: dict[str, Any] | None, dtype: str) -> None:
 
 
 def _status(name: str) -> int:
-    """Bytes of the process that Linux names so."""
+    """A memory figure of the process in bytes, by its name in Linux."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
     return int(line.split()[1]) * 1024
 

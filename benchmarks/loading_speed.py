@@ -2,8 +2,8 @@
 
     python -m benchmarks.loading_speed --megabytes 400
 
-Writes a LLaDA-like model of random bfloat16 numbers, then reads it in turns: every tensor by
-`safetensors.numpy.load_file`, and the whole model by `dlm_jax.load`. Both read
+The program writes a LLaDA-like model with random bfloat16 parameters. In alternating runs,
+`safetensors.numpy.load_file` reads every tensor and `dlm_jax.load` reads the whole model. Both read
 from the page cache of the operating system.
 """
 
@@ -28,7 +28,7 @@ WIDTH, INNER, VOCAB = 1024, 3072, 8192
 
 
 def write(directory: Path, megabytes: int, num_files: int) -> int:
-    """Writes the model; bytes of its weights."""
+    """Writes the model; returns the bytes of its weights."""
     rng = np.random.default_rng(0)
 
     def drawn(*shape: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def write(directory: Path, megabytes: int, num_files: int) -> int:
 
 
 def main() -> None:
-    """Prints the best of some turns of each, and their ratio."""
+    """Prints the best times of alternating runs, and their ratio."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--files", type=int, default=4)
@@ -93,7 +93,7 @@ def main() -> None:
             jax.block_until_ready(model.params)
             own = time.perf_counter() - began
             del model
-            if turn:  # the first one also warms up
+            if turn:  # the first turn warms up
                 seconds["safetensors"].append(plain)
                 seconds["dlm_jax"].append(own)
     print(f"| {size / 1e6:.0f} MB bfloat16 | best s | median s | GB/s |")

@@ -1,12 +1,12 @@
-"""What the logit chain costs a TPU, by its compiler, beside a forward of a trunk: prints a table.
+"""Prints the estimated cost of the logit chain on a TPU, compared with a forward of a trunk.
 
 Command: python -m benchmarks.logit_chain [--topology v5e:2x2] [--only NAME ...]
 
-512 positions of 32768 logits go through each transform alone and through all of them, and on to a
-draw, on one chip; the trunk is 12 layers of width 1024 in bfloat16 over 4 rows of 1024, a share of
-64 rows on 16 chips. No chip is needed (the extra ``tpu``). ``roof`` and ``cycles`` are estimates
-(`dlm_jax.distributed.costs`): of two branches the more expensive one counts, also the one for ties,
-and a search for a cut whose number of passes is not known counts one pass.
+512 positions of 32768 logits pass through each transform, through all transforms, and through a
+draw, on one chip. The trunk has 12 layers of width 1024 in bfloat16; its 4 rows of 1024 are the
+share of one of 16 chips in 64 rows. No TPU is required (extra ``tpu``). ``roof`` and ``cycles`` are
+estimates (`dlm_jax.distributed.costs`): the more expensive of two branches counts, also for ties,
+and a search with an unknown number of passes counts as one pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TRUNK = {"depth": 12, "width": 1024, "heads": 16, "compute_dtype": "bfloat16"}
 
 
 def compiled(fn: Callable[..., Any], device: Any, *args: Any) -> tuple[str, float]:
-    """The program for a device, as text, and the seconds of a processor that its compiler took."""
+    """The compiled program for a device as text, and the processor seconds of the compilation."""
     place = SingleDeviceSharding(device)
 
     def traced(*args: Any) -> Any:
@@ -66,7 +66,7 @@ def compiled(fn: Callable[..., Any], device: Any, *args: Any) -> tuple[str, floa
 
 
 def chain_program(names: list[str]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function that draws through those transforms, and its arguments."""
+    """A function that draws through these transforms, and its arguments."""
     settings = {key: value for name in names for key, value in ON[name].items()}
     sample = SampleConfig(chain=tuple(names), **settings)
     chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(VOCAB))

@@ -1,7 +1,7 @@
-"""A Markov chain with a model that knows it exactly, and the laws of its texts after k forwards.
+"""A Markov chain with an exact model, and the distributions of its texts after k forwards.
 
-All that is wrong with the texts that this model writes is the fault of how they are sampled. The
-laws are computed by enumeration in float64 from the chain alone; nothing of the loop is used.
+All errors in the texts of this model are therefore caused by the sampler. The distributions are
+computed by enumeration in float64 from the chain, independently of the loop.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ STEP = ((0.6, 0.25, 0.15), (0.15, 0.6, 0.25), (0.3, 0.12, 0.58))
 MASK = len(START)
 
 Blocks = tuple[tuple[int, ...], ...]
-"""Positions that are committed together, step by step."""
+"""Positions that are committed together, in step order."""
 
 
 def network(length: int = LENGTH) -> Network:
-    """The chain as a model with an exact LM head and an exact sampler head of one neighbour a side.
+    """The chain as a model with an exact LM head and an exact sampler head with one neighbour per
+    side.
 
-    Its parameters are ``{"start": [V], "step": [V, V]}``. The hidden vector of a position is what
-    the visible tokens on its left say of it, and what those on its right say, ``[2V]``.
+    The parameters are ``{"start": [V], "step": [V, V]}``. The hidden vector of a position,
+    ``[2V]``, has the messages from the visible tokens on the left and on the right.
     """
 
     def trunk(
@@ -81,7 +82,7 @@ def network(length: int = LENGTH) -> Network:
 
 @functools.cache
 def joint(length: int = LENGTH) -> np.ndarray:
-    """The probability of each text, an axis of `MASK` values a position."""
+    """The probability of each text, with an axis of `MASK` values per position."""
     found = np.array(START)
     for _ in range(length - 1):
         found = found[..., None] * np.array(STEP)
@@ -90,7 +91,7 @@ def joint(length: int = LENGTH) -> np.ndarray:
 
 @functools.cache
 def given(place: int, seen: frozenset[int], length: int = LENGTH) -> np.ndarray:
-    """The probability of what stands at a place, given what stands at others; axes as `joint`."""
+    """The probability of the token at `place` given the tokens at `seen`; axes as in `joint`."""
 
     def of(places: frozenset[int]) -> np.ndarray:
         rest = tuple(axis for axis in range(length) if axis not in places)
@@ -101,14 +102,14 @@ def given(place: int, seen: frozenset[int], length: int = LENGTH) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Fill:
-    """How the candidates of a step are drawn.
+    """The distribution of the candidates of a step.
 
     Attributes:
-      is_parallel: all blind to each other; otherwise in waves, from one seed in each run of holes
-        that no visible token touches.
+      is_parallel: whether candidates are independent; otherwise, they are drawn in waves from one
+        seed in each run of holes without a visible neighbour.
       is_alternating: whether even positions of a wave are filled before the odd ones.
-      is_one_sided: a run between two filled tokens grows from its left end alone.
-      fills_all: all holes are filled, whichever of them are committed.
+      is_one_sided: whether a run between two filled tokens is filled only from the left.
+      fills_all: whether all holes are filled, including holes that are not committed.
     """
 
     is_parallel: bool = False
@@ -117,7 +118,7 @@ class Fill:
     fills_all: bool = False
 
     def law(self, holes: frozenset[int], seen: frozenset[int]) -> np.ndarray:
-        """The probability of what is drawn for the holes, given what is seen; axes as `joint`."""
+        """The probability of the tokens at the holes, given the tokens at `seen`."""
         if self.is_parallel:
             return _product(given(place, seen) for place in holes)
         far = [run for run in _runs(holes) if not {run[0] - 1, run[-1] + 1} & seen]
@@ -150,7 +151,7 @@ class Fill:
 
 @functools.cache
 def step_law(fill: Fill, chosen: frozenset[int], holes: frozenset[int]) -> np.ndarray:
-    """The probability of what a step commits at the chosen holes, given the other positions."""
+    """The probability of the tokens committed at the chosen holes, given the other positions."""
     seen = frozenset(range(LENGTH)) - holes
     if not fill.fills_all:
         return fill.law(chosen, seen)
@@ -159,7 +160,7 @@ def step_law(fill: Fill, chosen: frozenset[int], holes: frozenset[int]) -> np.nd
 
 
 def text_law(fill: Fill, weights: Iterable[tuple[Blocks, float]]) -> np.ndarray:
-    """The probability of each text when blocks of positions are committed with these weights."""
+    """The probability of each text for weighted sequences of committed blocks."""
     found = np.zeros_like(joint())
     for blocks, weight in weights:
         holes, law = frozenset(range(LENGTH)), np.array(weight)
@@ -171,7 +172,7 @@ def text_law(fill: Fill, weights: Iterable[tuple[Blocks, float]]) -> np.ndarray:
 
 
 def in_random_order(steps: int) -> Iterator[tuple[Blocks, float]]:
-    """What random order commits: at each step ``ceil(holes / steps left)`` positions, any set."""
+    """Blocks of random order: each step commits ``ceil(holes / steps left)`` random positions."""
     sizes, holes = [], LENGTH
     for left in range(steps, 0, -1):
         sizes.append(-(-holes // left))
@@ -182,9 +183,9 @@ def in_random_order(steps: int) -> Iterator[tuple[Blocks, float]]:
 
 
 def ancestral(steps: int) -> Iterator[tuple[Blocks, float]]:
-    """What ancestral steps commit under a linear schedule: each position at a uniform step.
+    """Blocks of ancestral steps with a linear schedule: the step of each position is uniform.
 
-    ``m`` of the steps commit something, in ``C(steps, m)`` ways that are equally likely.
+    If ``m`` steps commit something, there are ``C(steps, m)`` equally likely choices.
     """
     return ((blocks, math.comb(steps, len(blocks)) / steps**LENGTH) for blocks in _ordered_blocks())
 
@@ -216,7 +217,7 @@ def _runs(places: Iterable[int]) -> list[list[int]]:
 
 
 def _is_surest(seed: int, run: list[int], seen: frozenset[int]) -> np.ndarray:
-    """Where, of the texts, the LM head is surest at the seed; at the lower place of equal ones."""
+    """The texts for which the LM head is most confident at `seed`; the lower position wins ties."""
     sure = {place: given(place, seen).max(axis=place, keepdims=True) for place in run}
     return _product(
         sure[seed] > sure[place] + 1e-12 if place < seed else sure[seed] >= sure[place] - 1e-12

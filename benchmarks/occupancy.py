@@ -1,10 +1,11 @@
-"""How busy slots are on a file of requests whose lengths vary tenfold, beside whole batches.
+"""Slot occupancy for a file of requests with lengths that vary tenfold, compared with whole
+batches.
 
     python benchmarks/occupancy.py
 
-Requests of 13 to 128 new tokens and as many steps go through the shipped model, 32 slots. Occupancy
-is the share of the slots' steps that a row took while requests still waited. Whole batches are what
-slots without refilling would do: each batch runs until its longest row has ended.
+The shipped model runs requests of 13 to 128 new tokens, with one step per token, in 32 slots.
+Occupancy is the share of the slot steps that had a row while requests waited. Without refilling,
+each batch would run until its longest row ends.
 """
 
 from __future__ import annotations

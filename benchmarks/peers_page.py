@@ -9,9 +9,9 @@ from dlm_jax.serving.peers import table
 
 _HEAD = """# Request fields of other servers
 
-The [server](serving.md) reads an alias as the field or setting beside it. A refusal names the field
-that the client sent. Fields of the same name and meaning are not listed. This page is printed by
-`python -m benchmarks.peers_page`.
+The [server](serving.md) reads an alias as the field or setting next to it. A refusal names the
+field that the client sent. Fields with the same name and meaning are not listed. `python -m
+benchmarks.peers_page` prints this page.
 """
 
 

@@ -1,15 +1,14 @@
-"""What training and cached sampling need on pods of TPUs, by their compiler.
+"""Prints the memory and estimated time of training and cached sampling on TPU pods.
 
 Command: python -m benchmarks.pods --json benchmarks/results/scaling.json --compiler-options none
     [--only NAME ...] [--list]
 
-Prints a table of training steps (memory, collectives, time) and one of sampling steps with a cache
-(memory, and what the chips gather). Every row is compiled for devices that need not be there (the
-extra ``tpu``), in a process of its own, which takes one to six minutes of a core; rows that the
-file already holds are kept.
-``roof`` bounds everything but products by the memory's bandwidth, ``cycles`` by the compiler's own
-cycles; both are estimates. Utilisation is the model's own work (`dlm_jax.training.plan`) by the
-peak of the chips.
+The first table has training steps (memory, collectives, time), the second has sampling steps with a
+cache (memory and gathered bytes). Every row is compiled for TPUs that may be absent (extra
+``tpu``), in a separate process that takes one to six minutes of one core. Rows that are in the file
+already are kept. ``roof`` assumes that all operations except products are bound by memory
+bandwidth; ``cycles`` uses the compiler's cycles. Both are estimates. Utilisation is the work of the
+model (`dlm_jax.training.plan`) divided by the peak of the chips.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the table; ``topology`` as for ``train.py --topology``."""
+    """One row of the table; ``topology`` is as in ``train.py --topology``."""
 
     model: str
     topology: str
@@ -58,7 +57,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """The row's name in the file."""
         values = dataclasses.asdict(self).values()
         return " ".join(str(value) for value in values)
 
@@ -76,33 +75,33 @@ class Sampled:
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """The row's name in the file."""
         values = dataclasses.asdict(self).values()
         return " ".join(["sampling", *map(str, values)])
 
 
 ROWS: list[Row | Sampled] = [
-    # One model and optimiser after the other on the cube of 64 chips.
+    # Models and optimisers on a cube of 64 chips.
     Row("1.3B", "v5p:4x4x4", 256),
     Row("1.3B", "v5p:4x4x4", 256, optimizer="muon"),
     Row("8B", "v5p:4x4x4", 128),
-    # What rematerialisation costs.
+    # Cost of rematerialisation.
     Row("1.3B", "v5p:4x4x4", 64, remat="none"),
     Row("1.3B", "v5p:4x4x4", 256, remat="block"),
     Row("1.3B", "v5p:4x4x4", 256, remat="dots"),
     Row("1.3B", "v5p:4x4x4", 256, remat="offload"),
-    # Strong scaling: the same rows on more chips; weak scaling: the same rows a chip.
+    # Strong scaling: the same rows on more chips; weak scaling: the same rows per chip.
     Row("1.3B", "v5p:2x4x4", 256),
     Row("1.3B", "v5p:4x4x8", 256),
     Row("1.3B", "v5p:4x4x8", 512),
     Row("1.3B", "v5p:4x4x4*2", 256),
     Row("1.3B", "v5e:16x16", 512),
     Row("8B", "v5e:16x16", 256, fsdp=256),
-    # The small model on the small board, with every mesh.
+    # The small model on the small board, with all meshes.
     Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=1),
     Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=16),
     Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=4, tensor=2),
-    # Matrices split too, and long rows.
+    # Split matrices, and long rows.
     Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
     Row("1.3B", "v5p:4x4x4", 64, 32768),
     # Sampling with a cache.
@@ -129,7 +128,7 @@ def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
 
 
 def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The figures of a row: GiB, TFLOP and milliseconds of a chip and step."""
+    """The figures of a row: GiB, TFLOP and milliseconds per chip and step."""
     from dlm_jax.distributed.mesh import topology_devices
     from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import plan
@@ -175,10 +174,10 @@ def sampling_step(
     quantize: str | None = None,
     options: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
-    """The compiled loop of sampling steps of empty canvases on `mesh`, and the state it takes.
+    """The compiled loop of sampling steps of empty canvases on `mesh`, and its initial state.
 
-    Parameters are bfloat16, in the parts of `dlm_jax.distributed.partitions`, or quantised as
-    `dlm_jax.load` does it; the id of MASK is the last of the vocabulary.
+    Parameters are bfloat16, sharded as in `dlm_jax.distributed.partitions`, or quantised as by
+    `dlm_jax.load`; MASK is the last id of the vocabulary.
     """
     import jax
     import jax.numpy as jnp
@@ -228,7 +227,7 @@ def sampling_step(
 
 
 def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The figures of a sampling step: GiB of a chip."""
+    """The figures of a sampling step: GiB per chip."""
     import jax
 
     from dlm_jax.distributed.costs import KINDS, cost, parse
@@ -276,7 +275,7 @@ def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, An
 
 
 def sampled_table(results: list[dict[str, Any]]) -> list[str]:
-    """The results of sampling steps as a table in Markdown."""
+    """The results of sampling steps as a Markdown table."""
     lines = [
         "| model | topology | rows x L | cache | mesh | kept GiB | other arguments | temporaries | "
         "gathered GiB | largest gathered |",
@@ -291,7 +290,7 @@ def sampled_table(results: list[dict[str, Any]]) -> list[str]:
             lines.append(what + "does not fit | | | | |")
             continue
         memory, moved = one["memory_gib"], one["moved_gib"]
-        # A kernel is also gathered part by part, in turns with the products that read it.
+        # A kernel is also gathered in parts, alternating with the products that read it.
         gathered = moved.get("all-gather", 0) + moved.get("collective-permute", 0)
         lines.append(
             what + " | ".join(f"{size:.1f}" for size in memory.values())
@@ -302,7 +301,7 @@ def sampled_table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """The results as a table in Markdown."""
+    """The results as a Markdown table."""
     lines = [
         "| model | topology | rows x L | optimiser | mesh | remat | memory GiB (temporaries) | "
         "all-reduce + all-gather GiB | step ms (roof / cycles) | utilisation |",
@@ -328,14 +327,14 @@ def table(results: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Measures the rows that are missing, one process after the other, and prints the table."""
+    """Measures the missing rows, one process after the other, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where the figures are kept")
-    parser.add_argument("--only", nargs="*", help="measure rows whose name holds one of these")
+    parser.add_argument("--json", type=Path, help="file of the figures")
+    parser.add_argument("--only", nargs="*", help="only rows whose names contain one of these")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
-        help="as mesh.compiler_options; none: without the defaults of the chips")  # fmt: skip
-    parser.add_argument("--row", help="measure this row alone, here, and print it as JSON")
+        help="like mesh.compiler_options; none: no default options")  # fmt: skip
+    parser.add_argument("--row", help="measure this row in this process and print JSON")
     args = parser.parse_args()
     if args.row:
         row = next(row for row in ROWS if row.name == args.row)

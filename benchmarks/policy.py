@@ -1,11 +1,11 @@
 """Reward of the arithmetic task before and after policy optimisation.
 
 ``python -m benchmarks.policy --base runs/arithmetic --losses trace`` trains from the base with each
-loss, as configs/rl_arithmetic.toml says, for so many seconds at most, and appends one JSON line for
-each evaluation to ``benchmarks/results/policy.jsonl``: loss, seed, step, seconds of wall time since
-the run began (compilation, sampling and evaluation included), and the reward of one sample for each
-of 400 held-out prompts. A run that is stopped goes on where it was, seconds included.
-``--table`` prints the table of what is recorded.
+loss and the settings of configs/rl_arithmetic.toml, up to a time limit. It appends one JSON line
+per evaluation to ``benchmarks/results/policy.jsonl``: loss, seed, step, wall time in seconds
+(including compilation, sampling and evaluation), and the reward of one sample for each of 400
+held-out prompts. A stopped run resumes, including its seconds. ``--table`` prints the table of the
+stored evaluations.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _OutOfTime(Exception):
 
 
 def reward_of(model: dlm_jax.Model, **settings: Any) -> float:
-    """The mean reward of a sample for each held-out prompt."""
+    """The mean reward of one sample per held-out prompt."""
     prompts = [prompt for prompt, _ in arithmetic.examples(arithmetic.size)[-HELD_OUT:]]
     made = dlm_jax.generate(model, prompts, batch_size=HELD_OUT, seed=1, **settings)
     return sum(map(arithmetic.verify, made.texts)) / HELD_OUT
 
 
 def measure(base: str, loss: str, seed: int, seconds: float, out: Path, flags: dict[str, str]):
-    """Trains until the time is over; one record for each evaluation."""
+    """Trains until the time limit; yields one record per evaluation."""
     directory = out / f"{loss}-{seed}"
     config = dlm_jax.config.load(
         "rl_arithmetic",

@@ -1,12 +1,12 @@
-"""Step times of forward processes, and what they repair.
+"""Step times of forward processes, and repairs by models trained with them.
 
     python benchmarks/processes.py steps --rounds 7
     python benchmarks/processes.py repairs --runs uniform=RUN masked=RUN --text FILE
 
-``steps``: a training step (loss and gradient) and a sampling step of `uniform` and `mixed` beside
-those of `masked`, which run alternately over equal open positions. ``repairs``: the share of
-planted errors, uniformly random tokens, that a model puts right: of a uniform or mixed model by its
-reverse steps from a low time, of a masked one by rewriting every token (``resample``).
+``steps``: a training step (loss and gradient) and a sampling step of `uniform` and `mixed`,
+compared with `masked` in alternating runs with equally many open positions. ``repairs``: the share
+of planted errors, which are uniformly random tokens, that a model repairs. Uniform and mixed models
+use their reverse steps from a low time; a masked model rewrites every token (``resample``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 4
 
 
 def trained_for(model: Model, process: str) -> Model:
-    """The model as one of a process."""
+    """The model with a config of this process."""
     return dataclasses.replace(model, config=Config(objective=ObjectiveConfig(process=process)))
 
 
@@ -72,7 +72,7 @@ def training(model: Model, process: str) -> Callable[[], Any]:
 
 
 def sampling(model: Model, process: str) -> Callable[[], Callable[[], Any]]:
-    """Some steps with every position open."""
+    """Returns a function that prepares sampling steps with all positions open."""
     model = trained_for(model, process)
     order = {"order": "random", "resample": True, "schedule": "all"} if process == "masked" else {}
     settings = {"gen_length": POSITIONS, "steps": STEPS, "ignore_eos": True, "fill": "parallel"}
@@ -90,7 +90,7 @@ def sampling(model: Model, process: str) -> Callable[[], Callable[[], Any]]:
 
 
 def steps(sizes: list[str], vocab_sizes: list[int], rounds: int) -> None:
-    """Prints the table: 8 rows of 256 positions."""
+    """Prints the table for 8 rows of 256 positions."""
     print("| size | V | process | training step ms | of masked | sampling step ms | of masked |")
     print("| - | - | - | - | - | - | - |")
     for size in sizes:
@@ -109,7 +109,7 @@ def steps(sizes: list[str], vocab_sizes: list[int], rounds: int) -> None:
 
 
 def repairs(runs: dict[str, str], text: str, share: float, number: int, seed: int) -> None:
-    """Prints the share of planted errors put right, and of true tokens that were changed."""
+    """Prints the shares of repaired errors and of changed true tokens."""
     print("| model | settings | errors | put right | true tokens changed |")
     print("| - | - | - | - | - |")
     for name, path in runs.items():

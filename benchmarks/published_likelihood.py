@@ -1,11 +1,11 @@
-"""Compares LLaDA's likelihood with its own program, exactly for given masks and over drawn ones.
+"""Compares LLaDA's likelihood with the reference program, for given masks and for random masks.
 
     python -m benchmarks.published_likelihood --code DIR --program get_log_likelihood.py
 
-A tiny LLaDA of random weights (`benchmarks.published_parity`) scores answers given prompts by the
-``get_log_likelihood`` of its own program; its masks are recorded, and `bound_at` uses the same.
-Then `dlm_jax.inference.scoring.score_rows` draws its own masks. We never predict MASK: the
-reference gets a logit of -inf for it, and the last column is the effect of that in nats.
+The reference program's ``get_log_likelihood`` scores answers given prompts with a tiny random LLaDA
+(`benchmarks.published_parity`); its masks are recorded, and `bound_at` uses the same masks. Then
+`dlm_jax.inference.scoring.score_rows` draws other masks. This library never predicts MASK: the
+reference gets a logit of -inf for MASK, and the last column is the effect in nats.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = ((5, 9), (0, 14), (11, 1), (17, 20))
 def reference_nats(
     own: Any, model: Any, prompt: np.ndarray, answer: np.ndarray, *, bans_mask: bool
 ) -> tuple[float, np.ndarray]:
-    """Nats by the program, and the masks that it drew, ``[DRAWS, L]``."""
+    """Nats by the program, and its masks, ``[DRAWS, L]``."""
     drawn, forward = [], own.forward_process
 
     def noted(*given: Any) -> Any:
@@ -73,7 +73,7 @@ def reference_nats(
 
 
 def main() -> None:
-    """Prints a row for every pair of a prompt and an answer."""
+    """Prints one row per prompt and answer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--code", required=True, type=Path, metavar="DIR")
     parser.add_argument("--program", required=True, type=Path, metavar="FILE")

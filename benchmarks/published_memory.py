@@ -1,14 +1,15 @@
-"""What sampling from an 8B model needs on TPUs, by their compiler: the memory of a chip.
+"""Prints the memory per chip of sampling from an 8B model on TPUs, according to the compiler.
 
     python -m benchmarks.published_memory [--model llada] [--topology v5e:2x4 ...] [--cache none]
 
-LLaDA-8B or DiffusionGemma-26B-A4B in bfloat16, 32 rows on a canvas of 1024 with the settings of
-their first preset: the loop that `dlm_jax.generate` runs, compiled with abstract parameters for
-devices that need not be there (the extra ``tpu``). On paper a chip holds its share of the
-parameters, all parameters of the layer that it computes, and the LM head whole, with which it reads
-out its own rows. The time of a step is the compiler's: the best case, in which all operations but
-products are bound by memory, and its own cycles (`dlm_jax.distributed.costs`). Each loop of unknown
-length counts once: reading out a chunk, and with a cache reading a prompt and a finished block.
+The model is LLaDA-8B or DiffusionGemma-26B-A4B in bfloat16, with 32 rows on a canvas of 1024 and
+the settings of the first preset. The loop of `dlm_jax.generate` is compiled with abstract
+parameters for TPUs that may be absent (extra ``tpu``). On paper, a chip has its share of the
+parameters, all parameters of the current layer, and the whole LM head, which reads out the chip's
+rows. The time of a step is an estimate: the best case, in which all operations except products are
+bound by memory, and the compiler's cycles (`dlm_jax.distributed.costs`). Each loop of unknown
+length counts once: the readout of a chunk, and with a cache the reading of a prompt and of a
+finished block.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _GIB = 2.0**30
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """Stands for a tokenizer, of which ids alone are asked; LLaDA's by default."""
+    """Replaces a tokenizer where only ids are needed; LLaDA's ids by default."""
 
     vocab_size: int = 126349
     mask_id: int = 126336
@@ -101,7 +102,7 @@ CASES = {
 
 
 def abstract_model(case: Case, mesh: Mesh, cache: str) -> Model:
-    """The model of a case, whose parameters are shapes with a place."""
+    """The model of a case, with sharded shapes as parameters."""
     network = build(case.model)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     places = shardings(shapes, mesh)
@@ -121,7 +122,7 @@ def abstract_model(case: Case, mesh: Mesh, cache: str) -> Model:
 
 
 def abstract_state(model: Model, bucket: Bucket, requests: list[Any], rows: NamedSharding) -> Any:
-    """The state of all rows before their first step, as shapes with a place."""
+    """The state of all rows before their first step, as sharded shapes."""
     program = loop_of(model, bucket, ROWS).program
     packed, rules = bucket.pack(requests * ROWS)
 
@@ -168,7 +169,7 @@ def measure(case: Case, topology: str, config: MeshConfig, cache: str) -> str:
 
 
 def on_paper(model: ModelConfig, mesh: Mesh) -> float:
-    """GiB of a chip: its share of the parameters, one whole layer of them, and the LM head."""
+    """GiB per chip: a share of the parameters, one whole layer, and the LM head."""
     shapes = jax.eval_shape(build(model).init, jax.random.key(0))
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]))
@@ -179,7 +180,7 @@ def on_paper(model: ModelConfig, mesh: Mesh) -> float:
 
 
 def main() -> None:
-    """Prints a row for every mesh."""
+    """Prints one row per mesh."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="llada", choices=list(CASES))
     parser.add_argument(
@@ -196,7 +197,7 @@ def main() -> None:
         case = CASES[args.model]
         for config in MESHES[topology]:
             if config.tensor > 1 and not case.splits_heads:
-                continue  # two key/value heads of a full layer
+                continue  # a full layer has two key/value heads
             print(measure(case, topology, config, args.cache), flush=True)
 
 

@@ -1,17 +1,16 @@
-"""Published models against the code of their own projects: hidden states, logits, generated ids.
+"""Compares published models with the reference code: hidden states, logits, generated ids.
 
-Random tiny weights are written by the reference's own classes (`save_pretrained`), read by
-`dlm_jax.load`, and run side by side in float32; what `dlm_jax.export` writes of them is read by
-the reference's classes again:
+The reference classes write tiny random weights (`save_pretrained`), and `dlm_jax.load` reads them.
+Both programs run in float32. The reference classes also read the output of `dlm_jax.export`:
 
     python -m benchmarks.published_parity --family llada --code DIR --loop FILE
 
-The families are those of `cases`; SDAR's CUDA kernels are replaced by their formulas. ``DIR`` holds
-the project's modeling files (``modeling_llada.py`` and its configuration), ``FILE``
-the program with its loop where that is not among them (LLaDA's and SDAR's ``generate.py``). Neither
-is part of this package: they are code of other projects, which this program runs. Needs the extra
-``bench`` and the version of transformers that the code was written for. SDAR's mixture of experts
-is the Qwen3 one of transformers with SDAR's masks, and runs in SDAR's loop.
+The families are those of `cases`. Formulas replace the CUDA kernels of SDAR. ``DIR`` has the
+project's modeling files (``modeling_llada.py`` and its configuration); ``FILE`` is the program with
+the loop if it is a separate file (LLaDA's and SDAR's ``generate.py``). These files are code of
+other projects, which this program runs; they are not part of this package. The program requires the
+extra ``bench`` and the version of transformers for which the code was written. SDAR's mixture of
+experts is Qwen3's mixture in transformers with SDAR's masks, and runs in SDAR's loop.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ class Case:
     """One family's reference.
 
     Attributes:
-      module: of the modeling file.
-      config: name of its config class.
-      model: name of its model class.
-      fields: of tiny random configs, a few.
-      hidden: ``(model, ids, length) -> [L, D]``, the input of its LM head.
+      module: name of the modeling file.
+      config: name of the config class.
+      model: name of the model class.
+      fields: fields of tiny random configs.
+      hidden: ``(model, ids, length) -> [L, D]``, the input of the LM head.
       generate: ``(reference, ids, settings) -> ids`` of the whole row.
-      settings: of `dlm_jax.generate` that are the same loop.
-      loops: ways to run that loop: what changes in the settings.
-      is_shifted: whether a position's logits predict the next one.
-      make: the reference, of its module, class and config.
-      attention: implementation of its attention.
-      mask: ``(block, length) -> mask`` that its forward is given; None: none.
+      settings: settings of `dlm_jax.generate` for the same loop.
+      loops: changes of the settings, one mapping per run.
+      is_shifted: whether the logits of a position predict the next position.
+      make: makes the reference from its module, class and config.
+      attention: attention implementation of the reference.
+      mask: ``(block, length) -> mask``, an argument of its forward; None for no mask.
       prompts: lengths of the prompts.
-      says: what config.json says besides.
+      says: additional fields of config.json.
     """
 
     module: str
@@ -81,13 +80,13 @@ class Case:
 
 
 def blocks_seen(block: int, length: int) -> torch.Tensor:
-    """True where a position of a block-causal model sees another, ``[1, 1, L, L]``."""
+    """True where a position of a block-causal model attends to another, ``[1, 1, L, L]``."""
     at = torch.arange(length) // block
     return (at[:, None] >= at[None])[None, None]
 
 
 def blocks_added(block: int, length: int) -> torch.Tensor:
-    """What is added to its scores, ``[1, 1, L, L]``."""
+    """The bias of the attention scores, ``[1, 1, L, L]``."""
     return torch.where(blocks_seen(block, length), 0.0, -torch.inf)
 
 
@@ -110,7 +109,7 @@ def program(file: Path, name: str) -> Any:
 
 
 def spread(model: torch.nn.Module, seed: int) -> None:
-    """Random weights that tell tokens apart, and never write MASK."""
+    """Sets random weights that distinguish tokens and never write MASK."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
@@ -129,7 +128,7 @@ def spread(model: torch.nn.Module, seed: int) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of one word for each id."""
+    """Writes a tokenizer with one word per id."""
     words = {f"t{i}": i for i in range(VOCAB)}
     made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="t0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -139,7 +138,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def relative(found: Any, wanted: torch.Tensor) -> float:
-    """Largest difference over the largest value."""
+    """Largest difference divided by the largest value."""
     want = wanted.detach().numpy()
     return float(np.abs(np.asarray(found) - want).max() / np.abs(want).max())
 
@@ -147,7 +146,7 @@ def relative(found: Any, wanted: torch.Tensor) -> float:
 def compare_states(
     case: Case, reference: Any, model: dlm_jax.Model, seed: int
 ) -> tuple[float, float]:
-    """Relative errors of hidden states and logits over odd lengths, padded here in one batch."""
+    """Relative errors of hidden states and logits over odd lengths, padded in one batch."""
     rng = np.random.default_rng(seed)
     lengths = np.array([23, 7, 1, 16])
     tokens = rng.integers(0, VOCAB, (4, 23)).astype(np.int32)
@@ -170,10 +169,10 @@ def compare_states(
 
 
 def read_back(case: Case, module: Any, reference: Any, model: dlm_jax.Model) -> None:
-    """Exports the model, and reads it with the reference's own config and model classes.
+    """Exports the model, and reads it with the config and model classes of the reference.
 
     Raises:
-      ValueError: a tensor is missing, surplus or another, or the logits are not the same bits.
+      ValueError: tensors are missing, surplus or different, or the logits are not bitwise equal.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
@@ -200,7 +199,7 @@ def read_back(case: Case, module: Any, reference: Any, model: dlm_jax.Model) -> 
 def compare_ids(
     case: Case, reference: Any, model: dlm_jax.Model, changes: dict[str, Any], seed: int
 ) -> tuple[int, dict[str, int]]:
-    """Tokens generated, and how many differ at batch 1, 8 and among strangers."""
+    """Number of generated tokens, and of differing tokens at batch 1, 8 and among other rows."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB - 3, n) for n in case.prompts]
     settings = case.settings | changes
@@ -247,7 +246,7 @@ def compare_ids(
 
 
 def last_of(name: str) -> Callable[..., torch.Tensor]:
-    """``(model, ids) ->`` what the module of that name is given when the model runs."""
+    """A function ``(model, ids) -> input`` that records the input of the module with this name."""
 
     def run(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:
         seen = []
@@ -262,7 +261,7 @@ def last_of(name: str) -> Callable[..., torch.Tensor]:
 
 
 def stand_ins(package_name: str) -> None:
-    """Plain formulas in place of the CUDA kernels that SDAR's modeling file imports."""
+    """Installs plain formulas in place of the CUDA kernels that SDAR's modeling file imports."""
 
     def rms_norm_fn(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: Any) -> Any:
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + given["eps"])
@@ -290,13 +289,13 @@ def stand_ins(package_name: str) -> None:
     if not hasattr(transformers.utils, "LossKwargs"):
 
         class LossKwargs(TypedDict, total=False):
-            """What newer versions pass to a loss."""
+            """Additional loss arguments of newer versions."""
 
         setattr(transformers.utils, "LossKwargs", LossKwargs)  # noqa: B010
 
 
 def llada_loop(loop: Any) -> Callable[..., list[int]]:
-    """LLaDA's ``generate`` with our settings."""
+    """LLaDA's ``generate`` with the settings of this library."""
 
     def generate(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
         found = loop.generate(
@@ -310,14 +309,14 @@ def llada_loop(loop: Any) -> Callable[..., list[int]]:
 
 
 def llada_on_cpu(module: Any, name: str, config: Any) -> Any:
-    """A LLaDA on the CPU, wherever its modeling file would put it."""
+    """A LLaDA on the CPU, regardless of its modeling file."""
     inner = module.create_model_config_from_pretrained_config(config)
     inner.init_device = "cpu"
     return getattr(module, name)(config, model=module.LLaDAModel(inner, init_params=False))
 
 
 def dream_with_settings(module: Any, name: str, config: Any) -> Any:
-    """A Dream with settings of generation, as its ``from_pretrained`` gives it."""
+    """A Dream with a generation config, as returned by its ``from_pretrained``."""
     made = getattr(module, name)(config)
     ids = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS, "bos_token_id": EOS}
     made.generation_config = sys.modules[
@@ -327,7 +326,7 @@ def dream_with_settings(module: Any, name: str, config: Any) -> Any:
 
 
 def dream_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
-    """Dream's ``diffusion_generate`` with our settings."""
+    """Dream's ``diffusion_generate`` with the settings of this library."""
     alg = {"entropy": "entropy", "margin": "topk_margin", "low_confidence": "maskgit_plus"}
     found = reference.diffusion_generate(
         torch.tensor(prompt[None].astype(np.int64)),
@@ -339,16 +338,16 @@ def dream_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> 
 
 
 def aligned(settings: dict[str, Any], num_given: int) -> int:
-    """New tokens with which a row ends where a block does."""
+    """Number of new tokens, rounded up so that the row ends at a block boundary."""
     block = settings["_block"]
     return settings["gen_length"] + -(num_given + settings["gen_length"]) % block
 
 
 def sdar_loop(loop: Any) -> Callable[..., list[int]]:
-    """SDAR's ``block_diffusion_generate`` with our settings.
+    """SDAR's ``block_diffusion_generate`` with the settings of this library.
 
-    It knows no temperature 0: the likeliest tokens then come from a draw of our own, with their
-    probabilities. Its own draw with ``top_k=1`` says that all tokens are certain.
+    SDAR has no temperature 0, so a replaced draw returns the likeliest tokens with their
+    probabilities. SDAR's draw with ``top_k=1`` would return a probability of 1 for all tokens.
     """
     draw = getattr(loop, "sample_with_temperature_topk_topp", None)
 
@@ -372,12 +371,12 @@ def sdar_loop(loop: Any) -> Callable[..., list[int]]:
 
 
 def llada2_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
-    """``generate`` of LLaDA2.0 with our settings."""
+    """LLaDA2.0's ``generate`` with the settings of this library."""
     return with_float_mask(reference, prompt, settings, steps=settings["_block"])
 
 
 def llada21_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
-    """``generate`` of LLaDA2.1 with our settings."""
+    """LLaDA2.1's ``generate`` with the settings of this library."""
     return with_float_mask(
         reference, prompt, settings, editing_threshold=settings["rewrite_threshold"],
         max_post_steps=settings["rewrite_steps"], eos_early_stop=True,
@@ -387,7 +386,7 @@ def llada21_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -
 def with_float_mask(
     reference: Any, prompt: np.ndarray, settings: dict[str, Any], **more: Any
 ) -> list[int]:
-    """``generate`` of either, whose bfloat16 mask goes with bfloat16 alone."""
+    """``generate`` of LLaDA2.0 or 2.1 in float32; its bfloat16 mask is converted."""
     forward = type(reference).forward
 
     def widened(ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> Any:
@@ -404,7 +403,7 @@ def with_float_mask(
 
 
 def fast_dllm_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
-    """``generate`` of Fast-dLLM v2 with our settings, without the token behind its last block."""
+    """Fast-dLLM v2's ``generate`` with our settings, without the token after the last block."""
     length = len(prompt) + aligned(settings, len(prompt))
     found, *_ = reference.generate(
         torch.tensor(prompt[None].astype(np.int64)), mask_id=MASK, stop_token=EOS, temperature=0,
@@ -416,13 +415,13 @@ def fast_dllm_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any])
 
 
 def fast_dllm(module: Any, name: str, config: Any) -> Any:
-    """A Fast-dLLM v2, whose attention is asked for by name."""
+    """A Fast-dLLM v2 with a named attention implementation."""
     config._attn_implementation = "sdpa"
     return getattr(module, name)(config)
 
 
 def qwen3_moe(module: Any, name: str, config: Any) -> Any:
-    """Qwen3's mixture of experts, called as SDAR's loop calls a model: it says what is kept."""
+    """Qwen3's mixture of experts with the call signature of SDAR's loop, which has ``store_kv``."""
     made = getattr(module, name)(config)
     forward = type(made).forward
 
@@ -503,7 +502,7 @@ _QWEN3_MOE = {
 
 
 def cases(loop: Any) -> dict[str, Case]:
-    """The families by name; `loop` is the module of a program with the loop."""
+    """The families by name; `loop` is the module with the loop."""
     quota = {"gen_length": 48, "steps": 24, "block_length": 16, "order": "low_confidence"}
     fast = quota | {"steps": 48, "temperature": 0.0}
     dream = {"gen_length": 48, "steps": 24, "order": "entropy", "schedule": "timesteps",
@@ -581,7 +580,7 @@ def cases(loop: Any) -> dict[str, Case]:
 
 
 def varied(fields: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A random config of the family: other depths, widths, heads, groups of them, and experts."""
+    """A random config of the family, with different depths, widths, heads, groups and experts."""
     rng = np.random.default_rng(seed)
 
     def one(*among: int) -> int:
@@ -604,18 +603,18 @@ def varied(fields: dict[str, Any], seed: int) -> dict[str, Any]:
         "d_model": heads * size,
     }  # fmt: skip
     if "dense_intermediate_size" in fields:
-        changes["norm_topk_prob"] = False  # LLaDA-MoE's code forces it
+        changes["norm_topk_prob"] = False  # required by LLaDA-MoE's code
     return fields | {name: value for name, value in changes.items() if name in fields}
 
 
 def main() -> None:
-    """Prints a row for every config and loop."""
+    """Prints one row per config and loop."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", required=True)
     parser.add_argument("--code", required=True, type=Path, metavar="DIR")
     parser.add_argument("--loop", type=Path, metavar="FILE")
     parser.add_argument("--random", type=int, default=0, metavar="N",
-                        help="compare states and exports alone, of N random configs")  # fmt: skip
+                        help="compare only states and exports of N random configs")  # fmt: skip
     args = parser.parse_args()
     package(args.code, "reference_code")
     if args.family == "sdar_moe":
@@ -623,7 +622,7 @@ def main() -> None:
             "transformers.models.qwen3_moe"
         )
     if args.family == "fast_dllm":
-        # What it imports and does not use outside training.
+        # Imported by the reference but used only in training.
         sys.modules["einops"] = types.ModuleType("einops")
         vars(sys.modules["einops"]).update(rearrange=None, repeat=None)
     if args.family == "sdar":

@@ -1,10 +1,10 @@
-"""Speed of the trunk of a loaded LLaDA, compared with our own model of the same shape.
+"""Speed of the trunk of a loaded LLaDA, compared with this library's model of the same shape.
 
     python -m benchmarks.published_trunk
 
-A LLaDA with random parameters is written as a published directory and loaded. Its forward pass is
-timed in turns with a model built from the same settings, and with a model of our defaults with as
-many parameters: the same depth, width and heads, and an MLP of two matrices instead of three.
+A LLaDA with random parameters is written as a published directory and loaded. Its forward is timed
+in alternation with a model built from the same settings, and with a default model with equally many
+parameters: the same depth, width and heads, and an MLP of two matrices instead of three.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LLADA = dataclasses.replace(
 
 
 def loaded(folder: Path) -> dlm_jax.Model:
-    """The LLaDA, written as a directory and read again."""
+    """The LLaDA, written as a directory and loaded."""
     words = {f"t{i}": i for i in range(VOCAB)}
     made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="t0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -59,7 +59,7 @@ def loaded(folder: Path) -> dlm_jax.Model:
 
 
 def main() -> None:
-    """Prints the median time of each, and what the loaded one's is a share of."""
+    """Prints the median times, and their ratios to that of the loaded model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--positions", type=int, default=256)
@@ -84,7 +84,7 @@ def main() -> None:
         for name, (_, params) in networks.items():
             began = time.perf_counter()
             jax.block_until_ready(forward[name](params, tokens, lengths))
-            if turn:  # the first one compiles
+            if turn:  # the first turn compiles
                 taken[name].append(time.perf_counter() - began)
     print(
         f"| trunk, {args.rows} rows of {args.positions} | parameters | ms | of the loaded one's |"

@@ -1,4 +1,4 @@
-"""Figures of a text's quality, and n-gram samplers to compare with."""
+"""Quality measures of texts, and n-gram samplers for comparison."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dlm_jax.inference.scoring import Score, score
 
 
 def judged(judge: Model, texts: list[str]) -> Score:
-    """What each text costs under the judge.
+    """The scores of the texts under the judge.
 
-    Characters that the judge does not know are left out of the texts: a model of bytes may write
-    one in ten thousand that its corpus lacks.
+    Characters unknown to the judge are omitted: a byte model can write characters that are missing
+    in its corpus.
     """
     tokenizer = judge.tokenizer
     known = {tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
@@ -24,29 +24,29 @@ def judged(judge: Model, texts: list[str]) -> Score:
 
 
 def judged_bits(judge: Model, texts: list[str]) -> tuple[float, float]:
-    """Bits per character of all texts under the judge, and their standard error."""
+    """Bits per character of all texts under the judge, and the standard error."""
     return judged(judge, texts).bits_per_character
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters in lower case, without the first and last, which the canvas may have cut."""
+    """Runs of letters in lower case, except the first and last, which the canvas can truncate."""
     return [word.lower() for word in re.findall(r"[^\W\d_]+", text)][1:-1]
 
 
 def known_share(texts: list[str], known: set[str]) -> float:
-    """Share of the words of all texts together that are in `known`."""
+    """Share of all words of the texts that are in `known`."""
     found = [word for text in texts for word in words(text)]
     return sum(word in known for word in found) / max(1, len(found))
 
 
 def distinct_share(texts: list[str], n: int) -> float:
-    """Share of different n-grams of characters among all of them; low for repetitive text."""
+    """Share of distinct character n-grams; low for repetitive text."""
     grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
     return len(set(grams)) / max(1, len(grams))
 
 
 def word_grams(texts: list[str], n: int) -> list[tuple[str, ...]]:
-    """Runs of n words inside each text."""
+    """Runs of n words within each text."""
     found = []
     for text in texts:
         row = words(text)
@@ -55,14 +55,14 @@ def word_grams(texts: list[str], n: int) -> list[tuple[str, ...]]:
 
 
 def copied_share(texts: list[str], corpus: str, n: int = 4) -> float:
-    """Share of the texts' runs of n words that occur in the corpus."""
+    """Share of the runs of n words that occur in the corpus."""
     known = set(word_grams([corpus], n))
     grams = word_grams(texts, n)
     return sum(gram in known for gram in grams) / max(1, len(grams))
 
 
 class NgramSampler:
-    """Characters by how often each followed the last ``order - 1`` of them in a corpus."""
+    """Samples characters by how often they follow the last ``order - 1`` characters in a corpus."""
 
     def __init__(self, corpus: str, order: int):
         self._size = order - 1
@@ -77,7 +77,7 @@ class NgramSampler:
         self._corpus = corpus
 
     def text(self, length: int, rng: np.random.Generator) -> str:
-        """A text of `length` characters that begins where a speech of the corpus does."""
+        """A text of `length` characters that begins like a speech of the corpus."""
         start = self._starts[rng.integers(len(self._starts))]
         written = self._corpus[start : start + self._size]
         while len(written) < length:

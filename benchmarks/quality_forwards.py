@@ -1,15 +1,15 @@
-"""Quality of a model's texts against the forwards they took, for every commit rule.
+"""Text quality as a function of the number of forwards, for every commit rule.
 
     python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results quality.jsonl \
         --picture benchmarks/results/quality_forwards.png
     python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results decoders.jsonl \
         --decoders
 
-Each row of the table is a rule with its setting, over three seeds: forwards per text, the judge's
+Each row of the table is a rule with its setting over three seeds: forwards per text, the judge's
 exact bits per character (mean and standard deviation over the seeds), the entropy of the generated
 tokens in bits, and the share of distinct 4-grams of characters. Candidates are drawn in parallel,
-the temperature goes from 1 to 0.3, and everything else is the model's default. Measurements found
-in the file of results are not made again, so a stopped run goes on.
+the temperature changes from 1 to 0.3, and all other settings are the model's defaults. Measurements
+in the results file are not repeated, so a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ WAVES: list[tuple[str, dict[str, Any]]] = [
 def measure(
     model: Model, judge: Model, settings: dict[str, Any], *, seed: int, number: int, characters: int
 ) -> dict[str, float]:
-    """Figures of `number` texts from consecutive seeds."""
+    """Measures `number` texts with consecutive seeds."""
     made = dlm_jax.generate(
         model,
         num_samples=number,
@@ -101,7 +101,7 @@ def measure(
 
 
 def draw(rows: list[tuple[str, str, dict[str, list[float]]]], path: str) -> None:
-    """Writes the picture: bits and distinct 4-grams over forwards, a line per rule."""
+    """Draws bits and distinct 4-grams over forwards, with one line per rule."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,9 +137,9 @@ def main() -> None:
     parser.add_argument("--judge", required=True)
     parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
     parser.add_argument("--decoders", action="store_true", help="published decoders and waves")
-    parser.add_argument("--results", required=True, metavar="FILE", help="kept measurements")
+    parser.add_argument("--results", required=True, metavar="FILE", help="file of measurements")
     parser.add_argument("--picture", metavar="FILE")
-    parser.add_argument("--num-samples", type=int, default=16, help="texts of a seed (16)")
+    parser.add_argument("--num-samples", type=int, default=16, help="texts per seed (16)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--characters", type=int, default=256)
     args = parser.parse_args()

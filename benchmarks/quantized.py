@@ -1,11 +1,11 @@
-"""What matrices in 8 bits cost a model, and what they save on a TPU.
+"""Quality of a model with 8-bit matrices, and the memory and time that they save on a TPU.
 
 Command: python -m benchmarks.quantized [--checkpoint PATH] [--source FILE] [--judge RUN]
          python -m benchmarks.quantized --topology v5e:4x4 [--model 1.3B] [--rows 256]
 
-The first prints bytes of the parameters, the bound on 128 held-out windows with the same masks, and
-the bits of 64 texts under the judge, in float32, in bfloat16 and quantised. The second compiles a
-sampling step of whole canvases of 1024 for chips that need not be there.
+The first command prints the bytes of the parameters, the bound on 128 held-out windows with the
+same masks, and the bits of 64 texts under the judge, in float32, bfloat16 and quantised. The second
+command compiles a sampling step of whole canvases of 1024 for TPUs that may be absent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TEXTS, NUM_WINDOWS, NUM_DRAWS = 64, 128, 4
 
 
 def variants(checkpoint: str | None) -> dict[str, Model]:
-    """The model in each form; the last ones also have a table in 8 bits, one scale a token."""
+    """The model in each form; the last form also has an 8-bit embedding with a scale per token."""
     usual = dlm_jax.load(checkpoint)
     assert usual.config is not None
     half = build(dataclasses.replace(usual.config.model, compute_dtype="bfloat16"))
@@ -112,7 +112,7 @@ def print_steps(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", help="default: the shipped model")
-    parser.add_argument("--source", help="the corpus, if it is elsewhere than the config says")
+    parser.add_argument("--source", help="path of the corpus, if it differs from the config")
     parser.add_argument("--judge", help="a run of configs/shakespeare_judge.toml")
     parser.add_argument("--topology", help="such as v5e:4x4")
     parser.add_argument("--model", default="1.3B", help="150M, 1.3B or 8B")

@@ -1,11 +1,11 @@
-"""Re-measures one row of each table of the docs, and says whether it lies within its interval.
+"""Measures one row of each table of the docs again, and reports whether it is within its interval.
 
     python -m benchmarks.recheck [--only sampler_head]
 
-What needs no more than the shipped model, its text or the committed data is done in minutes; of a
-table whose models are trained by a config, the row is made again from the data that the table was
-made of, and measured where the run is there. A table that only a machine's clock can check, or
-another program, is listed with its command. The exit code is 1 if anything lies outside.
+Measurements that need only the shipped model, its text or the committed data take minutes. A row
+for a trained model is recomputed from the data of its table, and is measured if the run exists.
+Tables that require a timing or another program are listed with their commands. The exit code is 1
+if any row is outside its interval.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 RUNS = Path("runs")
 TEXTS = 200_000
-"""Of one line of the joint's table."""
+"""Number of texts of one line of the table of joint distributions."""
 
 
 class Table(NamedTuple):
-    """A table of the docs: its file, the heading above it, and its cells."""
+    """A table of the docs: its file, its heading and its cells."""
 
     file: str
     heading: str
@@ -49,25 +49,25 @@ class Table(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
     def cell(self, row: tuple[str, ...], column: str) -> str:
-        """The contents of the row that begins with these cells."""
+        """The cell in this column of the row that begins with these cells."""
         (found,) = [cells for cells in self.rows if cells[: len(row)] == row]
         return found[self.header.index(column)]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A figure of a table, and how it is made again.
+    """A figure of a table, and its measurement.
 
     Attributes:
-      file: of the docs.
-      heading: above the table; of several tables, the first that has the row.
-      row: its first cells.
-      column: of the figure.
-      measure: makes it, in the unit of the table.
-      slack: how far it may be off, where the cell gives no interval: the spread over seeds, or what
-        rounding hides of a figure that is made again from the same data.
-      how: what is done, for the reader.
-      needs: a run, without which nothing is measured.
+      file: name of the page.
+      heading: heading of the table; the first table with this row counts.
+      row: the first cells of the row.
+      column: column of the figure.
+      measure: measures the figure in the unit of the table.
+      slack: allowed difference if the cell has no interval: the spread over seeds, or the rounding
+        of a figure that is recomputed from the same data.
+      how: description of the measurement for the reader.
+      needs: a run that the measurement requires.
     """
 
     file: str
@@ -81,7 +81,7 @@ class Check:
 
 
 def tables() -> list[Table]:
-    """All tables of the docs that hold figures."""
+    """All tables of the docs that contain figures."""
     found = []
     for path in [*sorted(RESULTS.glob("*.md")), *sorted(DOCS.glob("*.md"))]:
         heading, lines = "", path.read_text(encoding="utf-8").splitlines()
@@ -121,7 +121,7 @@ def find(check: Check) -> Table:
 
 
 def documented(check: Check) -> tuple[float, float]:
-    """The figure that the docs give, and how far a new one may be off."""
+    """The figure in the docs, and the allowed difference of a new measurement."""
     cell = find(check).cell(check.row, check.column)
     figure, *interval = [float(number) for number in re.findall(r"-?\d+\.?\d*", cell)[:2]]
     return figure, max([check.slack, *(interval if "±" in cell else [])])
@@ -325,13 +325,13 @@ UNCHECKED = {
     ("training.md", "Block-causal, bidirectional and causal models"):
         "trainings: python benchmarks/recipes.py --config shakespeare_bpe_blocks",
 }  # fmt: skip
-"""Tables that nothing here can check, by file and heading, and what makes them."""
+"""Tables that are not checked here, by file and heading, and their commands."""
 
 
 def main() -> int:
-    """Prints a line for each check. Exit code: 0, or 1 if a figure lies outside."""
+    """Prints one line per check. Exit code: 1 if a figure is outside its interval, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="files of the docs whose name holds this")
+    parser.add_argument("--only", default="", help="only pages whose names contain this")
     args = parser.parse_args()
     start_jax()
     outside = 0

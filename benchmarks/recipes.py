@@ -1,10 +1,10 @@
-"""Compares training recipes of a config, the quickstart's say, at equal time on this machine.
+"""Compares training recipes of a config, such as the quickstart's, at equal time on this machine.
 
-Each recipe is timed for some steps, then trained for as many steps as fit into the time given, with
-its learning-rate schedule ending there; compilation is not counted. Printed per recipe: the steps,
-the held-out bound (nats per token; exact for a causal model), and the share of generated words
-that are words of the training text, with the spread over the seeds. Recipes alternate, so that a
-slow spell of the machine hits all of them.
+Each recipe is timed for some steps, then trained for the number of steps that fit into the given
+time; its learning-rate schedule ends at the last step. Compilation is excluded. The table has, for
+each recipe, the steps, the held-out bound (nats per token; exact for a causal model), and the share
+of generated words that are words of the training text, with the spread over the seeds. Recipes
+alternate, so that slow periods of the machine affect all of them.
 
     python benchmarks/recipes.py --seconds 60 --seeds 0 1 2
     python benchmarks/recipes.py --steps 500 muon adamw      # equal steps instead
@@ -66,7 +66,7 @@ TIMED_STEPS = 40
 def measure(
     base: str, overrides: dict[str, str], *, steps: int, seed: int, judge: Model | None = None
 ) -> dict[str, float]:
-    """Trains once; bound, quality of samples, and seconds per step without compilation."""
+    """Trains once; returns bound, sample quality, and seconds per step without compilation."""
     with tempfile.TemporaryDirectory() as out_dir:
         given = {
             "train.steps": str(steps),
@@ -109,8 +109,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="training time of one run")
     parser.add_argument("--steps", type=int, help="equal steps instead of equal time")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--config", default="quickstart", help="file, or name of a shipped one")
-    parser.add_argument("--judge", metavar="RUN", help="a causal model that reads the texts, too")
+    parser.add_argument("--config", default="quickstart", help="file, or name of a shipped config")
+    parser.add_argument("--judge", metavar="RUN", help="a causal model that scores the texts")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args()
     start_jax()

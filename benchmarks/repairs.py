@@ -1,8 +1,7 @@
-"""Held-out text with one misprint a row, and how well it is repaired.
+"""Held-out text with one misprint per row, and the quality of repairs.
 
-What is damaged: a letter is missing or doubled, or a word has become a longer or a shorter one; or
-two letters are missing or doubled, two have changed places, or one is wrong. No space is added or
-lost.
+A letter is missing, doubled or wrong, two letters are missing, doubled or transposed, or a word is
+replaced by a longer or shorter word. No space is added or removed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ class Repair(NamedTuple):
     """One row of the task.
 
     Attributes:
-      prompt: given text in front of the damage.
+      prompt: given text before the damage.
       damaged: the text to repair.
-      original: what it was.
-      kind: of the damage, one of `KINDS` or `MORE_KINDS`.
+      original: the text before the damage.
+      kind: kind of damage, one of `KINDS` or `MORE_KINDS`.
     """
 
     prompt: str
@@ -42,7 +41,7 @@ def make_repairs(
     length: int = 64,
     kinds: Sequence[str] = KINDS,
 ) -> list[Repair]:
-    """`number` rows from all over the text, the kinds in turn."""
+    """Makes `number` rows from the whole text, with alternating kinds."""
     rng = np.random.default_rng(seed)
     vocabulary: dict[int, list[str]] = {}
     for word in corpus.split():
@@ -62,7 +61,7 @@ def make_repairs(
 def _damaged(
     text: str, kind: str, vocabulary: dict[int, list[str]], rng: np.random.Generator
 ) -> str | None:
-    """The text with one misprint inside, not in its first or last word; None where none fits."""
+    """The text with one misprint, not in its first or last word; None if no misprint fits."""
     places = [i for i in range(8, len(text) - 8) if text[i].isalpha()]
     if not places:
         return None
@@ -90,7 +89,7 @@ def _damaged(
 
 
 def _two(text: str, kind: str, place: int) -> str | None:
-    """The text with the two letters at a place damaged; None where they are not two letters."""
+    """The text with two damaged letters at a position; None if these are not two letters."""
     pair = text[place : place + 2]
     if not pair.isalpha():
         return None
@@ -102,7 +101,7 @@ def _two(text: str, kind: str, place: int) -> str | None:
 
 
 def distance(a: str, b: str) -> int:
-    """Levenshtein distance: fewest insertions, deletions and replacements of a character."""
+    """Levenshtein distance: the minimum number of inserted, deleted and replaced characters."""
     row = np.arange(len(b) + 1)
     other = np.array([ord(sign) for sign in b])
     for number, sign in enumerate(a, 1):
@@ -115,12 +114,12 @@ def distance(a: str, b: str) -> int:
 
 
 class Score(NamedTuple):
-    """How a set of rows came out.
+    """The results of a set of rows.
 
     Attributes:
-      exact: share that is the original, character for character.
-      distance: mean edit distance to it.
-      by_kind: share that is exact, by the kind of damage.
+      exact: share of rows that equal the original.
+      distance: mean edit distance to the original.
+      by_kind: share of exact rows, by kind of damage.
     """
 
     exact: float
@@ -129,7 +128,7 @@ class Score(NamedTuple):
 
 
 def score(repairs: Sequence[Repair], texts: Sequence[str]) -> Score:
-    """Of what was made of the rows, prompts included."""
+    """The score of the repaired texts, which include the prompts."""
     ends = [text[len(r.prompt) :] for r, text in zip(repairs, texts, strict=True)]
     exact = np.array([end == r.original for r, end in zip(repairs, ends, strict=True)])
     far = [distance(end, r.original) for r, end in zip(repairs, ends, strict=True)]

@@ -1,11 +1,12 @@
-"""Cost of replaying a trace relative to a training step, and its difference from the trace.
+"""Cost of replaying a trace relative to a training step, and the difference between replay and
+trace.
 
     python benchmarks/replay.py
 
-The first table: a step of training, and a replay with its gradient, on the same number of tokens
-(rows x steps x positions) of the same model, in turns; medians. The second: the largest difference
-between replay and trace at the parameters that sampled, over at least the requested number
-of written tokens, in the shape that sampled them and row by row.
+The first table has medians for a training step and for a replay with its gradient, in alternating
+runs on the same number of tokens (rows x steps x positions) of the same model. The second table has
+the largest difference between replay and trace at the sampling parameters, over at least the
+requested number of written tokens, in the shape used for sampling and row by row.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_model(depth: int, width: int) -> Model:
-    """A model with a sampler head and random parameters, none of them zero."""
+    """A model with a sampler head and random nonzero parameters."""
     config = ModelConfig(
         depth=depth, width=width, heads=4, vocab_size=TOKENIZER.vocab_size, add_sampler_head=True
     )
@@ -61,7 +62,7 @@ def make_model(depth: int, width: int) -> Model:
 
 
 def training(model: Model) -> Callable[[], None]:
-    """A step of training on as many tokens as a replay reads."""
+    """A function that runs a training step on the number of tokens of a replay."""
     mesh, mask_id = make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER.mask_id
 
     def objective(batch: Batch, key: jax.Array) -> Any:
@@ -86,7 +87,7 @@ def training(model: Model) -> Callable[[], None]:
 
 
 def replays(model: Model) -> dict[str, Callable[[], None]]:
-    """A replay without and with its gradient."""
+    """Functions that run a replay without and with its gradient."""
     trace = dlm_jax.generate(
         model, [""], num_samples=ROWS, steps=STEPS, order="random", fill="parallel", trace=True
     ).trace

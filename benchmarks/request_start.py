@@ -1,7 +1,7 @@
-"""How long a file of requests takes before its first program is compiled.
+"""Time until the first program of a request file is compiled.
 
-``python benchmarks/request_start.py`` writes files whose lines have the same settings, or each its
-own, and prints the seconds from reading a file to the plan of its programs.
+``python benchmarks/request_start.py`` writes files whose lines have equal or individual settings,
+and prints the seconds from reading a file to the plan of its programs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlm_jax.batch.runner import Plan, run_requests
 
 
 class _Planned(Exception):
-    """Stands for the first compilation, which is not to be measured."""
+    """Replaces the first compilation, which is not measured."""
 
 
 def _stop(plan: Plan) -> None:

@@ -1,10 +1,10 @@
-"""What a sampler head gains from neighbours that the trunk has not seen, in nats per token.
+"""Gain of a sampler head from neighbours hidden from the trunk, in nats per token.
 
     python benchmarks/sampler_gain.py --head runs/shakespeare_bpe_sampler ... --csv gain.csv
 
-On held-out text with a uniform share hidden, every third position whose neighbours are hidden too
-is predicted: by the LM head, and by the sampler head when it is shown neither neighbour, the true
-left one, the right one, or both. The LM head never sees them; that is what a parallel draw costs.
+On held-out text with a uniform share hidden, every third position with hidden neighbours is
+predicted by the LM head, and by the sampler head given no neighbour, the true left neighbour, the
+true right neighbour, or both. The LM head never has the neighbours, as in a parallel draw.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = 16
 def nats(
     network: Any, mask_id: int, params: Any, tokens_BL: Any, length_B: Any, key: Any
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """By head and what it sees: cost of each row's predicted tokens in nats, and their number."""
+    """The nats of each row's predicted tokens and their number, by head and visible neighbours."""
     time_key, mask_key = jax.random.split(key)
     place_1L = jnp.arange(tokens_BL.shape[1])[None]
     is_live_BL = place_1L < length_B[:, None]
@@ -70,7 +70,7 @@ def nats(
 
 
 def measure(model: Model) -> dict[str, tuple[float, float]]:
-    """Mean nats per token and standard error over the held-out windows, by what is seen."""
+    """Mean nats per token and standard error over the held-out windows, by visible neighbours."""
     assert model.config is not None
     data = model.config.data
     corpus = load_corpus(
@@ -97,7 +97,7 @@ def measure(model: Model) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    """Prints the table and keeps it as CSV."""
+    """Prints the table and writes it as CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head", nargs="+", required=True, metavar="RUN")
     parser.add_argument("--csv", metavar="FILE")

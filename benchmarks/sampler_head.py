@@ -5,10 +5,10 @@
         --wide runs/bpe_wide --critic runs/heads --csv benchmarks/results/sampler_head.csv
 
 Every measurement is one line of the CSV. Existing lines are skipped, so a stopped study continues.
-A line identifies its model only by name; delete the lines of a model that was trained again.
-Settings are tuned on separate seeds (part ``tune``), by the judge's bits per
-character among settings whose texts are as diverse as those of many forwards without a head, and
-then frozen: all other parts use other seeds. ``--picture`` draws, ``--table`` prints.
+A line identifies its model only by name; delete the lines of a retrained model. Settings are tuned
+on separate seeds (part ``tune``): the best settings have the lowest bits per character under the
+judge among those with texts as diverse as the texts of many forwards without a head. All other
+parts use other seeds. ``--picture`` draws and ``--table`` prints.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TEMPERATURES = ((1.0, 0.3), (1.0, 0.1), (0.8, 0.3), (0.7, 0.1))
 RATIOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 BASE: dict[str, Any] = {
     "order": "random", "min_p": 0.002, "ignore_eos": True,
-    # A model may recommend waves.
+    # Models can recommend waves.
     "fill": "parallel",
 }  # fmt: skip
 REFINED: dict[str, Any] = {
@@ -61,7 +61,7 @@ REFINED: dict[str, Any] = {
 
 
 class Study:
-    """Models, the judge, and the measurements made so far."""
+    """The models, the judge, and the existing measurements."""
 
     def __init__(self, args: argparse.Namespace | SimpleNamespace, base: dict[str, Any] = BASE):
         self.args = args
@@ -85,7 +85,7 @@ class Study:
     def measure(
         self, part: str, case: str, paths: list[str], seeds: list[int], settings: dict[str, Any]
     ) -> list[dict[str, str]]:
-        """The lines of a case, one for each seed; the models take turns."""
+        """The lines of a case, one per seed; the models alternate."""
         lines = []
         for number, seed in enumerate(seeds):
             path = paths[number % len(paths)]
@@ -153,7 +153,7 @@ class Study:
 
 
 def _seen(model: Model) -> tuple[set[tuple[int, int]], set[str]]:
-    """Adjacent tokens of the training text, and its words."""
+    """The adjacent tokens and the words of the training text."""
     assert model.config is not None
     data = model.config.data
     text, _ = split_text(join_documents(read_documents(data.source)), data.held_out)
@@ -163,7 +163,7 @@ def _seen(model: Model) -> tuple[set[tuple[int, int]], set[str]]:
 
 
 def tune(study: Study, kinds: list[str]) -> dict[tuple[str, int], dict[str, Any]]:
-    """The settings of each kind of sampling and each budget of forwards, chosen on tuning seeds."""
+    """The settings of each sampler and budget of forwards, selected on tuning seeds."""
     args, seeds = study.args, [TUNING_SEED]
     (full,) = study.measure(
         "tune", "full", args.head[:1], seeds,
@@ -186,7 +186,7 @@ def tune(study: Study, kinds: list[str]) -> dict[tuple[str, int], dict[str, Any]
                 for line in lines
                 if float(line["entropy"]) >= floor[0] and float(line["distinct"]) >= floor[1]
             ]
-            # With too few forwards nothing may be diverse enough in one way or the other.
+            # With too few forwards, no settings may be diverse enough.
             best = min(diverse or lines, key=lambda line: float(line["bits"]))
             chosen[kind, steps] = json.loads(best["settings"])
     return chosen
@@ -201,7 +201,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def run(study: Study) -> None:
-    """Makes every measurement that the given models allow."""
+    """Makes all measurements that the given models allow."""
     args = study.args
     seeds = [1000 * (number + 1) for number in range(args.seeds)]
     chosen = tune(study, ["parallel", "wavefront"])
@@ -238,7 +238,7 @@ def run(study: Study) -> None:
 
 
 def speed(study: Study) -> None:
-    """Times the fills on a machine that does nothing else, each five times in one program."""
+    """Times the fills on an idle machine, five times each in one program."""
     args = study.args
     for steps in BUDGETS[study.corpus][:3]:
         for name, kind in KINDS.items():
@@ -249,7 +249,7 @@ def speed(study: Study) -> None:
 
 
 def equal_quality(rows: list[dict[str, str]], corpus: str) -> None:
-    """Prints the forwards that a parallel fill needs for the bits of each other one."""
+    """Prints the number of forwards with which a parallel fill has the bits of each other fill."""
     means = [mean for mean in _summaries(rows, corpus) if mean["part"] == "forwards"]
     base = sorted((m["bits"], m["forwards"]) for m in means if m["case"] == "parallel")
     print(f"\n{corpus}, forwards of a parallel fill with the same bits\n")
@@ -264,14 +264,14 @@ def equal_quality(rows: list[dict[str, str]], corpus: str) -> None:
 
 
 def _remasking(study: Study, path: str, seeds: list[int], steps: int, fill: str) -> None:
-    """Critic, confidence and random remasking at the same number of forwards."""
+    """Compares critic, confidence and random remasking at the same number of forwards."""
     base = {"steps": steps, "fill": fill} | REFINED
     study.measure("remasking", f"confidence, {fill}", [path], seeds, base)
     chance = base | {"remask_randomness": 1.0}
     study.measure("remasking", f"chance, {fill}", [path], seeds, chance)
     for mix in (0.0, 0.5):
         critic = base | {
-            # The critic reads the text once between two steps: half of the steps, rounded up.
+            # The critic has one forward between two steps: half of the steps, rounded up.
             "steps": steps // 2 + 1, "remask_by": "critic", "remask_randomness": mix,
         }  # fmt: skip
         name = "critic" if mix == 0 else "critic and chance"
@@ -279,7 +279,7 @@ def _remasking(study: Study, path: str, seeds: list[int], steps: int, fill: str)
 
 
 def _summaries(rows: list[dict[str, str]], corpus: str) -> list[dict[str, Any]]:
-    """Mean and 95% interval (Student's t) of every case that is not of the tuning."""
+    """Mean and 95% interval (Student's t) of every case except tuning."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if row["corpus"] == corpus and row["part"] != "tune":
@@ -323,7 +323,7 @@ def table(rows: list[dict[str, str]], corpus: str) -> None:
 
 
 def draw(rows: list[dict[str, str]], path: str) -> None:
-    """Bits and distinct 4-grams over forwards, a column of pictures for each corpus."""
+    """Draws bits and distinct 4-grams over forwards, with one column of panels per corpus."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -355,7 +355,7 @@ def draw(rows: list[dict[str, str]], path: str) -> None:
 
 
 def main() -> None:
-    """Measures what is missing, then prints or draws what was asked for."""
+    """Makes the missing measurements, then prints or draws the selected results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", choices=list(BUDGETS), required=True)
     parser.add_argument("--judge", required=True)
@@ -365,8 +365,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--characters", type=int, default=256)
-    parser.add_argument("--table", action="store_true", help="print what is known; measure nothing")
-    parser.add_argument("--speed", action="store_true", help="measure the speed alone")
+    parser.add_argument("--table", action="store_true", help="only print existing measurements")
+    parser.add_argument("--speed", action="store_true", help="measure only the speed")
     parser.add_argument("--picture", metavar="FILE")
     args = parser.parse_args()
     start_jax()

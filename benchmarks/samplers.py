@@ -1,9 +1,9 @@
-"""Times of the logit algebra beside PyTorch, CPU float32, V = 50257: prints one table.
+"""Times of the logit transforms compared with PyTorch, CPU float32, V = 50257: prints one table.
 
-Run `python -m benchmarks.samplers`. Every case turns logits into one token per position. Both
-sides run alternately and the medians of their runs are compared. 256 positions go through the
-chain at once; 4096 go in chunks of 256 by `lax.map`, as the sampling loop does, and PyTorch takes
-the same chunks in a Python loop.
+Run `python -m benchmarks.samplers`. Every case turns logits into one token per position. The two
+sides alternate; the table has their medians. 256 positions pass through the chain in one call. 4096
+positions are processed in chunks of 256 by `lax.map`, as in the sampling loop, and by PyTorch in a
+Python loop over the same chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOP_P, TOP_K, TEMPERATURE = 0.9, 50, 0.8
 
 
 def by_chunks(fn: Callable[..., jax.Array], num: int) -> Callable[..., jax.Array]:
-    """`fn` over chunks of positions, or whole when they fit one."""
+    """`fn` over chunks of positions, or in one call if all positions fit into a chunk."""
     if num <= CHUNK:
         return fn
 
@@ -47,7 +47,7 @@ def chain_of(**settings: Any) -> Chain:
 
 
 def run_chain(num: int) -> Callable[..., jax.Array]:
-    """Compiled `(chain, logits, at) -> ids`: one program for every setting."""
+    """Compiled `(chain, logits, at) -> ids`: one program for all settings."""
 
     def apply(chain, logits_NV, at):
         prepared = chain.prepare(chain.init(ROWS), scene())
@@ -57,7 +57,7 @@ def run_chain(num: int) -> Callable[..., jax.Array]:
 
 
 def torch_top_p(x: torch.Tensor) -> torch.Tensor:
-    """The usual sort-based nucleus, then a draw."""
+    """The usual sort-based top-p, followed by a draw."""
     values, ids = x.sort(dim=-1, descending=True)
     p = values.softmax(-1)
     p[p.cumsum(-1) - p >= TOP_P] = 0.0
@@ -65,7 +65,7 @@ def torch_top_p(x: torch.Tensor) -> torch.Tensor:
 
 
 def torch_top_k_top_p(x: torch.Tensor) -> torch.Tensor:
-    """Top-k first, so that the nucleus is found among k candidates."""
+    """Top-k, followed by top-p among the k candidates and a draw."""
     values, ids = x.topk(TOP_K, dim=-1)
     p = values.softmax(-1)
     p[p.cumsum(-1) - p >= TOP_P] = 0.0
@@ -83,7 +83,7 @@ def torch_chunks(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 def medians(runs: int, *fns: Callable[[], object]) -> list[float]:
-    """Median milliseconds of each function, run alternately after one warm-up."""
+    """Median milliseconds of each function, in alternating runs after one warm-up."""
     times: list[list[float]] = [[] for _ in fns]
     for turn in range(runs + 1):
         for fn, seen in zip(fns, times, strict=True):
@@ -132,7 +132,7 @@ def measure(num: int, runs: int) -> None:
 
 
 def compile_time() -> None:
-    """Seconds to trace and compile the full chain with its draw."""
+    """Seconds of tracing and compiling the full chain with its draw."""
     chain, at = chain_of(), place(CHUNK)
     x = jnp.zeros((CHUNK, VOCAB), jnp.float32)
     start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Known words and variety of a model's texts for several sampling settings.
+"""Known words and diversity of a model's texts for several sampling settings.
 
     python benchmarks/sampling_settings.py --checkpoint runs/quickstart
 
-Known words are words of the training text; the first row is held-out text itself. Every row writes
-the same number of texts from the same seeds.
+Known words are words of the training text. The first row is held-out text. All rows have the same
+number of texts from the same seeds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Positions and a canvas for measuring logit transforms."""
+"""Positions and a canvas for measurements of logit transforms."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MOST_STATES = 4094
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema as people write them; some ask for what no regular expression keeps."""
+    """A random realistic schema; some have constraints that no regular expression can express."""
     kinds = ["integer", "number", "string", "boolean", "null", "enum", "const"]
     kinds += ["object", "array", "union", "ref", "all", "typed"] * (depth > 0)
     kind = rng.choice(kinds)
@@ -83,7 +83,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def lifted(schema: Any, found: dict[str, Any]) -> Any:
-    """The schema with the definitions of its parts in one place, under other names."""
+    """The schema with all definitions in one place, under other names."""
     if isinstance(schema, list):
         return [lifted(part, found) for part in schema]
     if not isinstance(schema, dict):
@@ -98,7 +98,7 @@ def lifted(schema: Any, found: dict[str, Any]) -> Any:
 
 
 def random_expression(rng: random.Random, depth: int = 3) -> str:
-    """An expression with some things that `re` or the automaton does not know."""
+    """A random expression; some have constructs that `re` or the automaton does not support."""
     if depth == 0 or rng.random() < 0.2:
         return rng.choice(["a", "[a-f]", r"\d", ".", r"[^x]", r"\w", "b", r"\p{Lu}", r"[\p{Nd}_]"])
     way = rng.randrange(8)
@@ -121,11 +121,11 @@ GRAMMARS = {
     'root ::= list # items\nlist ::= list "," item | item\nitem ::=\n  "yes" |\n  "no"':
         "(yes|no)(,(yes|no))*",
 }  # fmt: skip
-"""Grammars, and expressions of the same texts."""
+"""Grammars, and expressions with the same texts."""
 
 
 def words(automaton: Characters, rng: random.Random, number: int) -> list[str]:
-    """Texts of random walks that end soon after they may."""
+    """Texts of random walks that end soon after a final state."""
     next_SK, is_final_S = automaton.next_SK, automaton.is_final_S
     few_S = np.where(is_final_S, 0, np.iinfo(np.int32).max - 1)
     for _ in range(len(few_S)):
@@ -188,7 +188,7 @@ def allows(schema: Any, value: Any, root: Any) -> bool:
 
 
 def made_of(number: int, seed: int = 0) -> list[tuple[str, Any]]:
-    """Kinds and texts or schemas: most of them schemas."""
+    """Pairs of a kind and a text or schema; most are schemas."""
     rng = random.Random(seed)
     found: list[tuple[str, Any]] = []
     for place in range(number):
@@ -202,10 +202,10 @@ def made_of(number: int, seed: int = 0) -> list[tuple[str, Any]]:
 
 
 def checked(kind: str, given: Any, rng: random.Random, number: int) -> list[str]:
-    """Random texts of a schema, expression or grammar that it does not allow.
+    """Random texts of the automaton that the schema, expression or grammar does not allow.
 
     Raises:
-      ValueError: it is refused.
+      ValueError: the input is refused.
     """
     patterns: dict[str, Callable[[Any], str]] = {
         "schema": regex_of_schema, "grammar": regex_of_grammar, "expression": str
@@ -226,7 +226,7 @@ def checked(kind: str, given: Any, rng: random.Random, number: int) -> list[str]
 
 
 def main() -> None:
-    """Prints counts, and why some are refused."""
+    """Prints the counts, and the reasons for refusals."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=350)
     parser.add_argument("--texts", type=int, default=20)

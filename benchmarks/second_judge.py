@@ -1,15 +1,15 @@
-"""Compares two judges of the same texts, the causal model and a sequence scorer.
+"""Compares two judges of the same texts, a causal model and a sequence scorer.
 
     python -m benchmarks.second_judge run
     python -m benchmarks.second_judge table
     python -m benchmarks.second_judge show
 
 The causal model (`configs/shakespeare_judge.toml`) gives the bits per character of a text; the
-scorer (`configs/shakespeare_scorer.toml`) estimates its share of wrong tokens. They judge samples
-of the shipped model, with the settings that `benchmarks/head_rivals.py` found
-(`benchmarks/results/refined.csv`), pieces of held-out text, the same pieces corrupted in known
-ways, and samples of n-gram models. `run` writes a line for each text; `show` judges them again and
-prints those on which the judges disagree most.
+scorer (`configs/shakespeare_scorer.toml`) estimates the share of wrong tokens. Both judge samples
+of the shipped model with the settings from `benchmarks/head_rivals.py`
+(`benchmarks/results/refined.csv`), pieces of held-out text, corrupted versions of these pieces, and
+samples of n-gram models. `run` writes one line per text; `show` judges the texts again and prints
+those with the largest disagreement.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ NUM_SAMPLES = 32
 CHARACTERS = 256
 FIELDS = ("texts", "forwards", "seed", "number", "bits", "share", "distinct", "words")
 FEWER = (4, 8)
-"""Forwards at which the fills that commit a set number of tokens a step are judged too."""
+"""Additional numbers of forwards for fills that commit a fixed number of tokens per step."""
 COLD = "0.8 to 0.1"
-"""Lower temperatures, at which *all filled* is as repetitive as the critic's texts at theirs."""
+"""Lower temperatures, at which *all filled* is as repetitive as the texts with a critic."""
 SPOILT = (0.1, 0.3)
-"""Shares of tokens that are replaced by random ones."""
+"""Shares of tokens that are replaced by random tokens."""
 FLOOR = 0.05
-"""What the scorer says of text that nothing is wrong with, about."""
+"""Approximate estimate of the scorer for text without errors."""
 CONFIDENCE = "confidence, waves"
 """The kind of benchmarks/results/sampler_head.md, "Remasking", that collapses."""
 PAIRS = (
@@ -62,7 +62,7 @@ PAIRS = (
     (f"all filled, {COLD}", "16", "all filled", "16"),
     (f"all filled, critic remasks, {COLD}", "17", "all filled, critic remasks", "17"),
 )
-"""Kinds that are compared, each with its forwards."""
+"""Pairs of compared kinds, each with its number of forwards."""
 
 
 class Written(NamedTuple):
@@ -75,7 +75,7 @@ class Written(NamedTuple):
 
 
 def _cases(refined: Path) -> dict[str, dict[str, Any]]:
-    """Settings of the texts of the model, by kind and forwards."""
+    """Settings of the model's texts, by kind and forwards."""
     with refined.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     cases: dict[str, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ def _named(share: float) -> str:
 
 
 def _pieces(text: str, seed: int) -> list[str]:
-    """Pieces of a text that begin with the space before a word, spread over it, new for a seed."""
+    """Evenly spaced pieces that begin with the space before a word, different for each seed."""
     starts = np.array([match.start() for match in re.finditer(r"\s(?=\w)", text)])
     starts = starts[starts <= len(text) - CHARACTERS]
     share = (np.arange(NUM_SAMPLES) + SEEDS.index(seed) / len(SEEDS)) / NUM_SAMPLES
@@ -105,7 +105,7 @@ def _pieces(text: str, seed: int) -> list[str]:
 
 
 def _shuffled(text: str, rng: np.random.Generator) -> str:
-    """The words of a text in another order; the last, which may be cut, stays where it is."""
+    """The words of a text in random order, except the last word, which can be truncated."""
     found = re.findall(r"\w+", text)
     mixed = iter([*rng.permutation(np.array(found[:-1], object)), found[-1]])
     return re.sub(r"\w+", lambda _: next(mixed), text)
@@ -114,7 +114,7 @@ def _shuffled(text: str, rng: np.random.Generator) -> str:
 def _spoilt(
     model: Model, text: str, share: float, usual: Sequence[int], rng: np.random.Generator
 ) -> str:
-    """The text with this share of its tokens replaced by some of the usual ones."""
+    """The text with this share of its tokens replaced by random tokens from `usual`."""
     ids = np.array(model.tokenizer.encode(text))
     places = rng.choice(len(ids), round(share * len(ids)), replace=False)
     ids[places] = rng.choice(usual, len(places))
@@ -122,7 +122,7 @@ def _spoilt(
 
 
 def texts(model: Model, refined: Path) -> Iterator[Written]:
-    """All texts that are judged, kind by kind."""
+    """All judged texts, kind by kind."""
     assert model.config is not None
     data = model.config.data
     corpus, held_out = split_text(join_documents(read_documents(data.source)), data.held_out)
@@ -164,7 +164,7 @@ class Kind(NamedTuple):
 def judge_all(
     model: Model, judge: Model, scorer: Model, refined: Path
 ) -> Iterator[tuple[Written, Kind]]:
-    """All texts with their figures; a line on standard output for each kind and seed."""
+    """All texts with their figures; prints one line per kind and seed."""
     assert model.config is not None
     data = model.config.data
     corpus, _ = split_text(join_documents(read_documents(data.source)), data.held_out)
@@ -186,7 +186,7 @@ def judge_all(
 
 
 def run(found: Iterator[tuple[Written, Kind]], path: Path) -> None:
-    """Writes a line for each text; the file is replaced when all are judged."""
+    """Writes one line per text; the file is replaced when all texts are judged."""
     lines = [
         [kind.name, kind.forwards, str(written.seed), str(number)]
         + [f"{column[number]:.4f}" for column in kind[2:]]
@@ -200,7 +200,7 @@ def run(found: Iterator[tuple[Written, Kind]], path: Path) -> None:
 
 
 def kinds(path: Path) -> list[Kind]:
-    """What the file says, kind by kind."""
+    """The content of the file, kind by kind."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     found = []
@@ -218,7 +218,7 @@ def agreement(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def groups(found: list[Kind]) -> dict[str, list[Kind]]:
-    """Kinds whose means are compared, with and without the one that collapses."""
+    """Groups of compared kinds, with and without the collapsed kind."""
     mine = [kind for kind in found if _is_model(kind)]
     return {
         "all kinds": found,
@@ -229,7 +229,7 @@ def groups(found: list[Kind]) -> dict[str, list[Kind]]:
 
 
 def means(group: list[Kind]) -> dict[str, np.ndarray]:
-    """Of each figure, float64 ``[number of kinds]``."""
+    """The means of each figure, float64 ``[number of kinds]``."""
     return {c: np.array([getattr(kind, c).mean() for kind in group]) for c in FIELDS[4:]}
 
 
@@ -243,7 +243,7 @@ def _interval(values: np.ndarray) -> str:
 
 
 def table(found: list[Kind]) -> None:
-    """Prints means, differences, and how far the judges agree, as Markdown."""
+    """Prints means, differences and the agreement of the judges, as Markdown."""
     print("| texts | forwards | judged bits/char | rank | estimated share wrong | rank | "
           "distinct 4-grams in a text | known words | correlation of the judges |")  # fmt: skip
     print("| --- " * 9 + "|")
@@ -275,7 +275,7 @@ def table(found: list[Kind]) -> None:
 
 
 def inside(found: list[Kind]) -> None:
-    """Prints what the judges follow inside the kinds, as a list."""
+    """Prints correlations of the judges with other figures within the kinds, as a list."""
     mine = groups(found)[f"the model's, without *{CONFIDENCE}*"]
     for judge in ("bits", "share"):
         each = [agreement(getattr(kind, judge), kind.words) for kind in mine]
@@ -302,7 +302,7 @@ def _difference(first: np.ndarray, second: np.ndarray) -> str:
 
 
 def show(found: Iterator[tuple[Written, Kind]], number: int) -> None:
-    """Prints the model's texts that one judge finds good and the other bad."""
+    """Prints the model's texts that one judge rates as good and the other as bad."""
     mine = [pair for pair in found if _is_model(pair[1])]
     bits, share = (np.concatenate([getattr(k, c) for _, k in mine]) for c in ("bits", "share"))
     apart = (stats.rankdata(bits) - stats.rankdata(share)) / len(bits)
@@ -318,7 +318,7 @@ def show(found: Iterator[tuple[Written, Kind]], number: int) -> None:
 
 
 def main() -> None:
-    """Measures, or prints what was measured."""
+    """Measures, or prints the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["run", "table", "show"])
     parser.add_argument("--checkpoint", default="shakespeare")
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--scorer", default="runs/shakespeare_scorer")
     parser.add_argument("--settings", type=Path, default=Path("benchmarks/results/refined.csv"))
     parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/second_judge.csv"))
-    parser.add_argument("--number", type=int, default=3, help="texts that show prints of each")
+    parser.add_argument("--number", type=int, default=3, help="texts per kind for show")
     args = parser.parse_args()
     start_jax()
     if args.what != "table":

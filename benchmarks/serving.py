@@ -1,10 +1,10 @@
-"""Compares the server with the engine alone: throughput, first event, a single request.
+"""Compares the server with the engine: throughput, first event, a single request.
 
 ``python benchmarks/serving.py``
 
-- throughput: as many clients as slots, each with consecutive requests, alternating with a file of
-  the same requests (`dlm_jax.batch`);
-- first: steps that a stream in a free slot has taken before its first event;
+- throughput: one client per slot, each with consecutive requests, alternating with a file of the
+  same requests (`dlm_jax.batch`);
+- first: number of steps before the first event of a stream in a free slot;
 - single: a single request over HTTP, compared with `generate`.
 """
 
@@ -32,7 +32,7 @@ from dlm_jax.serving.app import Options, make_app
 from dlm_jax.serving.http import Server, listening
 from dlm_jax.serving.protocol import Limits
 
-# New tokens of a request, on a canvas of 128, and on canvases of 64 and of 128.
+# New tokens per request, on a canvas of 128, and on canvases of 64 and 128.
 LENGTHS = {"one canvas": (72, 96, 112), "two canvases": (24, 48, 96)}
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def served(model: Model, engine: Engine, args: argparse.Namespace) -> Iterator[str]:
-    """The address of a server of the model that runs."""
+    """Runs a server of the model; the context returns its address."""
     app = make_app(
         model, engine, Options("shakespeare", Limits(waiting=4096)), slots=args.slots,
         steps_per_call=args.steps_per_call,
@@ -85,7 +85,7 @@ def _asked(name: str, count: int) -> list[dict[str, object]]:
 
 
 def throughput(model: Model, url: str, args: argparse.Namespace) -> None:
-    """Prints the seconds of both ways, and the throughput of the server by that of the file."""
+    """Prints the seconds of both runs, and the throughput of the server relative to the file."""
     print(f"| {args.requests} requests, {args.slots} slots | a file, s | over HTTP, s | ratio |")
     print("| --- | --- | --- | --- |")
     for name in LENGTHS:
@@ -122,7 +122,7 @@ def _by_clients(url: str, asked: list[dict[str, object]], clients: int) -> float
 
 
 def _by_file(model: Model, asked: list[dict[str, object]], slots: int) -> float:
-    """As ``sample.py --prompts`` runs a file: read, made into rows, run, and written."""
+    """Runs a file like ``sample.py --prompts``: reads, makes rows, runs them and writes results."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "in.jsonl"
         lines = [
@@ -147,9 +147,9 @@ def _by_file(model: Model, asked: list[dict[str, object]], slots: int) -> float:
 
 
 def first(url: str) -> None:
-    """Prints how many steps a stream in a free slot has taken when its first event is made."""
+    """Prints the number of steps before the first event of a stream in a free slot."""
     found = []
-    # Every step writes one token, which is a block of its own.
+    # Every step writes one token, which is a separate block.
     body = {"prompt": "ROMEO:\n", "max_tokens": 64, "steps": 64, "block_length": 1,
             "order": "left_to_right", "stream": True, "logprobs": 0}  # fmt: skip
     for seed in range(6):
@@ -161,7 +161,7 @@ def first(url: str) -> None:
 
 
 def single(model: Model, url: str) -> None:
-    """Prints the time of a single request over HTTP and by the engine."""
+    """Prints the time of a single request over HTTP and in the engine."""
     (asked,) = _asked("two canvases", 1)
     settings = {"gen_length" if k == "max_tokens" else k: v for k, v in asked.items()}
     times: list[tuple[float, float]] = []

@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.serving_memory [--rounds 8] [--clients 1000]``
 
-The server runs in its own process (`dlm_jax.serve`, with the flags after ``--``). In every round
-all clients of `benchmarks.crowd` connect at once, and most of them misbehave. After they have
-disconnected and no row runs or waits, the process reports its resident memory (VmRSS), threads and
-open files. The first rounds compile programs and fill pools; the last line compares
-the second half of the rounds.
+The server runs in its own process (`dlm_jax.serve`, with the flags after ``--``). In every round,
+all clients of `benchmarks.crowd` connect concurrently; most of them misbehave. After they have
+disconnected and no row runs or waits, the program reads the server's resident memory (VmRSS),
+threads and open files. The first rounds compile programs and fill pools; the last line compares the
+second half of the rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATIENCE = 120.0
 
 @contextlib.contextmanager
 def served(flags: list[str]) -> Iterator[tuple[str, int]]:
-    """The address and the process id of a server that ends with the block."""
+    """Starts a server that ends with the context; returns its address and process id."""
     command = [sys.executable, "-m", "dlm_jax.serve", "--port", "0", *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -47,7 +47,7 @@ def served(flags: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def held(pid: int) -> tuple[float, int, int]:
-    """MiB that a process has in memory, its threads and its open files."""
+    """Resident memory in MiB, threads and open files of a process."""
     told = Path(f"/proc/{pid}/status").read_text()
     rss, threads = (int(re.findall(rf"^{name}:\s+(\d+)", told, re.M)[0])
                     for name in ("VmRSS", "Threads"))  # fmt: skip
@@ -55,10 +55,10 @@ def held(pid: int) -> tuple[float, int, int]:
 
 
 def settled(url: str) -> int:
-    """How many compiled programs the server keeps, once no row runs or waits.
+    """The number of loaded programs of the server, once no row runs or waits.
 
     Raises:
-      SystemExit: rows run on though nobody waits for them.
+      SystemExit: abandoned rows continue to run.
     """
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
@@ -73,7 +73,7 @@ def settled(url: str) -> int:
 
 
 def main() -> None:
-    """Prints a row for every round."""
+    """Prints one row per round."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--clients", type=int, default=1000)

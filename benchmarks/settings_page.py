@@ -15,14 +15,13 @@ from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
 
 _HEAD = """# Settings
 
-Every setting of a request: a keyword of `dlm_jax.generate`, a key of a request, a flag of
-`sample.py` (dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's
-`[sample]`. This page is printed by `python -m benchmarks.settings_page`, from the declarations
-next to the rules that read them.
+Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `sample.py` (with
+dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's `[sample]`.
+`python -m benchmarks.settings_page` prints this page from the declarations of the rules.
 """
 _NAMES = """## Names of other projects
 
-Errors about such names give the name here, with its value. The projects are LLaDA, Dream,
+Error messages about these names give this library's name and value. The projects are LLaDA, Dream,
 Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM, SGLang and llama.cpp.
 """
 _KINDS = {
@@ -47,7 +46,7 @@ def page() -> str:
 
 
 def _elsewhere() -> str:
-    """The names in other projects and ours."""
+    """The table of names in other projects and in this library."""
     rows = []
     for theirs, (names, values, note) in TABLE.items():
         told = [f"`{v}`: `{written(given)}`" for v, given in values.items()]

@@ -1,11 +1,11 @@
-"""Processor time that the readers of many hosts need for a sharded corpus.
+"""Processor time of the readers of many hosts for a sharded corpus.
 
     python benchmarks/shard_reading.py [--hosts 8] [--shards 100] [--positions 4096] [--rate 1e6]
 
-Writes a corpus of random ids, then reads the batches of every host in turn, in the caller's thread,
-and prints for each the processor time a token, and the share of two cores that it takes to read
-`--rate` tokens a second; all hosts together; and how far the memory of the process grew over
-reading a corpus of a tenth of the size.
+The program writes a corpus of random ids and reads the batches of each host in the caller's thread.
+For each host and for all hosts together, it prints the processor time per token and the share of
+two cores that reading `--rate` tokens per second takes. It also prints the growth of the process's
+memory relative to a corpus of a tenth of the size.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_corpus(root: Path, *, num_shards: int, shard_tokens: int) -> None:
 
 
 def nanoseconds_a_token(root: Path, args: argparse.Namespace) -> list[float]:
-    """Processor time of the reader of each host, measured one after the other."""
+    """Processor time of the reader of each host; readers run one after the other."""
     corpus = load_corpus(str(root), seq_len=args.positions, cache_dir=root / "cache")
     found = []
     for host in range(args.hosts):
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=1e6, help="tokens a second of each host")
+    parser.add_argument("--rate", type=float, default=1e6, help="tokens per second of each host")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder, "small"), Path(folder, "large")

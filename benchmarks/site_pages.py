@@ -1,8 +1,7 @@
 """Adds the pages of benchmarks/results/ and the notebooks of examples/ to the site.
 
-A hook of mkdocs. Notebooks are scripts in jupytext's percent format. Pages link to each other as
-files of the repository, and the links are rewritten for the site, where the results lie beside the
-pages of docs/.
+This is a hook of mkdocs. Notebooks are scripts in jupytext's percent format. Pages link to files of
+the repository; links are rewritten for the site, where the results are next to the pages of docs/.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def notebook(script: str) -> str:
-    """A script in percent format as Markdown: text cells as they read, others as blocks of code."""
+    """A script in percent format as Markdown, with text cells as text and code cells as blocks."""
     parts = []
     for cell in script.split("# %%")[1:]:
         head, _, body = cell.partition("\n")
@@ -43,7 +42,7 @@ def notebook(script: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The text of a page with links that hold on the site."""
+    """The text of a page with links that are valid on the site."""
     is_result = page.file.src_uri.startswith("results/")
     return (
         markdown.replace("](../../docs/", "](../")

@@ -1,9 +1,9 @@
-"""What a training step costs in each stage, beside a model without heads.
+"""Cost of a training step in each stage, compared with a model without heads.
 
     python benchmarks/stage_cost.py
 
-Steps of all stages take turns; medians in milliseconds, and what XLA counts as floating-point
-operations of the compiled step. What does not train yet must cost nothing.
+Steps of all stages alternate. The table has medians in milliseconds, and XLA's count of
+floating-point operations of the compiled step. A part that does not train yet must have no cost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STAGES = {
 
 
 def make_step(name: str) -> tuple[Any, Any, float]:
-    """(compiled step, its state, its floating-point operations)."""
+    """Returns (compiled step, its state, its floating-point operations)."""
     has_heads = name != "no heads"
     model = ModelConfig(
         depth=4, width=128, heads=4, vocab_size=VOCAB_SIZE, activation="gelu",
@@ -49,7 +49,7 @@ def make_step(name: str) -> tuple[Any, Any, float]:
     settings, optim = HeadsConfig(sampler_reveal=0.7, warmup_steps=0), OptimConfig(warmup_steps=1)
     network, mesh = build(model), make_mesh(MeshConfig(), jax.devices()[:1])
     stage = Stage(STAGES[name])
-    # The tokenizer is asked for its special ids alone.
+    # Only the special ids of the tokenizer are used.
     ids = SimpleNamespace(
         mask_id=MASK, pad_id=MASK, eos_id=MASK, banned_ids=(), vocab_size=VOCAB_SIZE
     )

@@ -1,7 +1,8 @@
-"""Overhead of a step of `advance` over its trunk and readout; `benchmarks.generation` prints it.
+"""Overhead of a step of `advance` relative to its trunk and readout; `benchmarks.generation` prints
+it.
 
-The two are timed alternately over the same steps: the compiled loop from its first step, and a
-loop that only runs the trunk and reads out as many chunks as the holes of the window need.
+Two loops over the same steps are timed in alternation: the compiled loop from its first step, and a
+loop that only runs the trunk and the readouts of the chunks with holes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROWS, POSITIONS = 8, 256
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A vocabulary, and the positions of each row that a step may fill: 0 for the whole canvas."""
+    """A vocabulary size, and the open positions per row: 0 for the whole canvas."""
 
     vocab_size: int
     block_length: int
@@ -49,7 +50,7 @@ class _Caught(Exception):  # noqa: N818 - it carries a state out of a driver, no
 
 
 def first_state(model: Model, **settings: Any) -> tuple[Any, Any]:
-    """Parameters and state that `dlm_jax.generate` hands to the compiled loop."""
+    """Parameters and state that `dlm_jax.generate` passes to the compiled loop."""
 
     def catch(loop: Advance, params: Any, state: Any, *limits: Any) -> Any:
         raise _Caught(params, state)
@@ -63,7 +64,7 @@ def first_state(model: Model, **settings: Any) -> tuple[Any, Any]:
 
 
 def bare_loop(model: Model, chunk: int) -> Callable[..., Any]:
-    """Compiled ``(params, tokens_BL, length_B, chunks_S) -> logits``: trunk and readouts alone.
+    """Compiled ``(params, tokens_BL, length_B, chunks_S) -> logits``: trunk and readouts only.
 
     Step ``i`` reads out ``chunks_S[i]`` chunks of positions.
     """
@@ -81,7 +82,7 @@ def bare_loop(model: Model, chunk: int) -> Callable[..., Any]:
                 return network.readout(params, jnp.take(hidden_ND, places, axis=0, mode="clip"))
 
             logits_NV = jax.lax.fori_loop(0, chunks_S[index], read, logits_NV)
-            # Never true; it makes every step wait for the one before, as committed tokens do.
+            # Never true; makes each step depend on the previous step, like committed tokens.
             tokens_BL = jnp.where(logits_NV[0, 0] > 1e30, 0, tokens_BL)
             return tokens_BL, logits_NV
 
@@ -92,7 +93,7 @@ def bare_loop(model: Model, chunk: int) -> Callable[..., Any]:
 
 
 def times(rounds: int, *fns: Callable[[], Callable[[], Any]]) -> np.ndarray:
-    """Seconds ``[rounds, fns]`` of what each function prepares, run in turn after one warm-up."""
+    """Seconds ``[rounds, fns]`` of the prepared functions, alternating after one warm-up."""
     seconds_RF = np.zeros((rounds + 1, len(fns)))
     for turn in range(rounds + 1):
         for place, prepare in enumerate(fns):
@@ -104,7 +105,7 @@ def times(rounds: int, *fns: Callable[[], Callable[[], Any]]) -> np.ndarray:
 
 
 def report(vocab_sizes: Sequence[int], rounds: int) -> None:
-    """Prints the table: 6 layers, width 384, 8 rows of 256 positions; one hole is filled a step."""
+    """Prints the table: 6 layers, width 384, 8 rows of 256 positions, one hole per step."""
     print("| V | block | settings | step ms | trunk and readout ms | the rest |")
     print("| - | - | - | - | - | - |")
     for window in WINDOWS:
@@ -116,7 +117,7 @@ def report(vocab_sizes: Sequence[int], rounds: int) -> None:
             settings = settings | {"block_length": window.block_length}
             ms_R2 = measure(model, bare, window, settings, rounds)
             step, alone = np.median(ms_R2, axis=0)
-            # The ratio within a round hardly feels what else the machine does.
+            # The ratio within a round depends little on the load of the machine.
             share = 1 - np.median(ms_R2[:, 1] / ms_R2[:, 0])
             print(
                 f"| {window.vocab_size} | {window.block_length or 'whole'} | {name} "
@@ -128,14 +129,14 @@ def report(vocab_sizes: Sequence[int], rounds: int) -> None:
 def measure(
     model: Model, bare: Callable[..., Any], window: Window, settings: dict[str, Any], rounds: int
 ) -> np.ndarray:
-    """Milliseconds ``[rounds, 2]`` of a step, and of its trunk and readouts alone."""
+    """Milliseconds ``[rounds, 2]`` of a step, and of only its trunk and readouts."""
     params, state = first_state(model, steps=POSITIONS, gen_length=POSITIONS, **settings)
     program = model.program(rows=split_rows(model.params))
     options = compiler.options("sample")
     advance = Advance(program, compiler_options=options)
     holes_S = ROWS * ((window.block_length or POSITIONS) - np.arange(window.num_steps))
     chunks_S = jnp.asarray(-(-holes_S // advance.program.chunk), jnp.int32)
-    # The state is donated, and these outlive it.
+    # The state is donated; these copies remain valid.
     tokens_BL, length_B = jnp.copy(state.canvas.tokens_BL), jnp.copy(state.canvas.length_B)
 
     def prepare() -> Callable[[], Any]:

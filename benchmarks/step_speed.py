@@ -1,11 +1,13 @@
-"""Speed and memory of this model against the same architecture in eager PyTorch, on CPU.
+"""Speed and memory of this library's model compared with the same architecture in eager PyTorch, on
+a CPU.
 
     python benchmarks/step_speed.py [--sizes 1m 10m] [--rounds 7]
 
-Both frameworks get the same batch, thread count and float32. Each runs in a process of its own,
-which also gives its peak memory; the parent alternates between them, a few runs at a time (the
-first of each turn is not counted: it finds the other's data in the caches), and prints medians.
-Memory is peak resident size over the training steps, less that after import.
+Both frameworks have the same batch, number of threads and float32. Each framework runs in a
+separate process, whose peak memory is measured. The parent alternates between them after a few runs
+and prints medians. The first run after each change is excluded, because the caches contain data of
+the other framework. Memory is the peak resident size during training steps, minus the size after
+import.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ PAUSE_SECONDS = 0.3
 
 
 def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
-    """Forward and training step of `dlm_jax`, as functions without arguments that wait."""
+    """Forward and training step of `dlm_jax`, as blocking functions without arguments."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -107,7 +109,7 @@ def _resident_mb() -> float:
 
 
 def serve(pipe: Any, name: str, size: dict[str, int], activation: str) -> None:
-    """Answers ``"forward"`` and ``"step"`` with seconds, ``"memory"`` with megabytes."""
+    """Returns seconds for ``"forward"`` and ``"step"``, and megabytes for ``"memory"``."""
     if name == "jax":
         import jax
         import optax  # noqa: F401 - what is imported belongs to the import, not to the training
@@ -152,13 +154,13 @@ def measure(size: dict[str, int], activation: str, rounds: int) -> dict[str, dic
         return pipes[name].recv()
 
     results: dict[str, dict[str, float]] = {name: {} for name in pipes}
-    # Memory comes after training steps only, before the forward program exists.
+    # Memory is measured after training steps, before the forward program exists.
     for request in ("step", "memory", "forward"):
         times = {name: [] for name in pipes}
         for _ in range(1 if request == "memory" else rounds):
             for name in pipes:
                 times[name].append(ask(name, request))
-                # The threads of the one spin for a while before they leave the cores to the other.
+                # The threads of one framework spin for a while before they release the cores.
                 time.sleep(PAUSE_SECONDS)
         for name, values in times.items():
             results[name][request] = statistics.median(values)

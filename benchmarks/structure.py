@@ -1,10 +1,10 @@
-"""Size of the package, files that a change touches, and call depth of its inputs.
+"""Size of the package, number of files that a change affects, and call depth of its inputs.
 
-``python benchmarks/structure.py [REVISION ...]`` prints one column for each revision and one for
-the working tree, and the lines of each decoder; trips are measured on the working tree only.
+``python benchmarks/structure.py [REVISION ...]`` prints one column per revision and one for the
+working tree, and the lines of each decoder. Call paths are measured only for the working tree.
 
-For each kind of change it takes an existing instance in the package and counts the files that name
-it, in addition to the ``__init__.py`` with the table of its kind and the public names.
+For each kind of change, the program takes an existing instance in the package and counts the files
+that name it, in addition to the ``__init__.py`` with the table of its kind and the public names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RECORD_DECORATORS = {"dataclass", "dataclasses", "pytree", "rule", "register_da
 
 
 class Tree:
-    """The modules of the package in one checkout, parsed."""
+    """The parsed modules of the package in one checkout."""
 
     def __init__(self, root: Path):
         self.files = {
@@ -56,7 +56,7 @@ class Tree:
         self.imports = {name: set(self._imported(name)) for name in self.files}
 
     def _imported(self, module: str) -> Iterator[str]:
-        """Modules of the package that a module imports, wherever and for whatever."""
+        """Modules of the package that a module imports, anywhere and for any purpose."""
         for node in ast.walk(self.tree[module]):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -75,7 +75,7 @@ class Tree:
         return sum(len(ast.unparse(_bare(text)).splitlines()) for text in self.text.values())
 
     def single_importers(self) -> list[str]:
-        """Modules that one other imports, tables of rules and their rules left out."""
+        """Modules with a single importer, except tables of rules and their rules."""
         importers = collections.Counter(name for found in self.imports.values() for name in found)
         return [
             name
@@ -98,7 +98,7 @@ class Tree:
         return found
 
     def circles(self) -> list[list[str]]:
-        """Groups of modules that import each other, imports for types alone included."""
+        """Groups of modules that import each other, including imports only for types."""
         index: dict[str, int] = {}
         low: dict[str, int] = {}
         stack: list[str] = []
@@ -124,7 +124,7 @@ class Tree:
         return found
 
     def repeated_names(self) -> list[str]:
-        """Names that several modules have."""
+        """Names of several modules."""
         names = collections.Counter(
             name.split(".")[-1] for name, path in self.files.items() if path.name != "__init__.py"
         )
@@ -139,7 +139,7 @@ class Tree:
         ]
 
     def files_that_name(self, word: str) -> list[str]:
-        """Modules that use a word in their code, comments and docstrings left out."""
+        """Modules that use a word in their code, except in comments and docstrings."""
         pattern = re.compile(rf"\b{word}\b")
         return [
             name.removeprefix(f"{PACKAGE}.")
@@ -150,7 +150,8 @@ class Tree:
     def decoders(self) -> dict[str, tuple[int, str]]:
         """Lines of code of each commit and remask rule, and its module.
 
-        Those of the module where it is alone in it, and otherwise of the class.
+        The lines are those of the module if it has only this rule, and otherwise those of the
+        class.
         """
         found = {}
         for room in ("commit", "remask"):
@@ -209,7 +210,7 @@ def _bare(text: str) -> ast.Module:
 
 
 def trip(call: Callable[[], Any], kinds: tuple[type, ...]) -> list[str]:
-    """Modules of the package that get an object of those classes as an argument, in order."""
+    """Modules of the package with an argument of these classes, in call order."""
     stays: list[str] = []
 
     def on_call(frame: Any, event: str, _: Any) -> None:
@@ -232,7 +233,7 @@ def trip(call: Callable[[], Any], kinds: tuple[type, ...]) -> list[str]:
 
 
 def trips() -> dict[str, str]:
-    """How far a request travels until it is packed, and a config through a dry run."""
+    """The call paths of a request until it is packed, and of a config through a dry run."""
     import dlm_jax
     from dlm_jax.cli import train
     from dlm_jax.config import Config
@@ -240,7 +241,7 @@ def trips() -> dict[str, str]:
     from dlm_jax.sampling.row import RowParams
 
     class Packed(Exception):
-        """The request has become a row of arrays."""
+        """Signals that the request has become a row of arrays."""
 
     model = dlm_jax.load("shakespeare")
 
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         description="The size of the package and what a change touches."
     )
     parser.add_argument("revisions", nargs="*", metavar="REVISION")
-    parser.add_argument("--names", action="store_true", help="list what is counted")
+    parser.add_argument("--names", action="store_true", help="list the counted names")
     parser.add_argument("--trips", action="store_true", help="follow a request and a config")
     args = parser.parse_args(argv)
     columns = {}

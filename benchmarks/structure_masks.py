@@ -1,10 +1,10 @@
-"""Measures what holding rows to a structure adds to a step, in vocabularies of two sizes.
+"""Measures the time that a structure adds to a step, for two vocabulary sizes.
 
 ``python benchmarks/structure_masks.py``
 
-Rows of 64 slots on a canvas of 128, from left to right, all with the automaton of a JSON schema or
-none has one; the network has random parameters and the shape of the shipped model but for its
-vocabulary. Both take turns.
+The rows of 64 slots on a canvas of 128 are sampled from left to right, all with the automaton of a
+JSON schema or all without. The network has random parameters and the shape of the shipped model,
+except for the vocabulary. Both take turns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _row(size: int, order: str, args: argparse.Namespace) -> None:
-    # Characters beyond ASCII stand for the tokens that a schema has no use for.
+    # Characters beyond ASCII replace the tokens that the schema does not use.
     letters = [chr(code) for code in range(32, 127)]
     letters += [chr(0x4E00 + place) for place in range(size - len(letters) - 4)]
     tokenizer = CharacterTokenizer.of("".join(letters))
@@ -64,7 +64,7 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
     pattern = regex_of_schema(SCHEMA)
     automaton = model.structures.automaton(pattern)
     times: dict[str, list[float]] = {"": [], pattern: []}
-    # Slots are filled again as often as the rounds take.
+    # Slots are refilled as often as the rounds require.
     fills = 1 + (args.rounds + 1) * STEPS // 120
     engines = {held: _engine(model, held, args.slots, fills) for held in times}
     for _ in range(args.rounds):
@@ -81,7 +81,7 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
 
 
 def _engine(model: Model, held: str, slots: int, fills: int) -> Engine:
-    """An engine whose slots are full and whose program is compiled."""
+    """An engine with full slots and a compiled program."""
     engine = Engine(model, sizes=(slots,), canvases=(128,), max_waiting=None)
     asked: dict[str, Any] = {"gen_length": 120, "steps": 120, "temperature": 1.0}
     asked |= {"structure": held} if held else {}

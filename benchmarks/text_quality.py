@@ -1,13 +1,13 @@
-"""Quality of a model's unprompted texts beside held-out text and n-gram samplers.
+"""Quality of a model's unprompted texts, compared with held-out text and n-gram samplers.
 
     python benchmarks/text_quality.py --judge runs/shakespeare_judge [--checkpoint PATH]
         [--set temperature=0.7,temperature_end=-1 order=left_to_right ...]
 
-All rows hold the same number of texts, cut to the same number of characters. Known words are words
-of the training text. Copied is the share of runs of four words that stand in the training text. The
-judge is an autoregressive model trained on the same text from another seed: its exact bits per
-character of each text, with the standard error over texts. Low is not good by itself: repeating
-oneself and copying are cheap too, so read it beside the other columns.
+All rows have the same number of texts, truncated to the same number of characters. Known words are
+words of the training text. Copied is the share of runs of four words that occur in the training
+text. The judge is an autoregressive model trained on the same text with another seed; the table has
+its exact bits per character of each text, with the standard error over texts. Low bits alone are
+not good, because repeated and copied text also has low bits; compare the other columns.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", help="default: the shipped model")
     parser.add_argument("--judge", required=True)
-    parser.add_argument("--source", help="the corpus, if it is elsewhere than the config says")
+    parser.add_argument("--source", help="path of the corpus, if it differs from the config")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1000)
-    parser.add_argument("--characters", type=int, default=256, help="of each text (256)")
+    parser.add_argument("--characters", type=int, default=256, help="characters per text (256)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE,...",
-        help="further settings of the model, one row of the table each")  # fmt: skip
+        help="additional settings, one row of the table each")  # fmt: skip
     args = parser.parse_args()
     start_jax()
     model, judge = dlm_jax.load(args.checkpoint), dlm_jax.load(args.judge)

@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Queries or keys turned by their position (half rotation)."""
+    """Queries or keys rotated by their position (half rotation)."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
@@ -55,7 +55,7 @@ def rotate(x, cos, sin):
 class Twin(nn.Module):
     """Tokens ``[B, L]`` and lengths ``[B]`` to logits ``[B, L, V]``; tied head.
 
-    Without lengths every position is visible, and attention runs without a mask.
+    Without lengths, every position is visible, and attention runs without a mask.
     """
 
     def __init__(self, vocab_size: int, depth: int, width: int, heads: int, activation: str):
@@ -67,7 +67,7 @@ class Twin(nn.Module):
         self.half_size = width // heads // 2
 
     def load(self, params: Any) -> Twin:
-        """Itself with the parameters of `dlm_jax`: their nested dict, as NumPy arrays."""
+        """Loads the parameters of `dlm_jax`, a nested dict of NumPy arrays; returns the model."""
         named = {"embedding.weight": params["embedding"], "norm.weight": params["norm"]["scale"]}
         blocks = params["blocks"]
         attention, mlp = blocks["attention"], blocks["mlp"]

@@ -2,10 +2,10 @@
 
     python -m benchmarks.wavefront_cost
 
-The canvas is all holes but one seed in a hundred, the hardest case in which every wave is known.
-The fill, the trunk and a fill with dynamic shapes in eager PyTorch (one gather per
-wave) alternate; medians. `--vocab 50257` on a narrow model shows that the fill's time follows the
-holes.
+The canvas consists of holes except for one visible token in a hundred, the hardest case with only
+known waves. The fill, the trunk, and a fill with dynamic shapes in eager PyTorch (one gather per
+wave) alternate; the table has medians. `--vocab 50257` with a narrow model shows that the fill's
+time is proportional to the holes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlm_jax.types import Network
 
 
 def median_seconds(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median time of each, taking turns, after one run that is not counted."""
+    """Median time of each function, in alternating runs after one excluded run."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
@@ -73,7 +73,7 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
 
 
 class TorchFill(torch.nn.Module):
-    """The fill of the seed document in eager PyTorch, without its write to a copy."""
+    """The fill of the source document in eager PyTorch, without its write to a copy."""
 
     def __init__(self, params: Any):
         super().__init__()
@@ -111,7 +111,7 @@ class TorchFill(torch.nn.Module):
 
 
 def case(vocab: int, depth: int, width: int, rows: int, holes: int, repeats: int) -> None:
-    """Prints a line: the time of a fill of `rows` x `holes`, of the trunk and of PyTorch."""
+    """Prints the times of a fill of `rows` x `holes`, of the trunk and of PyTorch."""
     config = ModelConfig(depth=depth, width=width, heads=6, vocab_size=vocab, add_sampler_head=True)
     network = build(config)
     params = jax.jit(network.init)(jax.random.key(0))

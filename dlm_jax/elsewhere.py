@@ -17,8 +17,8 @@ class Here(NamedTuple):
     """The equivalent in this library of a name from another project.
 
     Attributes:
-      names: candidate settings, of which the first that exists in the context is used; empty if
-          there is no equivalent.
+      names: candidate settings; the first that exists in the context is used. Empty if there is no
+          equivalent.
       values: equivalents of some values.
       note: the difference between the two settings.
     """
@@ -54,15 +54,15 @@ _REMASKS: dict[str, Given] = {
 _TRUE = "true"
 _LENGTH, _STEPS = ("max_tokens", "gen_length"), ("steps",)
 _ROWS = ("n", "num_samples")
-_STEPS_OF_BLOCK = "it counts the steps of one block; steps counts those of the whole row"
+_STEPS_OF_BLOCK = "it is the number of steps per block; steps is the number per row"
 
 _STRUCTURED = Here(
     ("response_format", "structure"),
-    note="response_format takes a schema, structure a regular expression",
+    note="response_format is a schema, structure is a regular expression",
 )
-_ENTROPY = Here(("entropy_bound",), note="it goes with order='entropy_bound'")
-_REWRITES = Here(("rewrite_threshold",), note="it goes with order='joint_threshold'")
-_BREAKERS = Here(("dry_breakers",), note="they are ids here")
+_ENTROPY = Here(("entropy_bound",), note="it requires order='entropy_bound'")
+_REWRITES = Here(("rewrite_threshold",), note="it requires order='joint_threshold'")
+_BREAKERS = Here(("dry_breakers",), note="its values are token ids")
 _GUMBEL = Here(("draw",), {_TRUE: {"draw": "gumbel"}})
 
 _RENAMED: dict[tuple[str, ...], str] = {
@@ -113,23 +113,23 @@ TABLE: dict[str, Here] = {
     "sampler": Here(("remask",), _REMASKS),
     "alg_temp": Here(note="positions are selected without noise, as with alg_temp=0"),
     "diffusion_alg_temp": Here(note="positions are selected without noise, as with 0"),
-    "confidence_threshold": Here(("threshold",), note="it goes with order='threshold'"),
+    "confidence_threshold": Here(("threshold",), note="it requires order='threshold'"),
     "eb_threshold": _ENTROPY,
     "gamma": _ENTROPY,
     "editing_threshold": _REWRITES,
     "edit_threshold": _REWRITES,
-    "max_post_steps": Here(("rewrite_steps",), note="it goes with order='joint_threshold'"),
-    "eta": Here(("remask_eta",), note="it goes with remask='remdm_cap'"),
+    "max_post_steps": Here(("rewrite_steps",), note="it requires order='joint_threshold'"),
+    "eta": Here(("remask_eta",), note="it requires remask='remdm_cap'"),
     # Lengths, steps and blocks.
     "denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "max_denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "steps_per_block": Here(_STEPS, note=_STEPS_OF_BLOCK),
-    "block_size": Here(("block_length",), note="the canvas of a row is max_length"),
+    "block_size": Here(("block_length",), note="the canvas size is max_length"),
     "small_block_size": Here(
         ("block_length",), note="threshold_alone is the length of the enclosing blocks"
     ),  # fmt: skip
     # Guidance, draws and truncations.
-    "guidance_scale": Here(("guidance",), note="there 1 is off, here 0; use guidance_scale - 1"),
+    "guidance_scale": Here(("guidance",), note="guidance is guidance_scale - 1; 0 disables it"),
     "dry_sequence_breakers": _BREAKERS,
     "dry_sequence_breaker": _BREAKERS,
     "do_sample": Here(
@@ -138,7 +138,7 @@ TABLE: dict[str, Here] = {
     "add_gumbel_noise": _GUMBEL,
     "diffusion_add_gumbel_noise": _GUMBEL,
     # Ends and formats of texts.
-    "confidence_eos_eot_inf": Here(("confidence_without",), note="it takes the ids"),
+    "confidence_eos_eot_inf": Here(("confidence_without",), note="its values are token ids"),
     "structured_outputs": _STRUCTURED,
     "guided_decoding": _STRUCTURED,
     "guided_json": _STRUCTURED,
@@ -146,12 +146,12 @@ TABLE: dict[str, Here] = {
     "grammar": _STRUCTURED,
     "preset": Here(note="a preset applies to a whole program: --preset, or Model.preset in Python"),
     "use_float32_gumbel": _GUMBEL,
-    "tokens_per_step": Here(_STEPS, note="steps is the number of tokens divided by it"),
-    "max_waves": Here(note="the number of waves follows from the holes"),
+    "tokens_per_step": Here(_STEPS, note="steps is the number of tokens / tokens_per_step"),
+    "max_waves": Here(note="the holes determine the number of waves"),
     "backend_sampling": Here(
         note="all rows except those with host_sampler are sampled on the device"
     ),
-    "mask_id": Here(note="it is the tokenizer's"),
+    "mask_id": Here(note="the tokenizer defines it"),
     # Caches.
     "use_cache": Here(("cache",), {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}}),
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
@@ -171,7 +171,7 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
 
     Args:
       name: the given name, with dashes, underscores, or a section before a dot.
-      known: existing names, in the form in which the advice shows them.
+      known: existing names, in the form that the advice shows.
       value: the given value.
     """
     here = TABLE.get(_plain(name))

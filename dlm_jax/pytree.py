@@ -16,7 +16,7 @@ def pytree(cls: T) -> T:
     """Makes a class a frozen dataclass and a pytree with a unique tree structure.
 
     jaxlib treats the structures of two `register_dataclass` classes as equal if they have the same
-    number of data fields and no metadata, so `jax.jit` may run the wrong program. Every class
+    number of data fields and no metadata, so `jax.jit` can run the wrong program. Every class
     therefore has a metadata field ``identity``, which contains the class itself.
 
     Fields are leaves, except static fields: those made by `static` and `fact`, and others with

@@ -49,7 +49,7 @@ def check_settings() -> None:
 
 @functools.cache
 def fingerprint() -> dict[str, Any]:
-    """Some random numbers, which identify the generators of this version of JAX."""
+    """Random numbers that identify the generators of this version of JAX."""
     one, two = jax.random.split(key_of(7))
     bits = jax.random.bits(one, (2,)).tolist()
     return {"draws": [*bits, float(jax.random.uniform(two))], "version of jax": jax.__version__}

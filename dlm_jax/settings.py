@@ -149,11 +149,11 @@ class Setting:
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
-        """The value that a choice stands for; other values are returned unchanged."""
+        """The value of a choice; other values are returned unchanged."""
         return self.choices.get(value, value) if self.choices is not None else value
 
     def named(self, value: Any) -> Any:
-        """The choice that stands for `value`, or `value` itself if there is none."""
+        """The choice for `value`, or `value` itself if there is none."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
@@ -314,9 +314,9 @@ class Trait(enum.Flag):
     ``FREE``: a resumed run may change the setting. ``ONCE_SAVED``: the setting may change after the
     first checkpoint. ``LOCAL``: the setting may differ between the processes of a run. ``OWN``:
     published models do not define the setting. ``TURNED``: neither published models nor causal
-    models that become diffusion models define the setting. ``UNSEEN``: the parameters depend on the
-    setting, but not their shapes. ``FOUND``: the corpus's tokenizer replaces the default. ``IDLE``:
-    no parameter of a published model depends on the setting.
+    models converted to diffusion models define the setting. ``UNSEEN``: the parameters, but not
+    their shapes, depend on the setting. ``FOUND``: the corpus's tokenizer replaces the default.
+    ``IDLE``: no parameter of a published model depends on the setting.
     """
 
     NONE = 0

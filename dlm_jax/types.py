@@ -1,6 +1,6 @@
 """Types shared by the subpackages: the network as functions, and the status of a row.
 
-Legend of shapes, which names have as suffixes and docstrings use:
+Legend of shapes, used as suffixes of names and in docstrings:
 
 =====  ==========================================================
 ``B``  rows of the batch
@@ -33,8 +33,8 @@ class Window(NamedTuple):
     Attributes:
       place_N: first position of the run; the whole run lies on the canvas.
       begin_N: first position whose keys and values come from the window.
-      end_N: position after the last of these. All other keys and values come from the cache, even
-          inside the window.
+      end_N: position after the last position whose keys and values come from the window. All other
+          keys and values come from the cache, even inside the window.
     """
 
     place_N: jax.Array

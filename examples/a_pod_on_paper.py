@@ -1,9 +1,8 @@
 # %% [markdown]
 # # A pod on paper
 #
-# `train.py --dry-run` compiles a training step for a slice of TPUs without the hardware and prints
-# the memory, work and communication per chip. The command needs the TPU compiler (`dlm_jax[tpu]`)
-# but no TPU.
+# `train.py --dry-run` compiles a training step for a slice of TPUs and prints the memory, work and
+# communication per chip. The command requires the TPU compiler (`dlm_jax[tpu]`) but no TPU.
 
 # %%
 import importlib.util

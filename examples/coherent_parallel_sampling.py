@@ -4,7 +4,7 @@
 # A diffusion language model that commits many tokens in one step samples them independently: each
 # token fits the visible text, but not its new neighbours. The wavefront uses a small sampler head
 # to fill holes outwards from visible tokens, so that every token is drawn given its neighbour. Both
-# fills below take the same number of forwards of the model.
+# fills below use the same number of forwards.
 
 # %%
 import numpy as np
@@ -19,7 +19,8 @@ for fill in ("parallel", "wavefront"):
     print(fill, repr(fills[fill].texts[0]))
 
 # %% [markdown]
-# `score` bounds the cost of a text in nats under the model. Incoherent texts cost more.
+# `score` bounds the negative log-likelihood of a text under the model. Incoherent texts have higher
+# values.
 
 # %%
 for fill, result in fills.items():

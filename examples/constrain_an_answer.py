@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Constrain an answer
 #
-# `structure` is a regular expression that the whole new text of a row matches. It is compiled to an
-# automaton over tokens, a parameter of the row, so rows with different patterns can share a batch.
+# `structure` is a regular expression that the whole new text of a row matches. The expression is
+# compiled to an automaton over tokens, which is a parameter of the row, so rows with different
+# patterns can share a batch.
 
 # %%
 import re

@@ -12,8 +12,8 @@ for text, forwards in zip(result.texts, result.counters.forwards, strict=True):
     print(f"{text}\n[{forwards} forwards]\n")
 
 # %% [markdown]
-# Each prompt has its own settings and seed. A row depends only on its own request, so the rest of
-# the batch does not change its text.
+# Each prompt has its own settings and seed. A row depends only on its own request, not on the
+# rest of the batch.
 
 # %%
 prompts = [
@@ -25,7 +25,7 @@ alone = dlm_jax.generate(model, prompts[:1], gen_length=32, steps=8)
 assert together.texts[0] == alone.texts[0]
 
 # %% [markdown]
-# `stream` yields the canvas while it is denoised. Holes are MASK tokens.
+# `stream` yields the canvas during denoising. Holes are MASK tokens.
 
 # %%
 shown = {"gen_length": 16, "steps": 12, "seed": 3}

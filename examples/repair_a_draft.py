@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Repair a draft
 #
-# Edits insert and delete tokens between the steps, so a text can grow or shrink
-# while it is denoised. The shipped model `proofreader` was trained on damaged text.
+# Edits insert and delete tokens, so a text can grow or shrink during denoising. The shipped
+# model `proofreader` was trained on damaged text.
 
 # %%
 import dlm_jax

@@ -2,7 +2,8 @@
 # # Pure samplers, traces and gradients
 #
 # `sampler` is the loop of the engine as pure functions over pytrees: `init`, `step`, `run` and
-# `finish`. They compose with all JAX transformations, and the texts equal those of `generate`.
+# `finish`. The functions compose with all JAX transformations, and the texts equal those of
+# `generate`.
 
 # %%
 import functools
@@ -31,7 +32,7 @@ result = jax.jit(sample, compiler_options=sampler.compiler_options)(model.params
 print([model.tokenizer.decode(row) for row in np.asarray(result.tokens)])
 
 # %% [markdown]
-# `vmap` maps over seeds or over parameters; here, the parameters have two scales of the embedding.
+# `vmap` maps over seeds or parameters; here, the parameters have two scales of the embedding.
 
 # %%
 one = jax.jit(jax.vmap(lambda seed: sample(model.params, seed[None]).tokens[0]))
@@ -60,8 +61,8 @@ many = jnp.arange(2 * jax.device_count(), dtype=jnp.uint32)
 print("shard_map:", jax.jit(split)(model.params, many).shape)
 
 # %% [markdown]
-# The gradient of a policy, through a `scan` over the steps: log-probabilities of the draws are
-# differentiable. The reward is the number of commas.
+# The log-probabilities of the draws are differentiable. This cell computes a policy gradient
+# through a `scan` over the steps; the reward is the number of commas.
 
 # %%
 letter = model.tokenizer.encode(",")[0]

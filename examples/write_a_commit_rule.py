@@ -25,7 +25,7 @@ class Strided(dlm_jax.CommitRule):
 
 
 # %% [markdown]
-# The rule is named after its class. Rows of one batch may have different values.
+# The rule is named after its class. Rows of one batch can have different values.
 
 # %%
 model = dlm_jax.load()

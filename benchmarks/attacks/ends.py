@@ -1,4 +1,4 @@
-"""Every output but the texts made to fail: the texts must be printed, and the exit code right."""
+"""All outputs except the texts fail: the texts must be printed, and the exit code must be right."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SAMPLE = "--gen-length 8 --steps 4 --num-samples 2 --fill parallel"
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """Sampling and training with one thing after the other broken; `count` and `seed` mean nothing.
+    """Samples and trains with one broken output at a time; ignores `count` and `seed`.
 
-    A file that may not grow stands for a full disk.
+    A limit on file size simulates a full disk.
     """
     del count, seed
     out_dir = folder / "model"

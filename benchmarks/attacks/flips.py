@@ -1,4 +1,4 @@
-"""Bits flipped in every kind of file that the programs read back."""
+"""Flips bits in every kind of file that the programs read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dlm_jax.training.run import config_of_run
 
 _FLIPS = 200
 Read = Callable[[], Any]
-"""Reads a file back; ValueError means that damage was found."""
+"""Reads a file; a ValueError means that damage was detected."""
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """A tally for each kind of file."""
+    """One tally per kind of file."""
     rng = random.Random(seed)
     out_dir = folder / "run"
     finish(folder, "train.py", *flags(folder, out_dir, train__keep_checkpoints=1))
@@ -80,7 +80,7 @@ def _attack(
     rng: random.Random,
     count: int,
 ) -> Tally:
-    """`count` flips in each file, one at a time; a crash counts as let through, with its name."""
+    """Flips `count` bits in each file, one at a time; a crash counts as undetected."""
     tally, expected = Tally(f"{name} ({len(paths)} files)"), read()
     for path in paths:
         whole = path.read_bytes()
@@ -129,7 +129,7 @@ print(json.dumps(bad))
 
 
 def _compiled_programs(folder: Path, count: int, seed: int) -> Tally:
-    """JAX's own cache: a damaged program must be compiled again, in a process that may crash."""
+    """JAX's compilation cache: a damaged program must be recompiled; runs in a child process."""
     tally, cache = Tally("compiled programs"), folder / "compiled"
     arguments = [sys.executable, "-c", _CHILD, str(cache), str(count), str(seed)]
     done = subprocess.run(arguments, env=environment(folder), capture_output=True, text=True)
@@ -150,16 +150,16 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 def _last_redone(expected: result_file.Rows, found: result_file.Rows) -> bool:
-    """Whether the results are the same, or the last lacks, which is then made again."""
+    """Whether the results are equal, or only the last, which is then repeated, is missing."""
     return list(found.items()) in (list(expected.items()), list(expected.items())[:-1])
 
 
 def _unheard(line: str) -> None:
-    """Takes what is said of a damaged checkpoint."""
+    """Ignores messages about a damaged checkpoint."""
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files below a folder that hold anything."""
+    """The non-empty files in a folder."""
     return [p for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_size]
 
 
@@ -185,24 +185,24 @@ def _ids(folder: Path, corpus: Path) -> list[np.ndarray]:
 
 
 def _sha256(folder: Path, text: Path) -> str:
-    """What a run knows its text by."""
+    """The digest by which a run identifies its text."""
     return load_corpus(text, seq_len=16, cache_dir=folder / "flipped").sha256
 
 
 def _tokenizer(path: Path) -> dict[str, Any]:
-    """What a run keeps of its tokenizer; ValueError for one that is none."""
+    """The tokenizer as a run stores it; ValueError if it is invalid."""
     return make_tokenizer(str(path), TEXT).to_json()
 
 
 def _goes_on(saved: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    """What a run that was saved so goes on with; ValueError if it refuses to."""
+    """The identity with which a saved run continues; ValueError if the run is refused."""
     meta = {"own": {}} | saved | changed
     check_same_run(meta, saved)
     return meta
 
 
 def _tokens(folder: Path) -> list[bytes]:
-    """The token files; ValueError if one of them would be made again."""
+    """The token files; ValueError if a file is damaged."""
     paths = sorted((folder / "tokens").glob("*.npy"))
     if not all(map(is_intact, paths)):
         raise ValueError("a token file is damaged")

@@ -1,9 +1,9 @@
-"""Files made to hurt and extremes of every setting: a correct result, or one line with its cause.
+"""Malicious files and extreme settings: each must give a correct result or one line with the cause.
 
-Published directories, their safetensors headers, tokenizers and chat templates go through
-`dlm_jax.load`, files of requests through ``sample.py``, settings at the ends of what they declare
-through `dlm_jax.generate`. A case fails where there is a traceback, an error of another kind than
-ValueError, more than one line, a hang, or a text that is not finite.
+`dlm_jax.load` reads published directories with their safetensors headers, tokenizers and chat
+templates; ``sample.py`` reads request files; `dlm_jax.generate` gets settings at the limits of
+their ranges. A case fails if it causes a traceback, an error other than ValueError, an error of
+several lines, a hang, or non-finite text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Case = tuple[str, Callable[[], Any]]
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """All cases, or `count` of them drawn at random; a tally for each kind."""
+    """Runs all cases, or `count` random cases; returns one tally per kind."""
     os.environ.update(environment(folder))
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, resource.RLIM_INFINITY))
@@ -78,7 +78,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
 
 
 def _note(tally: Tally, case: Case, seconds: int | None = _SECONDS) -> bool:
-    """Whether a case was refused; notes what came of it."""
+    """Runs a case and records the result; returns whether the case was refused."""
     name, attempt = case
 
     def late(number: int, frame: object) -> None:
@@ -105,7 +105,7 @@ def _note(tally: Tally, case: Case, seconds: int | None = _SECONDS) -> bool:
 
 
 def _directory(folder: Path, change: Callable[[Path], Any], family: str = "llada") -> Case:
-    """A published directory with a change, loaded."""
+    """A case that loads a published directory with a change."""
 
     def attempt() -> None:
         directory = folder / "published"
@@ -130,7 +130,7 @@ def _named(name: str, case: Case) -> Case:
 
 
 def _headers(folder: Path) -> Iterator[Case]:
-    """Headers of safetensors that lie, and indices of them."""
+    """Safetensors files with wrong headers, and wrong indices."""
     file = "model-00001-of-00002.safetensors"
 
     def header(change: Callable[[dict[str, Any], str], Any]) -> Callable[[Path], None]:
@@ -202,7 +202,7 @@ def _headers(folder: Path) -> Iterator[Case]:
 
 
 def _doubled(data: bytes) -> bytes:
-    """A header in which a tensor stands twice, the second time elsewhere."""
+    """A header that lists a tensor twice, with different offsets."""
     size = int.from_bytes(data[:8], "little")
     said = json.loads(data[8 : 8 + size])
     first = next(name for name in said if name != "__metadata__")
@@ -211,7 +211,7 @@ def _doubled(data: bytes) -> bytes:
 
 
 def _overlapping(data: bytes) -> bytes:
-    """A header in which a tensor lies where another of its size does."""
+    """A header in which a tensor has the offsets of another tensor of the same shape."""
     size = int.from_bytes(data[:8], "little")
     said = json.loads(data[8 : 8 + size])
     shapes: dict[str, str] = {}
@@ -234,7 +234,7 @@ def _not_finite(directory: Path) -> None:
 
 
 def _described(folder: Path) -> Iterator[Case]:
-    """Every field of config.json with junk, and the other files with junk for a whole."""
+    """Every field of config.json with junk, and the other files replaced by junk."""
     for family in cases.CONFIGS:
         for key in (*cases.CONFIGS[family], *cases.IDS):
             for value in _JUNK if family == "llada" else random.Random(key).sample(_JUNK, 4):
@@ -266,7 +266,7 @@ def _described(folder: Path) -> Iterator[Case]:
 
 
 def _tokenizers(folder: Path) -> Iterator[Case]:
-    """Each part of tokenizer.json with junk."""
+    """Each part of tokenizer.json replaced by junk."""
     good = json.loads(cases.tokenizer_json())
     for key in good:
         for value in (*_JUNK, {"type": "x"}, {"type": None}, [{"id": -1}], [{"id": 2**40}]):
@@ -279,7 +279,7 @@ def _tokenizers(folder: Path) -> Iterator[Case]:
 
 
 def _templates(folder: Path) -> Iterator[Case]:
-    """Templates that loop, grow, nest, fail, or reach for what they may not have."""
+    """Templates that loop, grow, nest, fail, or access forbidden objects."""
     loops = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
     for source in (
         loops, loops.replace("{% endfor %}{% endfor %}", "{{ i }}{% endfor %}{% endfor %}"),
@@ -313,7 +313,7 @@ def _templates(folder: Path) -> Iterator[Case]:
 
 
 def _bounded(attempt: Callable[[], Any]) -> Callable[[], Any]:
-    """An attempt with a shorter limit for templates, so that hundreds take minutes."""
+    """The attempt with a shorter time limit for templates, so that hundreds run in minutes."""
 
     def shorter() -> Any:
         kept, chat._SECONDS = chat._SECONDS, 2.0
@@ -326,7 +326,7 @@ def _bounded(attempt: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _ends(setting: Setting) -> Iterator[Any]:
-    """The ends of what a setting declares, what lies just outside, and its choices."""
+    """The limits of a setting's range, values just outside the range, and the choices."""
     if setting.choices is not None:
         yield from setting.choices
     elif setting.kind is bool:
@@ -360,7 +360,7 @@ def _ends(setting: Setting) -> Iterator[Any]:
 
 
 def _model() -> dlm_jax.Model:
-    """A small model with all heads, of 8 tokens a row, so that every rule applies."""
+    """A small model with all heads and rows of 8 tokens, so that every rule applies."""
     size = toy_model.TOKENIZER.vocab_size
     network = build(toy.config(vocab_size=size, add_sampler_head=True, add_critic_head=True))
     return dataclasses.replace(
@@ -369,7 +369,7 @@ def _model() -> dlm_jax.Model:
 
 
 def _extremes() -> Iterator[dict[str, Any]]:
-    """Each setting at its ends, alone and where another rule reads it, and canvases at theirs."""
+    """Each setting at its limits, by itself and with the rules that read it; extreme canvases."""
     base = {"prompt": "A ", "gen_length": 4, "steps": 4}
     for name, setting in BUILT_IN.settings.items():
         for value in _ends(setting):
@@ -410,7 +410,7 @@ def _extremes() -> Iterator[dict[str, Any]]:
 
 
 def _settings(count: int | None, seed: int) -> Tally:
-    """Rows of extreme settings, side by side: done with tokens that may stand there, or refused."""
+    """Runs rows of extreme settings; each must finish with allowed tokens or be refused."""
     tally, model = Tally("extremes of settings"), _model()
     asked = list(_extremes())
     if count is not None:
@@ -443,13 +443,13 @@ class _Kept:
         self.found: dict[Any, dict[str, Any]] = {}
 
     def write(self, result: Any) -> None:
-        """Takes one; there is none of its id."""
+        """Stores a result; the id must be new."""
         assert result["id"] not in self.found
         self.found[result["id"]] = dict(result)
 
 
 def _lines(folder: Path) -> Tally:
-    """Lines of requests made to hurt among good ones: each has its result or its error."""
+    """Mixes malicious request lines with valid lines; each must have a result or an error."""
     tally = Tally("lines of requests")
     long = b"a" * 100_000_000
     bad = [

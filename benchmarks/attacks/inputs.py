@@ -1,9 +1,9 @@
-"""Bad flags, settings and files: each must be refused in one line, with the exit code for that.
+"""Bad flags, settings and files: each must be refused in one line with the right exit code.
 
-That is 2, or 6 for what could be said well, but does not fit into memory.
+The code is 2, or 6 for valid input that does not fit into memory.
 
-The programs run in this process, so that hundreds take a minute; what could abort or hang it is
-bounded by a limit on time and on memory.
+The programs run in this process, so that hundreds take a minute; limits on time and memory prevent
+hangs and aborts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Case = tuple[Callable[..., int], list[str]]
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """All inputs, or `count` of them drawn at random; a tally for each program."""
+    """Runs all inputs, or `count` random inputs; returns one tally per program."""
     os.environ.update(environment(folder))
     out_dir = folder / "run"
     finish(folder, "train.py", *flags(folder, out_dir))
@@ -70,7 +70,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
             for name, some in cases.items()
         }
     before = _tree(folder)
-    # Reading the model takes most of the time; what is attacked is all before and after that.
+    # Cache the model, because loading takes most of the time and is not attacked.
     loading, common.load_model = common.load_model, functools.cache(common.load_model)
     sample.load_model = evaluation.load_model = server.load_model = common.load_model
     try:
@@ -89,7 +89,7 @@ def _attack(name: str, cases: list[Case]) -> Tally:
     for main, arguments in cases:
         code, out, err = _ended(main, arguments)
         codes[code] += 1
-        # What takes ten seconds to be known begins with how far it is.
+        # A program that runs for ten seconds first prints its progress.
         told = [line for line in err.split("\n")[:-1] if not line.startswith("sample: 0 tokens")]
         is_refused = (
             code in (End.REFUSED, End.NO_MEMORY)
@@ -106,7 +106,7 @@ def _attack(name: str, cases: list[Case]) -> Tally:
 
 
 def _bad_requests(folder: Path, out_dir: Path) -> Tally:
-    """A file of requests none of which can be run: each result must hold its error, in one line."""
+    """Runs a file of invalid requests; each result must have an error of one line."""
     tally, source, target = Tally("requests of a file"), folder / "cache", folder / "tokens"
     source, target = source / "bad.jsonl", target / "bad-out.jsonl"
     lines = list(_request_lines())
@@ -125,7 +125,7 @@ def _bad_requests(folder: Path, out_dir: Path) -> Tally:
 
 
 def _request_lines() -> Iterator[bytes]:
-    """Lines that are no JSON, no object, or ask for what cannot be."""
+    """Lines that are not JSON, are not objects, or have impossible values."""
     yield from (
         b"{", b"[]", b"3", b"null", b"\xff", b"[" * 100_000, b"9" * 5000, b'{"prompt": 3}',
         b'{"prompt": "\\ud800"}', b'{"prompt": "\xc3\xbc"}', b'{"prompt": "a", "template": "b"}',
@@ -146,7 +146,7 @@ def _request_lines() -> Iterator[bytes]:
 
 
 def _ended(main: Callable[..., int], arguments: list[str]) -> tuple[int | None, str, str]:
-    """Exit code, standard output and standard error; no code where it hangs."""
+    """Exit code, standard output and standard error of a program that runs in this process."""
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError
@@ -166,7 +166,7 @@ def _ended(main: Callable[..., int], arguments: list[str]) -> tuple[int | None, 
 
 
 def _tree(folder: Path) -> dict[str, int]:
-    """Files with their sizes, but for caches and temporary ones of other programs."""
+    """Files with their sizes, except caches and temporary files of other programs."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {
         str(p): p.stat().st_size
@@ -182,7 +182,7 @@ def _bad_values(hint: Any) -> tuple[str, ...]:
 
 
 def _keys(folder: Path) -> Iterator[Case]:
-    """Every key of a config with values that it cannot have."""
+    """Every key of a config with invalid values."""
     for key, setting in configs.declared().items():
         for value in _bad_values(setting.annotation):
             yield train.main, [*flags(folder, folder / "new"), f"--{key}={value}"]
@@ -192,7 +192,7 @@ def _keys(folder: Path) -> Iterator[Case]:
 
 
 def _train_files(folder: Path, files: Path, out_dir: Path) -> Iterator[list[str]]:
-    """Configs, texts, tokenizers and models that are none, or not for this run."""
+    """Configs, texts, tokenizers and models that are invalid or belong to another run."""
     base = flags(folder, folder / "new")
 
     def put(name: str, content: bytes) -> str:
@@ -268,7 +268,7 @@ def _tokenizers() -> Iterator[bytes]:
 
 
 def _weights(files: Path, out_dir: Path) -> Iterator[bytes]:
-    """Weights files that are damaged, another program's, or lie about their model."""
+    """Weights files that are damaged, from another program, or inconsistent with their model."""
     params, meta = load_params(out_dir)
     path = files / "good.safetensors"
 
@@ -303,7 +303,7 @@ def _weights(files: Path, out_dir: Path) -> Iterator[bytes]:
 
 
 def _settings(out_dir: Path) -> Iterator[list[str]]:
-    """Every setting of a request with values that it cannot have."""
+    """Every setting of a request with invalid values."""
     for name, setting in BUILT_IN.settings.items():
         hint = setting.annotation
         for value in (*_bad_values(hint), *(("no-such",) if hint in (int, float) else ())):

@@ -1,13 +1,13 @@
-"""Programs killed with SIGKILL and started again, against ones that ran through.
+"""Kills programs with SIGKILL, restarts them, and compares the results with uninterrupted programs.
 
 ``training``: a run with heads, stages, accumulation and asynchronous checkpoints; half of the kills
-hit while a checkpoint or the best model is being written, which what they leave proves. Parameters,
-best model and metrics must be those of the whole run, bit for bit. ``requests``: ``sample.py
---prompts`` with 300 requests, five kills a run; the results must be the same bytes, but for the
-seconds of each. ``hosts``: one of two processes is killed, and the run goes on as one or as three;
-parameters must be those of two that ran through, within 2e-4.
+interrupt the save of a checkpoint or of the best model, as the remaining files prove. Parameters,
+best model and metrics must equal those of the uninterrupted run bitwise. ``requests``: ``sample.py
+--prompts`` with 300 requests and five kills per run; the results must be equal bytes, except for
+the seconds. ``hosts``: one of two processes is killed, and the run continues with one or three
+processes; parameters must equal those of an uninterrupted run with two, within 2e-4.
 
-What is done is kept in ``kills.jsonl`` of the folder, so that the same command goes on from there.
+Finished runs are recorded in ``kills.jsonl`` in the folder, from which the same command resumes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PATIENCE = 600.0
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """All three: `count` kills of trainings, a run of requests for 15 of them, up to four hosts."""
+    """Runs all three: `count` kills of training, a request run per 15 kills, up to four hosts."""
     kills = count or _KILLS
     request_runs = min(_REQUEST_RUNS, -(-kills // 15))
     return [
@@ -51,7 +51,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
 
 
 class _Ledger:
-    """What was done, a line for each run that came to its end."""
+    """A record of the finished runs, one line each."""
 
     def __init__(self, folder: Path, attack: str):
         self._path, self._attack = folder / "kills.jsonl", attack
@@ -71,7 +71,7 @@ class _Ledger:
 
 
 def _once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder of that name, made whole once."""
+    """Makes the folder `name` unless it is complete already."""
     mark = folder / f"{name}.done"
     if not mark.exists():
         make(folder / name)
@@ -83,7 +83,7 @@ def _once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
 
 
 def _trainings(folder: Path, count: int, rng: random.Random) -> list[Tally]:
-    """Kills until `count` is reached, half of them during a save; every run must end exact."""
+    """Kills `count` times, half of them during a save; every run must end with the exact result."""
     steps: dict[str, Any] = {"train__steps": 120, "train__checkpoint_every": 7,
                              "heads__start_sampler_iteration": 30,
                              "heads__start_critic_iteration": 60}  # fmt: skip
@@ -124,7 +124,7 @@ def _trainings(folder: Path, count: int, rng: random.Random) -> list[Tally]:
 
 
 def _unfinished(out_dir: Path) -> set[tuple[str, int]]:
-    """Checkpoints that are being written, or were when a kill came: names and inodes."""
+    """Names and inodes of checkpoints that are being written or were interrupted."""
     found: set[tuple[str, int]] = set()
     for part in ("checkpoints", "best"):
         with contextlib.suppress(OSError), os.scandir(out_dir / part) as entries:
@@ -133,7 +133,7 @@ def _unfinished(out_dir: Path) -> set[tuple[str, int]]:
 
 
 def _wait_for_save(child: subprocess.Popen[str], out_dir: Path, rng: random.Random) -> None:
-    """Waits until one of the next saves has been under way for a moment."""
+    """Waits until one of the next saves has begun."""
     seen = _unfinished(out_dir)
     for _ in range(rng.randint(1, 4)):
         while child.poll() is None and _unfinished(out_dir) <= seen:
@@ -149,7 +149,7 @@ def _wait(child: subprocess.Popen[str], seconds: float) -> None:
 
 
 def difference(whole: Path, other: Path) -> str:
-    """The first thing in which two finished runs differ; empty if they are the same."""
+    """The first difference between two finished runs; empty if they are equal."""
     for part in ("", "best"):
         ours, theirs = (load_params(path / part)[0] for path in (whole, other))
         equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), ours, theirs)
@@ -166,7 +166,7 @@ def difference(whole: Path, other: Path) -> str:
 
 
 def _requests(folder: Path, runs: int, rng: random.Random) -> Tally:
-    """Five kills in each of some runs over the same requests, spread over the results."""
+    """Runs the same requests several times, with five kills per run, spread over the results."""
     model = _once(
         folder, "model", lambda out: finish(folder, "train.py", *flags(folder, out))
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _requests(folder: Path, runs: int, rng: random.Random) -> Tally:
 
 
 def _texts_in(path: Path) -> list[bytes]:
-    """The lines of results without the time that each took, and the checksum over it."""
+    """The result lines without seconds and checksum."""
     lines = [without_crc(line) for line in path.read_bytes().splitlines()]
     return [re.sub(rb'"seconds": [^,}]+', b"", line) for line in lines]
 
@@ -221,7 +221,7 @@ def _lines_in(path: Path) -> int:
 
 
 def _hosts(folder: Path, cases: int, rng: random.Random) -> Tally:
-    """One of two processes killed, and the run continued as one and as three."""
+    """Kills one of two processes and continues the run with one and with three."""
     steps: dict[str, Any] = {
         "train__steps": 120, "train__checkpoint_every": 5, "train__eval_every": 20,
         "train__batch_size": 12, "model__add_sampler_head": "false",
@@ -273,7 +273,7 @@ def _steps_in(out_dir: Path) -> list[int]:
 
 
 def _processes(folder: Path, count: int, given: list[str]) -> list[subprocess.Popen[str]]:
-    """The processes of one run on loopback; a single one is not distributed."""
+    """Starts the processes of one run on loopback; a single process is not distributed."""
     if count == 1:
         return [start(folder, "train.py", *given)]
     with socket.socket() as free:
@@ -287,7 +287,7 @@ def _processes(folder: Path, count: int, given: list[str]) -> list[subprocess.Po
 
 
 def _ended(children: list[subprocess.Popen[str]]) -> list[str]:
-    """Standard error of each, after all have ended; those that do not end are killed."""
+    """Standard error of each process, after all have ended; hanging processes are killed."""
     errors = []
     for child in children:
         try:
@@ -299,7 +299,7 @@ def _ended(children: list[subprocess.Popen[str]]) -> list[str]:
 
 
 def _distance(whole: Path, other: Path) -> tuple[float, str]:
-    """How far apart parameters of two finished runs lie, and in what they differ beyond that."""
+    """The largest difference between the parameters of two runs, and any other difference."""
     (ours, _), (theirs, _) = (load_params(path) for path in (whole, other))
     apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), ours, theirs)
     farthest = max(jax.tree.leaves(apart))

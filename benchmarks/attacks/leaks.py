@@ -1,8 +1,10 @@
-"""Calls of changing shapes, and engines opened and closed: what the process holds must not grow.
+"""Calls of changing shapes, and engines opened and closed: the resources of the process must not
+grow.
 
-Every answer is compared with the first one to the same request. What is held is read after every
-tenth of the tries: threads and open files must stay as many as after the second tenth, arrays on
-devices too, and the most memory of the second half must be within `_GROWTH` of that of the first.
+Every answer is compared with the first answer to the same request. Resources are measured after
+each tenth of the attempts. The numbers of threads, open files and device arrays must not exceed
+those after the second tenth, and the peak memory of the second half must be within `_GROWTH` of
+that of the first.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from dlm_jax.model.transformer import build
 
 CALLS, ENGINES = 2000, 200
 _GROWTH = 0.03
-"""Share of its memory that a process may gain in the second half of its tries."""
+"""Share by which the memory of a process may grow in the second half of the attempts."""
 
 Case = dict[str, Any]
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """Both parts, each in a process of its own with one arena; `count` is of calls."""
+    """Runs both parts in processes with one malloc arena; `count` is the number of calls."""
     calls = count or CALLS
     tallies = []
     for part, tries in (("calls", calls), ("engines", max(10, calls * ENGINES // CALLS))):
@@ -67,7 +69,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
 
 
 def _flat(part: str, held: list[dict[str, float]]) -> Tally:
-    """What a process held after each tenth of its tries, against the bounds."""
+    """Compares the resources after each tenth of the attempts with the bounds."""
     tally, half = Tally(f"{part}: figures that stay flat"), len(held) // 2
     for name in ("threads", "files", "arrays"):
         found = [line[name] for line in held[1:]]
@@ -78,7 +80,7 @@ def _flat(part: str, held: list[dict[str, float]]) -> Tally:
 
 
 def main(part: str, tries: int, seed: int) -> None:
-    """Prints what is held after each tenth of the tries, and the tries that went wrong."""
+    """Prints the resources after each tenth of the attempts, and the failed attempts."""
     warnings.simplefilter("ignore")
     model, rng = _model(), random.Random(seed)
     work = {"calls": _calls, "engines": _engines}[part](model, rng)
@@ -94,12 +96,12 @@ def main(part: str, tries: int, seed: int) -> None:
 
 
 def held() -> dict[str, float]:
-    """MiB in memory, threads, open files, and arrays on devices, of this process.
+    """Memory in MiB, threads, open files, device arrays and objects of this process.
 
-    What is free but not given back to the system is given back before.
+    Free memory is first returned to the system.
     """
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # which glibc alone has
+    with contextlib.suppress(AttributeError, OSError):  # exists only in glibc
         ctypes.CDLL(None).malloc_trim(0)
     told = Path("/proc/self/status").read_text()
     rss, threads = (int(re.findall(rf"^{name}:\s+(\d+)", told, re.M)[0])
@@ -111,7 +113,7 @@ def held() -> dict[str, float]:
 
 
 def _calls(model: Model, rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Calls of `generate`: its requests, and the rows that came of them."""
+    """Calls of `generate`: yields the requests and the resulting rows."""
     while True:
         case = _case(rng)
         prompts = [_TEXT[: rng.choice((0, 3, 9))] for _ in range(rng.choice((1, 4)))]
@@ -121,9 +123,9 @@ def _calls(model: Model, rng: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def _engines(model: Model, rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Engines that are closed at their end, in the midst of their rows, or before the first.
+    """Engines that are closed after their rows, while rows run, or before the first row.
 
-    Cases come in turn, so that all programs are compiled in the first tenth of the tries.
+    Cases are repeated in a fixed order, so that all programs are compiled in the first tenth.
     """
     for case in itertools.cycle([_case(rng, kinds=12) for _ in range(20)]):
         requests = make_requests(model, "The ", _with_sampler(case), num_samples=rng.choice((1, 3)))
@@ -140,7 +142,7 @@ def _to_its_end(model: Model, requests: list[Any]) -> list[np.ndarray]:
 
 
 def _left(model: Model, requests: list[Any]) -> list[np.ndarray]:
-    """One is called off, and the others are under way when it is closed."""
+    """Cancels one row and closes the engine while the other rows run."""
     engine = Engine(model, sizes=(4,))
     tickets = [engine.submit(request, is_watched=True) for request in requests]
     engine.step(1)
@@ -151,7 +153,7 @@ def _left(model: Model, requests: list[Any]) -> list[np.ndarray]:
 
 
 def _asynchronous(model: Model, requests: list[Any]) -> list[np.ndarray]:
-    """Rows that are awaited, and beside them one whose reader goes after its first canvas."""
+    """Awaits the rows, and watches one row only until its first canvas."""
 
     async def rows() -> list[np.ndarray]:
         async with AsyncEngine(Engine(model, sizes=(4,))) as engine:
@@ -168,8 +170,8 @@ _TEXT = "The cat sat. A rat ran. "
 
 
 def _case(rng: random.Random, kinds: int = 48) -> Case:
-    """Settings: of `kinds` that differ in what is compiled in, with others of a row's own."""
-    kind = rng.randrange(rng.choice((kinds // 4, kinds)))  # some come more often than others
+    """Settings of one of `kinds` compiled variants, with random per-row settings."""
+    kind = rng.randrange(rng.choice((kinds // 4, kinds)))  # some kinds are more frequent
     case: Case = {
         "order": ("low_confidence", "random", "left_to_right", "entropy")[kind % 4],
         "gen_length": (8, 70)[kind // 4 % 2], "max_length": (32, 128)[kind // 4 % 2],
@@ -198,7 +200,7 @@ def _bytes(rows: list[np.ndarray]) -> bytes:
 
 
 def _model() -> Model:
-    """A tiny one, with parameters that are not zero."""
+    """A tiny model with nonzero parameters."""
     tokenizer = CharacterTokenizer.of(_TEXT)
     network = build(ModelConfig(depth=1, width=16, heads=2, vocab_size=tokenizer.vocab_size))
     leaves, tree = jax.tree.flatten(jax.jit(network.init)(jax.random.key(0)))

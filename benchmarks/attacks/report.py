@@ -1,4 +1,4 @@
-"""What an attack counts, and the tiny run that the attacks share."""
+"""The counts of an attack, and the tiny run that the attacks share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = {
     "model.add_critic_head": "true", "heads.start_sampler_iteration": "6",
     "heads.start_critic_iteration": "12", "heads.sampler_reveal": "0.5", "train.accumulate": "2",
 }  # fmt: skip
-"""A run of a few seconds with heads, stages and accumulation."""
+"""Settings of a run of a few seconds with heads, stages and accumulation."""
 
 _QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -28,7 +28,7 @@ _QUICK = (
 
 @dataclasses.dataclass
 class Tally:
-    """One row: what was tried how often, and a line for each that was let through."""
+    """One row of the table: the number of attempts, and one line per undetected attack."""
 
     name: str
     tried: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
 
 def flags(folder: Path, out_dir: Path, **changes: object) -> list[str]:
-    """Flags of the tiny run; in `changes` a double underscore stands for the dot."""
+    """Flags of the tiny run; a double underscore in the names of `changes` means a dot."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
@@ -52,11 +52,11 @@ def flags(folder: Path, out_dir: Path, **changes: object) -> list[str]:
 
 
 def environment(folder: Path, compiler: str = _QUICK) -> dict[str, str]:
-    """That of the programs that an attack starts: own caches, CPU alone, flags of the compiler."""
+    """Environment of the attacked programs: separate caches, CPU only, compiler flags."""
     return os.environ | {
         "XLA_FLAGS": compiler,
         "JAX_PLATFORMS": "cpu",
-        # XLA logs pages about every program that it reads, and nobody may empty the pipe.
+        # XLA logs pages about every loaded program, which could fill an unread pipe.
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "DLM_JAX_CACHE": str(folder / "tokens"),
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -78,7 +78,7 @@ def start(
 def finish(
     folder: Path, script: str, *arguments: str, compiler: str = _QUICK
 ) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end; RuntimeError if that is not exit code 0."""
+    """Runs a program to its end; raises RuntimeError if the exit code is not 0."""
     child = start(folder, script, *arguments, compiler=compiler)
     out, err = child.communicate()
     if child.returncode != 0:

@@ -1,12 +1,12 @@
-"""Requests alone, in a batch, in a file and on a loaded server: every text must be the same.
+"""Requests run individually, in a batch, in a file and on a loaded server: all texts must be equal.
 
     python -m benchmarks.attacks.shapes --count 10000 --record shapes.jsonl
 
-``--record`` keeps what has been done, so that the same command goes on where it was stopped. A text
-that differs is explained by the first step in which two runs part: a *draw* wrote another token at
-the same position, or a *threshold* let through another number of positions; both happen where a
-number falls within float tolerance of the border. Other positions in the same number are an
-*order*, which must not depend on rounding; like what is not explained, it counts as let through.
+``--record`` stores finished requests, so that the same command resumes after a stop. A differing
+text is explained by the first step in which two runs differ. In a *draw*, another token was written
+at the same position; in a *threshold*, another number of positions was written. Both happen if a
+number is within float tolerance of a boundary. Other positions in the same number are an *order*,
+which must not depend on rounding; an order or an unexplained difference counts as a failure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS: tuple[Asked, ...] = (
     {"order": "random", "fill": "parallel", "schedule": "all", "resample": True, "edit": True,
      "edit_token": "mask", "renoise": "random", "renoise_start": 0.2},
 )  # fmt: skip
-"""Settings of requests; each runs in programs of its own."""
+"""Settings of requests; each entry runs in separate programs."""
 
 PROMPTS = ("", "", "", "ROMEO:\n", "The king", "Good morrow, " * 14)
 _THRESHOLDS = ("threshold", "factor", "entropy_bound", "joint_threshold")
@@ -58,12 +58,12 @@ _CLIENTS = 32
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """A tally for each way beside alone."""
+    """One tally for each way of running the requests, compared with individual runs."""
     return list(attack(folder, count or _COUNT, seed, folder / "record.jsonl").values())
 
 
 def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally]:
-    """The tallies by way, of what `record` holds and what is still to be done."""
+    """The tallies of the requests in `record` and of the remaining requests."""
     model = dlm_jax.load()
     ways = ("batch", "file", "server")
     tallies = {way: Tally(f"{way} of requests, beside each alone") for way in ways}
@@ -75,7 +75,7 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
         return tallies
     with _server(folder) as url:
         while first < count:
-            # One kind after the other: there are more programs than are kept.
+            # The kinds run one after the other, because not all programs stay loaded.
             kind = first * len(KINDS) // count
             last = -(-(kind + 1) * count // len(KINDS))
             asked = [request(seed, n, KINDS[kind]) for n in range(first, last)]
@@ -100,7 +100,7 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
 
 
 def request(seed: int, number: int, kind: Asked) -> Asked:
-    """The request of that number, with these settings."""
+    """The request with this number and these settings."""
     rng = random.Random(f"{seed} {number}")
     return {
         **kind,
@@ -121,7 +121,7 @@ def _note(tallies: dict[str, Tally], chunk: dict[str, Any]) -> None:
 
 
 def _compiler() -> str:
-    """Flags of the compiler of this process: good code is quicker here than quick compiles."""
+    """Compiler flags of this process; here, fast code matters more than fast compilation."""
     return os.environ.get("XLA_FLAGS", "")
 
 
@@ -140,7 +140,7 @@ def _of_file(folder: Path, asked: list[Asked], number: int) -> list[str]:
 
 
 class _server:
-    """A server in a process of its own; its address."""
+    """Starts a server in a separate process; the context returns its address."""
 
     def __init__(self, folder: Path):
         self._process = subprocess.Popen(
@@ -174,7 +174,7 @@ def _of_server(url: str, asked: list[Asked]) -> list[str]:
 
 
 def _why(model: dlm_jax.Model, asked: list[Asked], number: int) -> str:
-    """What made a text differ, as far as programs of other shapes show it again."""
+    """The cause of a difference, if programs of other shapes reproduce it."""
     one = asked[number]
     told = {k: v for k, v in one.items() if k != "prompt"} | {"prompt": one["prompt"][:12]}
     alone = dlm_jax.generate(model, [one], batch_size=1)
@@ -187,7 +187,7 @@ def _why(model: dlm_jax.Model, asked: list[Asked], number: int) -> str:
 
 
 def _parting(one: Asked, ours: dlm_jax.Texts, theirs: dlm_jax.Texts) -> str:
-    """``draw``, ``threshold`` or ``order``, with the step in which the first rows part."""
+    """``draw``, ``threshold`` or ``order``, with the first step in which the rows differ."""
     length = min(ours.tokens.shape[1], theirs.tokens.shape[1])
     (a, ours_L), (b, theirs_L) = (
         (np.asarray(x.tokens)[0, :length], np.asarray(x.committed)[0, :length])
@@ -204,7 +204,7 @@ def _parting(one: Asked, ours: dlm_jax.Texts, theirs: dlm_jax.Texts) -> str:
 
 
 def main() -> int:
-    """Exit code: 1 if anything was let through."""
+    """Exit code: 1 if any text differs without a numerical cause."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=_COUNT)
     parser.add_argument("--seed", type=int, default=0)

@@ -283,14 +283,14 @@ class Results:
         return self.path.with_name(name)
 
     def _parts(self) -> dict[Path, int]:
-        """The process count of each part, including parts of other runs or with only a ``.run``."""
+        """The process count of each part, including parts of other runs or without results."""
         pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
         names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
         found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
         return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
 
     def _check_others(self) -> bool:
-        """Whether the results are already merged; ValueError for files of another run or count."""
+        """Whether the results are already merged; ValueError for another run or process count."""
         rows = self._load(self.path)
         if rows and run_of(self.path).get("complete") is True:
             return True

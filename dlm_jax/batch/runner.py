@@ -1,7 +1,7 @@
 """Samples a file of requests and writes a file of results.
 
-Requests are grouped by static settings and canvas size (a power of two), so that a few programs
-serve all lengths. Within a group, a free slot gets the next request.
+Requests are grouped by static settings and canvas size (a power of two), so that few programs
+are compiled. Within a group, a free slot gets the next request.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class _Asked(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Index of the row in the file, which does not depend on which other rows run."""
+        """Index of the row in the file, regardless of which rows run."""
         return self.line.first + self.sample
 
 

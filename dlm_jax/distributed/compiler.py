@@ -2,7 +2,7 @@
 
 Gains on TPUs are estimates from compiled programs (`dlm_jax.distributed.costs`): milliseconds per
 step by roofline / cycles, first without and then with the option, followed by the compile time in
-seconds. Rows have 4096 positions in training and 1024 in sampling, in which a step computes whole
+seconds. Rows have 4096 positions in training and 1024 in sampling; a sampling step computes whole
 canvases.
 """
 
@@ -81,7 +81,7 @@ def options(
       given: ``mesh.compiler_options``, which override the defaults.
 
     Raises:
-      SettingError: the compiler rejects an option in `given`, or the option's value.
+      SettingError: the compiler rejects an option in `given` or its value.
     """
     device: Any = _device_of(place)
     chip = CHIPS.get(device.device_kind)
@@ -117,7 +117,7 @@ def _device_of(place: Mesh | Sharding | None) -> Any:
 
 @functools.cache
 def _fault(device: Any, name: str, value: str) -> str:
-    """The error with which a device's compiler rejects an option; empty if the option is accepted.
+    """The error of a device's compiler for an option; empty if the compiler accepts the option.
 
     A compiler reports unknown options only when compiling a program.
     """

@@ -1,7 +1,7 @@
 """Estimates the run time of a compiled program from its XLA text.
 
 In the estimate, operations run in order, overlapping with collectives. A loop body counts once per
-iteration. An asynchronous collective costs only the time from when its result is needed to its end.
+iteration. An asynchronous collective adds only the time that an operation waits for its result.
 Use the estimates to compare programs, not to predict actual times.
 """
 
@@ -31,7 +31,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """One array in an XLA type; `in_memory` says whether the array is in main memory."""
+    """One array in an XLA type; `in_memory` is True for arrays in main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -75,7 +75,7 @@ class Module:
     entry: str = ""
 
     def called(self, operation: Operation, key: str = "calls") -> str | None:
-        """The computation that the attribute `key` of an operation names; None if unknown."""
+        """The computation named by the attribute `key` of an operation; None if unknown."""
         name = operation.attribute(key + r"=%([\w.\-]+)")
         return name if name in self.computations else None
 
@@ -297,8 +297,8 @@ def _window(window: str | None, key: str) -> list[int]:
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     """Bytes that an operation reads from and writes to main memory.
 
-    Of an operand that is sliced, only the slices count. Of an operand that is updated in place,
-    only the updates count.
+    Only the slices of a sliced operand count, and only the updates of an operand that is updated in
+    place.
     """
     if operation.kind in _FREE:
         return 0.0

@@ -59,7 +59,7 @@ class OwnRows:
 
     Attributes:
       share: (index of this process's part of the rows, number of parts); processes that split only
-        parameters have the same part.
+        parameters share a part.
       count: number of rows of this process.
     """
 
@@ -83,7 +83,7 @@ class OwnRows:
         return jax.tree.map(place, tree)
 
     def passed(self, tree: Any) -> Any:
-        """Host arrays in the form in which a compiled call accepts them.
+        """Host arrays in a form that a compiled call accepts.
 
         On a single device, the arrays are returned unchanged, because a compiled call transfers
         host arrays 20 times as fast as a separate transfer.

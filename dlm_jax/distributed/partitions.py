@@ -4,9 +4,9 @@
 ``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and the
 batch elsewhere. ``context`` splits the positions of a row.
 
-By default, the compiler propagates the sharding of the parameters. With ``fsdp``, it would split
-hidden vectors by feature, so that every chip would hold all rows and every product would end in a
-sum over all chips. Every activation that a layer returns therefore has a sharding constraint.
+By default, the compiler propagates the sharding of the parameters. With ``fsdp``, this would split
+hidden vectors by feature: every chip would have all rows, and every product would require a sum
+over all chips. Every activation that a layer returns therefore has a sharding constraint.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def on_own_share(
     Args:
       compute: a function that is independent along the axes that `kind` splits. The result of the
           function is split like the arrays.
-      params: all parameters, of which only those that `compute` reads are moved.
-      arrays: arrays with the same leading dimensions, which are split as in `PLACES[kind]`.
+      params: all parameters; only those that `compute` reads are moved.
+      arrays: arrays with equal leading dimensions, split as in `PLACES[kind]`.
       kind: a key of `PLACES`, for both the arrays and the result.
     """
     mesh = mesh_in_use()
@@ -163,8 +163,8 @@ RULES: tuple[tuple[str, P], ...] = (
     # The parameters of other heads are small and therefore replicated.
     (r"(^|/)\w+_head/", P()),
 )
-"""(path pattern, partition) pairs, of which the first match applies. The path of an optimiser
-moment ends like the path of its parameter."""
+"""(path pattern, partition) pairs; the first match applies. The path of an optimiser moment ends
+with the path of its parameter."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

@@ -119,7 +119,7 @@ _ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
 
 
 class Watch:
-    """Monitors the other processes in a thread, which `start` starts."""
+    """Monitors the other processes in a thread that `start` starts."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -184,7 +184,7 @@ class Watch:
         return self._judged(0, sign)
 
     def _judged(self, process: int, sign: str) -> str:
-        """Why a process with this heartbeat is considered lost; empty if the process is alive."""
+        """The reason why a process with this heartbeat is lost; empty if the process is alive."""
         if sign == _DONE:
             return ""
         if sign.startswith(_LEFT):

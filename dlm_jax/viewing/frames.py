@@ -53,7 +53,7 @@ class Pieces:
         return self._known[key]
 
     def is_part(self, token: int) -> bool:
-        """Whether `token` alone is incomplete, but may form a character with its neighbours."""
+        """Whether `token` is incomplete, but can form a character with its neighbours."""
         return _BROKEN in self((token,))
 
     def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:
@@ -107,7 +107,7 @@ class Frame:
         tokens and holes.
       status: ``"running"``, ``"done"``, ...
       origin: int32 ``[n]``, the index of each position in the previous frame, ascending; -1 for an
-          inserted position. None if no position moved, although the end may have been cut.
+          inserted position. None if no position moved; the end may have been cut.
       steps: the maximum number of steps, or None if unknown.
     """
 

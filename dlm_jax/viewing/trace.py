@@ -146,7 +146,7 @@ def _columns(frame: Frame) -> np.ndarray:
 
 
 def _base_kinds(frame: Frame) -> np.ndarray:
-    """The kind that each position has if unchanged: `GIVEN`, `HOLE` or `KEPT`."""
+    """The kind of each position if unchanged: `GIVEN`, `HOLE` or `KEPT`."""
     kinds = np.where(frame.is_hole, Kind.HOLE, Kind.KEPT)
     return np.where(frame.is_frozen, Kind.GIVEN, kinds)
 
