@@ -47,28 +47,31 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *[("ancestral, remdm_cap", {"order": "ancestral", "steps": steps, "remask": "remdm_cap",
                                 "remask_eta": 0.02}) for steps in BUDGETS],
 ]  # fmt: skip
+LONGEST = 128
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     *[(order, {"order": order, "steps": steps}) for order in ("random", "margin", "dilated")
       for steps in (8, 16, 32)],
     *[("position_aware", {"order": "position_aware", "steps": x, "position_decay": 0.25})
       for x in (8, 16, 32)],
-    *[("threshold", {"order": "threshold", "threshold": x}) for x in (0.05, 0.1, 0.2)],
-    *[("frechet", {"order": "frechet", "frechet_margin": x}) for x in (-0.3, -0.6, -0.9)],
-    *[("local_leap", {"order": "local_leap", "threshold": x, "leap_threshold": x / 2})
-      for x in (0.1, 0.2, 0.4)],
-    *[("hierarchical", {"order": "hierarchical", "threshold": x, "hierarchy_floor": 0.05})
-      for x in (0.1, 0.2, 0.4)],
-    *[("prophet", {"order": "prophet", "steps": 128, "prophet_gap": x}) for x in (0.5, 2.0, 7.5)],
-    *[("klass", {"order": "klass", "threshold": x, "klass_divergence": 0.1, "klass_steps": 1})
-      for x in (0.05, 0.1, 0.2)],
-    *[("credit", {"order": "credit", "threshold": x, "credit_weight": 0.7})
-      for x in (0.05, 0.1, 0.2)],
-    *[("slow_fast", {"order": "slow_fast", "threshold": x, "slow_threshold": x / 2})
-      for x in (0.1, 0.2, 0.4)],
-    *[("wino", {"order": "threshold", "threshold": x, "remask": "wino", "verify_threshold": x})
-      for x in (0.05, 0.1, 0.2)],
-    *[("dawn", {"order": "dawn", "induced_threshold": x, "apart_threshold": x})
-      for x in (0.05, 0.1, 0.2)],
+    *[(order, {"order": order, "steps": LONGEST} | settings) for order, settings in (
+        ("threshold", {"threshold": 0.05}), ("threshold", {"threshold": 0.1}),
+        ("frechet", {"frechet_margin": -0.9}), ("frechet", {"frechet_margin": -0.95}),
+        ("local_leap", {"threshold": 0.1, "leap_threshold": 0.05}),
+        ("local_leap", {"threshold": 0.2, "leap_threshold": 0.05}),
+        ("hierarchical", {"threshold": 0.1, "hierarchy_floor": 0.05}),
+        ("hierarchical", {"threshold": 0.2, "hierarchy_floor": 0.05}),
+        ("prophet", {"prophet_gap": 2.0}), ("prophet", {"prophet_gap": 7.5}),
+        ("klass", {"threshold": 0.05, "klass_divergence": 0.1, "klass_steps": 1}),
+        ("klass", {"threshold": 0.1, "klass_divergence": 0.1, "klass_steps": 1}),
+        ("credit", {"threshold": 0.2, "credit_weight": 0.7}),
+        ("credit", {"threshold": 0.4, "credit_weight": 0.7}),
+        ("slow_fast", {"threshold": 0.1, "slow_threshold": 0.05}),
+        ("slow_fast", {"threshold": 0.2, "slow_threshold": 0.1}),
+        ("dawn", {"induced_threshold": 0.05, "apart_threshold": 0.05}),
+        ("dawn", {"induced_threshold": 0.1, "apart_threshold": 0.1}),
+    )],
+    *[("wino", {"order": "threshold", "steps": LONGEST, "threshold": x, "remask": "wino",
+                "verify_threshold": x}) for x in (0.05, 0.1)],
 ]  # fmt: skip
 """Published decoders, and simple orders for comparison."""
 WAVES: list[tuple[str, dict[str, Any]]] = [
@@ -167,9 +170,10 @@ def main() -> None:
                     file.write(json.dumps({"key": key, "figures": known[key]}) + "\n")
             for figure, value in known[key].items():
                 figures.setdefault(figure, []).append(value)
-        setting = f"{list(settings.items())[1][0]}={list(settings.items())[1][1]}"
-        if "steps" in settings:
-            setting = f"steps={settings['steps']}"
+        own = [key for key in settings if key not in ("order", "steps", "fill")]
+        decides = "steps" not in settings or args.decoders and settings["steps"] == LONGEST
+        key = own[0] if decides else "steps"
+        setting = f"{key}={settings[key]}"
         rows.append((name, setting, figures))
         mean = {figure: statistics.mean(values) for figure, values in figures.items()}
         spread = statistics.stdev(figures["bits"]) if len(args.seeds) > 1 else 0.0
