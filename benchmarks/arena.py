@@ -293,6 +293,9 @@ class Setup(NamedTuple):
       canvas: positions of the canvas.
       mask_id: the id of MASK.
       facts: properties of the model for the rules.
+      pad_id: the id of PAD.
+      token_of: token of the source for each id of the network; None if they are equal.
+      ending: the id of EOS, which is given after the text; None if the text ends the canvas.
     """
 
     advance: Advance
@@ -301,13 +304,17 @@ class Setup(NamedTuple):
     canvas: int
     mask_id: int
     facts: ModelFacts
+    pad_id: int = PAD
+    token_of: np.ndarray | None = None
+    ending: int | None = None
 
 
 @functools.cache
-def _advance(net: Network, mask_id: int, pad_id: int) -> Advance:
+def advance_of(net: Network, mask_id: int, pad_id: int, banned_ids: tuple[int, ...]) -> Advance:
+    """The loop of a network, which is compiled once for all sources."""
     return make_advance(Program(
         network=net, mask_id=mask_id, chunk=chunk_size(net.vocab_size),
-        banned_ids=(mask_id, pad_id), pad_id=pad_id,
+        banned_ids=banned_ids, pad_id=pad_id,
     ))  # fmt: skip
 
 
@@ -326,7 +333,8 @@ def setup_of(source: str, decoder: str) -> Setup:
         net.vocab_size, banned, noise=LINEAR, heads=("sampler",) if decoder in HEAD else ()
     )
     length = len(next(iter(sources()[source])))
-    return Setup(_advance(net, mask_id, pad_id), params, length, canvas, mask_id, facts)
+    advance = advance_of(net, mask_id, pad_id, (mask_id, pad_id))
+    return Setup(advance, params, length, canvas, mask_id, facts)
 
 
 class Written(NamedTuple):
@@ -352,17 +360,23 @@ def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written
             BUILT_IN.pack([samples[i] for i in indices], setup.facts),
         )
         row, rules = jax.tree.map(lambda x, which=which: x[which], packed)
-        tokens_L = np.where(np.arange(setup.canvas) < setup.length, setup.mask_id, PAD)
+        tokens_L = np.where(np.arange(setup.canvas) < setup.length, setup.mask_id, setup.pad_id)
+        length = setup.length
+        if setup.ending is not None:
+            tokens_L[length] = setup.ending
+            length += 1
         tokens_BL = jnp.asarray(np.tile(tokens_L, (which.size, 1)), jnp.int32)
         parts = []
         for first in range(seed * 2**20, seed * 2**20 + number, QUICK_TEXTS):
             seed_B = np.tile(np.arange(first, first + QUICK_TEXTS, dtype=np.uint32), len(indices))
             state = start(
-                tokens_BL, jnp.full(which.size, setup.length),
+                tokens_BL, jnp.full(which.size, length),
                 dataclasses.replace(row, seed_B=jnp.asarray(seed_B)), rules, mask_id=setup.mask_id,
             )  # fmt: skip
             state = setup.advance(setup.params, state, LIMIT)
             tokens_BL_now = np.asarray(state.canvas.tokens_BL)[:, : setup.length]
+            if setup.token_of is not None:
+                tokens_BL_now = setup.token_of[tokens_BL_now]
             counters = state.counters
             arrays = tokens_BL_now, np.asarray(counters.forwards), np.asarray(counters.filled)
             parts.append([x.reshape(len(indices), QUICK_TEXTS, *x.shape[1:]) for x in arrays])
@@ -401,10 +415,11 @@ def name_of(settings: Settings, grid: list[Settings]) -> str:
     return " ".join(f"{name}={settings[name]}" for name in varied)
 
 
-def measured(source: str, decoder: str, number: int) -> Iterator[dict[str, Any]]:
+def measured(
+    source: str, decoder: str, number: int, setup: Setup, grid: list[Settings]
+) -> Iterator[dict[str, Any]]:
     """Yields one line per setting and seed, and one for the three test seeds together."""
-    law, setup = sources()[source], setup_of(source, decoder)
-    grid = (DECODERS | HEAD)[decoder]
+    law = sources()[source]
     by_seed = {seed: write(setup, grid, number, seed) for seed in (TUNING_SEED, *SEEDS)}
     together = Written(*(
         np.concatenate(parts, axis=1) for parts in zip(*(by_seed[s] for s in SEEDS), strict=True)
@@ -431,15 +446,22 @@ def run(path: str, number: int) -> None:
     for source, decoder in cases:
         if (source, decoder) in done:
             continue
-        found = list(measured(source, decoder, number * (HEAD_TIMES if decoder in HEAD else 1)))
-        is_new = not Path(path).exists()
-        with Path(path).open("a", encoding="utf-8", newline="") as file:
-            writer: csv.DictWriter[str] = csv.DictWriter(file, FIELDS)
-            if is_new:
-                writer.writeheader()
-            writer.writerows(found)
-        best = min(float(line["total_variation"]) for line in found if line["seed"] == "all")
-        print(f"{source} {decoder}: best total variation {best:.4f}", flush=True)
+        times = HEAD_TIMES if decoder in HEAD else 1
+        setup, grid = setup_of(source, decoder), (DECODERS | HEAD)[decoder]
+        append(path, list(measured(source, decoder, number * times, setup, grid)))
+
+
+def append(path: str, found: list[dict[str, Any]]) -> None:
+    """Appends the lines of a decoder on a source, and prints the smallest distance."""
+    is_new = not Path(path).exists()
+    with Path(path).open("a", encoding="utf-8", newline="") as file:
+        writer: csv.DictWriter[str] = csv.DictWriter(file, FIELDS)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(found)
+    best = min(float(line["total_variation"]) for line in found if line["seed"] == "all")
+    source, decoder = found[0]["source"], found[0]["decoder"]
+    print(f"{source} {decoder}: best total variation {best:.4f}", flush=True)
 
 
 def read(path: str) -> list[dict[str, str]]:
@@ -473,9 +495,24 @@ def interval(values: list[float]) -> float:
 
 def table(lines: list[dict[str, str]]) -> None:
     """Prints the means over all sources of each decoder within each budget, as Markdown."""
+    rows(lines, list(DECODERS))
+    for decoder in HEAD:
+        found = [chosen(lines, "markov", decoder, budget) for budget in BUDGETS]
+        cells = [_mean([own], excess) if own else "-" for own in found]
+        rivals = [
+            min((_all(own, excess) for name in DECODERS
+                 if (own := chosen(lines, "markov", name, budget))), default=math.nan)
+            for budget in BUDGETS
+        ]  # fmt: skip
+        print(f"| `{decoder}`, markov alone | {' | '.join(cells)} | - |")
+        print(f"| best other, markov alone | {' | '.join(f'{x:.3f}' for x in rivals)} | - |")
+
+
+def rows(lines: list[dict[str, str]], decoders: list[str]) -> None:
+    """Prints the rows of decoders that ran on all sources."""
     print("| decoder | " + " | ".join(f"{budget} forwards" for budget in BUDGETS) + " | valid |")
     print("| --- " * (len(BUDGETS) + 2) + "|")
-    for decoder in DECODERS:
+    for decoder in decoders:
         cells, valid = [], ""
         for budget in BUDGETS:
             found = [chosen(lines, source, decoder, budget) for source in sources()]
@@ -488,16 +525,6 @@ def table(lines: list[dict[str, str]]) -> None:
                          if source in STRUCTURED]  # fmt: skip
                 valid = _mean(names, lambda line: float(line["valid"]))
         print(f"| `{decoder}` | {' | '.join(cells)} | {valid or '-'} |")
-    for decoder in HEAD:
-        found = [chosen(lines, "markov", decoder, budget) for budget in BUDGETS]
-        cells = [_mean([own], excess) if own else "-" for own in found]
-        rivals = [
-            min((_all(own, excess) for name in DECODERS
-                 if (own := chosen(lines, "markov", name, budget))), default=math.nan)
-            for budget in BUDGETS
-        ]  # fmt: skip
-        print(f"| `{decoder}`, markov alone | {' | '.join(cells)} | - |")
-        print(f"| best other, markov alone | {' | '.join(f'{x:.3f}' for x in rivals)} | - |")
 
 
 def _all(own: list[dict[str, str]], value: Callable[[dict[str, str]], float]) -> float:

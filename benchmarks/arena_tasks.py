@@ -11,9 +11,10 @@ configs/arena_tasks.toml. Rows are greedy, and a canvas contains the answer and 
 holes. Prompts are outside the training corpus. All eight settings of a decoder run on the tuning
 prompts; the best setting within a budget then runs on three sets of test prompts.
 
-`time` alternates each decoder with `low_confidence` and records the ratio of their seconds per
-forward, at batch sizes 32 and 1. A time budget is the time of a number of forwards of
-`low_confidence`. A stopped run continues from the end of the CSV.
+`time` alternates each decoder with `low_confidence` at four forwards and records the ratio of
+their seconds per forward, at batch sizes 32 and 1, for the setting with the nearest number of
+forwards. A time budget is the time of a number of forwards of `low_confidence`. A stopped run
+continues from the end of the CSV.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ CHECKPOINT = "runs/arena_tasks"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
 TUNING, TEST = 2, 3
 """Prompts per seed, operation and template; there is one tuning seed and three test seeds."""
-BUDGETS, SLACK = (2, 4, 8), 0.05
+BUDGETS, SLACK, TIME_SLACK = (2, 4, 8), 0.05, 0.5
+"""Slack of budgets in forwards, and of time budgets: the measured time of `low_confidence` differs
+from itself by up to 8%."""
 BATCHES, ROUNDS = (32, 1), 5
 FIRST_SEED = 10**7
 """First seed of the prompts; the corpus uses lower seeds."""
@@ -193,21 +196,32 @@ def forwards_of(lines: Sequence[dict[str, Any]]) -> float:
     return total / sum(int(x["prompts"]) for x in lines)
 
 
-def best(tried: Tried, budget: float, ratio: float = 1.0) -> str | None:
-    """The most accurate setting within a budget of forwards, each weighted by `ratio`."""
+def best(tried: Tried, budget: float, ratio: float | None = None) -> str | None:
+    """The most accurate setting within a budget of forwards, or of time if `ratio` is the time of a
+    forward.
+    """
+    cost, slack = (1.0, SLACK) if ratio is None else (ratio, TIME_SLACK)
     fits = [
         (-right, forwards, name)
         for name, (right, forwards) in tried.items()
-        if forwards * ratio <= budget + SLACK
+        if forwards * cost <= budget + slack
     ]
     return min(fits)[2] if fits else None
 
 
-def seconds(model: dlm_jax.Model, settings: Settings, asked: Sequence[Prompt]) -> float:
-    """Seconds per forward of the slowest row, for these prompts in one batch."""
-    begun = time.perf_counter()
-    _, forwards = answered(model, [settings], asked, batch_size=len(asked))
-    return (time.perf_counter() - begun) / forwards.max()
+def seconds(
+    model: dlm_jax.Model, settings: Settings, asked: Sequence[Prompt], batch: int
+) -> tuple[float, float]:
+    """Seconds per forward and number of forwards of the slowest row, means over batches of these
+    prompts.
+    """
+    total = steps = 0.0
+    for first in range(0, len(asked), batch):
+        begun = time.perf_counter()
+        _, forwards = answered(model, [settings], asked[first : first + batch], batch_size=batch)
+        total += time.perf_counter() - begun
+        steps += forwards.max()
+    return total / steps, steps * batch / len(asked)
 
 
 def timed(path: str, checkpoint: str) -> None:
@@ -219,11 +233,14 @@ def timed(path: str, checkpoint: str) -> None:
     for batch, (decoder, grid) in itertools.product(BATCHES, DECODERS.items()):
         if (decoder, str(batch)) in done:
             continue
+        asked = tuning[:batch] if batch > 1 else tuning[::6]
+        wanted = seconds(model, base, asked, batch)[1]
+        gaps = [abs(seconds(model, one, asked, batch)[1] - wanted) for one in grid]
+        own = grid[gaps.index(min(gaps))]
         ratios = []
-        for turn in range(ROUNDS + 1):
-            asked = tuning[turn * batch % 8 :][:batch]
-            own, theirs = (seconds(model, which, asked) for which in (grid[0], base))
-            ratios += [own / theirs] if turn else []
+        for _ in range(ROUNDS):
+            mine, theirs = (seconds(model, which, asked, batch)[0] for which in (own, base))
+            ratios.append(mine / theirs)
         spread = (max(ratios) - min(ratios)) / 2
         append(path, fields, [{
             "decoder": decoder, "batch": batch, "rounds": ROUNDS,
@@ -248,7 +265,7 @@ def cell(own: Sequence[dict[str, str]]) -> str:
 
 
 def within(
-    lines: Sequence[dict[str, str]], decoder: str, budget: float, ratio: float = 1.0
+    lines: Sequence[dict[str, str]], decoder: str, budget: float, ratio: float | None = None
 ) -> list[dict[str, str]]:
     """The test lines of the best setting within a budget; empty if no setting fits."""
     own = [x for x in lines if x["decoder"] == decoder]

@@ -2,6 +2,8 @@
 
     python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results quality.jsonl \
         --picture benchmarks/results/quality_forwards.png
+    python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results decoders.jsonl \
+        --decoders
 
 Each row of the table is a rule with its setting over three seeds: forwards per text, the judge's
 exact bits per character (mean and standard deviation over the seeds), the entropy of the generated
@@ -45,6 +47,36 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *[("ancestral, remdm_cap", {"order": "ancestral", "steps": steps, "remask": "remdm_cap",
                                 "remask_eta": 0.02}) for steps in BUDGETS],
 ]  # fmt: skip
+LONGEST = 128
+DECODERS: list[tuple[str, dict[str, Any]]] = [
+    *[(order, {"order": order, "steps": steps}) for order in ("random", "margin", "dilated")
+      for steps in (8, 16, 32)],
+    *[("position_aware", {"order": "position_aware", "steps": x, "position_decay": 0.25})
+      for x in (8, 16, 32)],
+    *[(order, {"order": order, "steps": LONGEST} | settings) for order, settings in (
+        ("threshold", {"threshold": 0.05}), ("threshold", {"threshold": 0.1}),
+        ("frechet", {"frechet_margin": -0.9}), ("frechet", {"frechet_margin": -0.95}),
+        ("local_leap", {"threshold": 0.1, "leap_threshold": 0.05}),
+        ("local_leap", {"threshold": 0.2, "leap_threshold": 0.05}),
+        ("hierarchical", {"threshold": 0.1, "hierarchy_floor": 0.05}),
+        ("hierarchical", {"threshold": 0.2, "hierarchy_floor": 0.05}),
+        ("prophet", {"prophet_gap": 2.0}), ("prophet", {"prophet_gap": 7.5}),
+        ("klass", {"threshold": 0.05, "klass_divergence": 0.1, "klass_steps": 1}),
+        ("klass", {"threshold": 0.1, "klass_divergence": 0.1, "klass_steps": 1}),
+        ("credit", {"threshold": 0.2, "credit_weight": 0.7}),
+        ("credit", {"threshold": 0.4, "credit_weight": 0.7}),
+        ("slow_fast", {"threshold": 0.1, "slow_threshold": 0.05}),
+        ("slow_fast", {"threshold": 0.2, "slow_threshold": 0.1}),
+        ("dawn", {"induced_threshold": 0.05, "apart_threshold": 0.05}),
+        ("dawn", {"induced_threshold": 0.1, "apart_threshold": 0.1}),
+    )],
+    *[("wino", {"order": "threshold", "steps": LONGEST, "threshold": x, "remask": "wino",
+                "verify_threshold": x}) for x in (0.05, 0.1)],
+]  # fmt: skip
+"""Published decoders, and simple orders for comparison."""
+WAVES: list[tuple[str, dict[str, Any]]] = [
+    ("waves", {"order": "random_filled", "steps": x, "fill": "wavefront"}) for x in (4, 8, 16)
+]
 
 
 def measure(
@@ -57,9 +89,8 @@ def measure(
         seed=seed,
         batch_size=number,
         chain=("temperature", "min_p"),
-        fill="parallel",
         temperature_end=0.3,
-        **settings,
+        **({"fill": "parallel"} | settings),
     )
     texts = [text[:characters] for text in made.texts]
     counts = Counter(made.tokens[made.committed >= 0].tolist())
@@ -108,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", required=True)
     parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
+    parser.add_argument("--decoders", action="store_true", help="published decoders and waves")
     parser.add_argument("--results", required=True, metavar="FILE", help="file of measurements")
     parser.add_argument("--picture", metavar="FILE")
     parser.add_argument("--num-samples", type=int, default=16, help="texts per seed (16)")
@@ -125,7 +157,7 @@ def main() -> None:
     rows = []
     print("| rule | setting | forwards | judged bits/char | token entropy | distinct 4-grams |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, settings in CASES:
+    for name, settings in DECODERS + WAVES if args.decoders else CASES:
         figures: dict[str, list[float]] = {}
         for seed in args.seeds:
             key = json.dumps([settings, seed, args.num_samples, args.characters])
@@ -138,9 +170,10 @@ def main() -> None:
                     file.write(json.dumps({"key": key, "figures": known[key]}) + "\n")
             for figure, value in known[key].items():
                 figures.setdefault(figure, []).append(value)
-        setting = f"{list(settings.items())[1][0]}={list(settings.items())[1][1]}"
-        if "steps" in settings:
-            setting = f"steps={settings['steps']}"
+        own = [key for key in settings if key not in ("order", "steps", "fill")]
+        decides = "steps" not in settings or args.decoders and settings["steps"] == LONGEST
+        key = own[0] if decides else "steps"
+        setting = f"{key}={settings[key]}"
         rows.append((name, setting, figures))
         mean = {figure: statistics.mean(values) for figure, values in figures.items()}
         spread = statistics.stdev(figures["bits"]) if len(args.seeds) > 1 else 0.0
