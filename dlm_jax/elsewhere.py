@@ -96,7 +96,7 @@ _RENAMED: dict[tuple[str, ...], str] = {
     ("delete_lambda",): "lam",
     ("dynatemp_range", "temperature"): "temp_ext",
 }
-"""Synonyms of settings in other projects, by the names of the settings in this library."""
+"""Names that other projects use for settings of this library, keyed by the settings."""
 
 TABLE: dict[str, Here] = {
     name: Here(ours) for ours, theirs in _RENAMED.items() for name in theirs.split()
@@ -163,7 +163,7 @@ VALUES: dict[str, Mapping[str, Given]] = {
     "order": ORDERS, "remask": ORDERS | _REMASKS,
     "cache": {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}},
 }  # fmt: skip
-"""Values of settings in other projects, and their equivalents, by setting of this library."""
+"""For each setting of this library, values from other projects and their equivalents."""
 
 
 def named_here(name: str, known: Iterable[str], value: Any = None) -> str:

@@ -108,7 +108,7 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """Whether values are lists, which `parse` converts to tuples."""
+        """True if values are lists, which `parse` converts to tuples."""
         return isinstance(self.default, tuple)
 
     def checked(self, value: Any) -> Any:
@@ -225,7 +225,7 @@ class Rule:
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises ValueError for settings that a model with these facts does not support."""
+        """Raises ValueError for settings that a model with the given `facts` does not support."""
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -241,7 +241,7 @@ class Rule:
                 yield getattr(self, field.name), setting.code(setting.default)
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for rows that use the rule, that is, have a setting that is not neutral."""
+        """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
         asks = [value != off for value, off in self.activating()]
         return functools.reduce(jnp.logical_or, asks)
 

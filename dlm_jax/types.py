@@ -195,7 +195,7 @@ class Canvas(NamedTuple):
 
 
 class Status(IntEnum):
-    """The status of a row, which also reports errors, because compiled code does not raise.
+    """The status of a row, including errors, because compiled code cannot raise exceptions.
 
     ``RUNNING``: steps and holes remain. ``DONE``: no holes are left. ``STEP_LIMIT``: holes remain,
     but no steps. ``CANVAS_FULL``: no holes are left, but edits exceeded the capacity, so edits or

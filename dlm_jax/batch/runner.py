@@ -179,7 +179,7 @@ def run_requests(
 
 
 class _Asked(NamedTuple):
-    """A runnable row: the sample number in a line, and the number of candidates to read back."""
+    """A row to run: a line, its sample number, and the number of candidates to read back."""
 
     line: Line
     sample: int

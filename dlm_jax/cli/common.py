@@ -289,7 +289,7 @@ PRESET = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError, like the library, instead of printing usage."""
+    """A parser that raises ValueError, as the library does, instead of printing usage."""
 
     def __init__(self, *, prog: str, description: str | None, add_help: bool = True):
         super().__init__(

@@ -133,7 +133,7 @@ def _output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Converts errors of validation to exit code 2.
+    """Converts validation errors to exit code 2.
 
     The message is printed to standard error. Use this context only for validation: errors in
     computations are bugs and need a traceback.

@@ -410,7 +410,7 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
-    """The rules in the module that ``--rules`` names; their settings become flags."""
+    """The rules in the module given by ``--rules``; their settings become flags."""
     parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
     module = parser.parse_known_args(argv)[0].rules

@@ -331,32 +331,32 @@ class RowSettings(Section):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is the argmax."""
+        """True if every token is the argmax."""
         return is_greedy(self)
 
     @property
     def inserts(self) -> bool:
-        """Whether the row can grow."""
+        """True if the row can grow."""
         return self.table.edit[self.edit_scoring].inserts(self)
 
     @property
     def remasks(self) -> bool:
-        """Whether tokens can be remasked."""
+        """True if tokens can be remasked."""
         return self.remask != "none" and self.table.remask[self.remask].is_used(self)
 
     @property
     def edits(self) -> bool:
-        """Whether the length of the row can change."""
+        """True if the length of the row can change."""
         return self.table.named("edit", self) is not None
 
     @property
     def renoises(self) -> bool:
-        """Whether tokens can be overwritten before a forward pass."""
+        """True if tokens can be overwritten before a forward pass."""
         return self.table.named("renoise", self) is not None
 
     @property
     def refines(self) -> bool:
-        """Whether existing tokens can change, as required for drafts."""
+        """True if existing tokens can change, as required for drafts."""
         renews = self.table.commit[self.order].renews
         return self.remasks or self.resample or self.edits or self.renoises or renews
 
@@ -819,8 +819,9 @@ class ModelConfig(Section):
             self.router_groups_kept <= self.router_groups
             and self.router_groups_kept * within >= self.experts_per_token,
             "model.router_groups_kept", self.router_groups_kept,
-            f"of {self.router_groups} groups of {within} experts have fewer than "
-            f"model.experts_per_token={self.experts_per_token}", "", "model.experts_per_token",
+            f"must be at most {self.router_groups}, and these groups of {within} experts must have "
+            f"at least model.experts_per_token={self.experts_per_token} experts",
+            "", "model.experts_per_token",
         )  # fmt: skip
         require(
             self.router_groups == 1 or within >= 2, "model.router_groups", self.router_groups,

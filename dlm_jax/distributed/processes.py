@@ -213,11 +213,11 @@ class Watch:
 
 @contextlib.contextmanager
 def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """A context in which no process waits for a lost process. A single process is not affected.
+    """A context that ends this process if another process of the run is lost, instead of waiting.
 
     An exception that leaves the context ends the process without JAX's shutdown barrier, which
     would wait for the other processes. If a lost process caused the exception, the exit code is
-    `EXIT_LOST`.
+    `EXIT_LOST`. A run with a single process is not affected.
     """
     if jax.process_count() == 1:
         yield

@@ -8,7 +8,7 @@ from dlm_jax.heads.sampler import SAMPLER, SAMPLER_HEAD
 from dlm_jax.heads.scorer import SCORER, SCORER_HEAD
 
 HEADS: tuple[BuiltInHead, ...] = (SAMPLER_HEAD, CRITIC_HEAD, SCORER_HEAD)
-"""The built-in heads, in the order of their initialisation and of their losses in a sum."""
+"""The built-in heads, in the order in which they are initialised and their losses are summed."""
 
 __all__ = [
     "CRITIC", "HEADS", "MAIN", "SAMPLER", "SCORER", "BuiltInHead", "Head", "HeadInputs", "Stage",

@@ -153,7 +153,7 @@ def critic_positions(
     masked_only: bool,
     shows_noise: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """True at the holes to fill, and True at the positions in the loss, both ``[B, L]``.
+    """Two masks ``[B, L]``: the holes to fill, and the positions in the loss.
 
     The loss covers the supervised holes and, if the canvas `shows_noise`, the other supervised
     positions. Unless `masked_only`, it also covers the live unsupervised positions, which contain

@@ -532,8 +532,8 @@ def _with(whole: int, fraction: str | None) -> str | None:
 
 
 def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """Returns a pattern for a decimal point and fractional digits of at least (`is_up`) or at most
-    `digits`. The fraction may be missing if 0 satisfies the bound.
+    """Returns a pattern for a decimal point and a fraction whose value is at least (if `is_up`) or
+    at most that of `digits`. The fraction may be missing if 0 satisfies the bound.
     """
     if is_up:
         found = _up(digits, is_excluded)
@@ -547,7 +547,7 @@ def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
 
 
 def _up(digits: str, is_excluded: bool) -> str:
-    """Returns a pattern for fractional digits of at least `digits`, or above if `is_excluded`."""
+    """Returns a pattern for fractional digits at or above `digits`; above if `is_excluded`."""
     if not digits:
         return "[0-9]*[1-9][0-9]*" if is_excluded else "[0-9]*"
     first = int(digits[0])
@@ -556,7 +556,7 @@ def _up(digits: str, is_excluded: bool) -> str:
 
 
 def _down(digits: str, is_excluded: bool) -> str | None:
-    """Returns a pattern for fractional digits of at most `digits`, or below if `is_excluded`."""
+    """Returns a pattern for fractional digits at or below `digits`; below if `is_excluded`."""
     if not digits:
         return None if is_excluded else "0+"
     first, rest = int(digits[0]), digits[1:]

@@ -1,4 +1,4 @@
-"""Results of an engine: rows of a step, and totals over all steps."""
+"""The rows that a step of an engine returns, and the engine's totals over all steps."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Queue:
 
     @property
     def size_wanted(self) -> int:
-        """The number of slots for all running and waiting rows, up to the largest size."""
+        """The smallest size with slots for all running and waiting rows, or else the largest."""
         wanted = len(self.running) + self.num_waiting
         return next((size for size in self.sizes if size >= wanted), self.sizes[-1])
 

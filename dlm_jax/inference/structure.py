@@ -437,7 +437,7 @@ def check_structure(
 
 
 def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
-    """Returns whether the tokens of an ended row from its first hole violate its structure."""
+    """Returns whether the tokens of a row from its first hole onward violate its structure."""
     return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 

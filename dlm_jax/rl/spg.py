@@ -58,7 +58,7 @@ def spg(settings: RLConfig, *, mask_id: int) -> Estimator:
 def _inverse_share(
     is_masked_BL: jax.Array, is_answer_BL: jax.Array, block_length: int
 ) -> jax.Array:
-    """Answer positions per masked position, in the block of each position, ``[B, L]``."""
+    """The ratio of answer positions to masked positions in each position's block, ``[B, L]``."""
     count_BN, size_BN = (
         jnp.sum(in_blocks(x_BL, block_length), axis=2) for x_BL in (is_masked_BL, is_answer_BL)
     )

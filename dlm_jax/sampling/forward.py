@@ -198,7 +198,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
     times_B = jnp.ones_like(state.canvas.length_B)
     if program.is_guided:
         times_B += state.row.guidance_B != 0
-    # A canvas takes a forward pass in addition to that of the text.
+    # A canvas requires a forward pass in addition to that of the text.
     reads_B = plan.settles_B | plan.is_due_B if is_canvas else plan.settles_B
     num_B = _num_computed(state, plan, sizes[0], is_canvas=is_canvas)
     return output, cache, (1 + reads_B.astype(jnp.int32)) * times_B, num_B * times_B
@@ -438,8 +438,8 @@ def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
 
     Writes at these indices then follow all reads that the vectors depend on, so the compiler
     updates the cache in place instead of copying it. An optimization barrier does not help, because
-    it is removed before the compiler decides whether to copy. Vectors larger than `_HUGE` occur
-    only in rows that end as non-finite.
+    it is removed before the compiler decides whether to copy. Values above `_HUGE` occur only
+    in rows that end with the status ``NON_FINITE``.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)

@@ -1,4 +1,4 @@
-"""The rules of a step: their slots and tables, and the facts about a model that they read."""
+"""The rules of a step, with their slots and tables, and the model properties that rules read."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Rules(NamedTuple):
     cache: CacheRule | None = None
 
     def refines(self, resamples_B: jax.Array) -> jax.Array:
-        """True ``[B]`` for rows that change existing tokens in addition to holes."""
+        """bool ``[B]``, True for rows that change existing tokens in addition to filling holes."""
         if self.commit.renews:
             return jnp.ones_like(resamples_B)
         for slot in (self.remask, self.edit, self.renoise):
@@ -98,7 +98,7 @@ class Rules(NamedTuple):
         return resamples_B
 
     def goes_on(self, resamples_B: jax.Array) -> jax.Array:
-        """True ``[B]`` where a block without holes stays current until its last step."""
+        """bool ``[B]``, True where a block without holes stays current until its last step."""
         on_B = self._replace(remask=None).refines(resamples_B)
         return on_B if self.remask is None else on_B | self.remask.goes_on()
 
@@ -285,7 +285,7 @@ class RuleTable:
         return sorted(ban | eos if row.ignore_eos else ban)
 
     def check_chain(self, row: Any, facts: ModelFacts) -> None:
-        """Raises ValueError for a chain that a model with these facts does not support.
+        """Raises ValueError for a chain that a model with the given `facts` does not support.
 
         The chain is not supported if an id lies outside the vocabulary, if all ids are banned, or
         if a setting is given but its transform is missing from the chain.

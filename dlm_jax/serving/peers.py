@@ -169,8 +169,8 @@ PEERS: Mapping[str, Peer] = {
     "request_id": _unread("v", "answers have their own ids"),
     "rid": _unread("s", "answers have their own ids"),
     "timings_per_token": _unread("l", "see the counts in `usage`"),
-    "lora_path": _refused("s", "--checkpoint", "a server has one model; export a merged model"),
-    "lora": _neutral("l", "--checkpoint", [], "a server has one model; export a merged model"),
+    "lora_path": _refused("s", "--checkpoint", "adapters are not loaded; export a merged model"),
+    "lora": _neutral("l", "--checkpoint", [], "adapters are not loaded; export a merged model"),
     "session_params": _refused("s", "messages", "pass all turns in messages"),
 }  # fmt: skip
 """Fields of other servers, keyed by name. An endpoint's field with the same name takes precedence.

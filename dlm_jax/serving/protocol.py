@@ -1,7 +1,8 @@
 """The request fields, their conversion to rows, and the objects in responses.
 
 Each field is declared once, in the class of its endpoint or in `Sampled`. Every setting is also a
-field (docs/settings.md). `Planner` and `Answer` implement the fields.
+field (docs/settings.md). `Planner` converts requests to rows, and `Answer` creates the objects in
+responses.
 """
 
 from __future__ import annotations
@@ -830,7 +831,7 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), "stop") from None
         if structure and stops:
-            raise refused(f"stop can truncate a structure; remove it or {shape}", "stop")
+            raise refused(f"stop can truncate a structure; remove stop or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
         requests: list[Request] = []

@@ -330,7 +330,7 @@ def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
         json.dumps(meta)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"meta is not JSON ({error}); use dicts, lists, strings, numbers"
+            f"meta is not JSON ({error}); use only dicts, lists, strings and numbers"
         ) from error
     if jax.process_count() > 1:
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:

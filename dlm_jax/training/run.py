@@ -639,7 +639,7 @@ def prepare(
       objective: replaces the objective of the config; see `dlm_jax.training.train`.
       heads: additional heads; see `dlm_jax.training.train`.
       optimizer: replaces the optimiser of the config; see `dlm_jax.training.train`.
-      schedule: replaces the warm-up and cosine; see `dlm_jax.training.train`.
+      schedule: replaces the warm-up and cosine decay; see `dlm_jax.training.train`.
       report: called with one-line messages, for example if a damaged checkpoint is skipped.
       clock: clock of the run; by default one that starts now.
 

@@ -68,8 +68,8 @@ class Task:
         the run.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
       schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
-        updates of a custom optimiser. None uses the warm-up and cosine, or a factor of 1 for a
-        custom optimiser.
+        updates of a custom optimiser. None uses the warm-up and cosine decay, or a factor of 1
+        for a custom optimiser.
       rollouts: generates the training samples of a step; None trains on rows of the corpus.
     """
 

@@ -53,7 +53,7 @@ from dlm_jax.types import Network, Params
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
-"""``(run, state, step)``: shows samples of the model."""
+"""``(run, state, step)``: shows samples from the model."""
 
 Callback = Callable[[Run, TrainState, dict[str, Any]], None]
 """``(run, state, record)``: called with a record of the metrics.
@@ -129,8 +129,8 @@ def train(
         parameters of these heads. The labels of `optax.partition` should be a function of the
         parameters.
       schedule: ``step -> factor``, with steps counted from 0. The factor scales the learning rates
-        of ``[optim]`` and replaces the warm-up and cosine. If `optimizer` is given, the factor
-        scales the updates of that optimizer.
+        of ``[optim]`` and replaces the warm-up and cosine decay. If `optimizer` is given, the
+        factor scales the updates of that optimizer.
       callbacks: called with the run, the state and a record of the metrics every
         ``train.log_every`` steps and after every evaluation, on all processes.
       show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
@@ -721,7 +721,9 @@ class Meter:
         )
 
     def figures(self, steps: int, seconds: float) -> dict[str, float]:
-        """Metrics of the steps since the last call. These steps took `seconds`; times are per step.
+        """Metrics of the steps since the last call.
+
+        `seconds` is the total time of these steps; the times in the result are per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
         (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).

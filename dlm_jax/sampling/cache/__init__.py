@@ -7,7 +7,7 @@ from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRu
 from dlm_jax.sampling.cache.exact import Exact
 
 CACHE_RULES: Mapping[str, type[CacheRule]] = {rule.name: rule for rule in (Exact, Prefix, Dual)}
-"""Cache rules, keyed by the value of ``cache``. The value ``none`` has no rule."""
+"""Cache rules, keyed by the value of ``cache``. The value ``none`` selects no rule."""
 
 __all__ = [
     "CACHE_RULES",

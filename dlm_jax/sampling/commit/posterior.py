@@ -84,8 +84,8 @@ class Turn(NamedTuple):
     """The place of a step among the reverse steps and the corrector steps of its block, ``[B]``.
 
     Attributes:
-      done: reverse steps before this step; for a corrector step, without the one that it follows.
-      number: all reverse steps.
+      done: number of reverse steps before this step, without the last one for a corrector step.
+      number: total number of reverse steps.
       corrects: True for corrector steps.
     """
 
@@ -139,7 +139,7 @@ class Renewing(CommitRule):
 
 @rule
 class Posterior(Renewing):
-    """Samples every open position from the reverse step of the process, with three outcomes.
+    """Samples the outcome of a reverse step at each open position: the token, a candidate or noise.
 
     Let ``r = alpha_t / alpha_s``, and let ``c(k)`` be the probability of noise ``k`` as defined in
     `dlm_jax.diffusion.processes`. The current token z stays with weight ``r (alpha_s p(z) +
@@ -193,10 +193,10 @@ class Posterior(Renewing):
     def corrections(self, context: CommitContext) -> Chances:
         """The `Chances` of a corrector step, which add up to 1.
 
-        The bound of the process is lowest where the model's distribution p of a token is that given
-        all other positions. The position itself then has the distribution ``alpha p + c``, from
-        which a Gibbs step draws it anew. A token that the noise cannot produce is replaced by noise
-        with the noise's probability, and stays otherwise, which is in detailed balance too.
+        The bound of the process is lowest if the model predicts the distribution p of a clean token
+        given all other positions. The noised token then has the distribution ``alpha p + c``, from
+        which a Gibbs step redraws it. A token that the noise cannot produce is replaced by noise
+        with the probability of noise and otherwise stays, which also satisfies detailed balance.
         """
         standing = context.standing
         assert standing is not None, "the rule renews"
@@ -208,9 +208,9 @@ class Posterior(Renewing):
         return Chances(data_BL, noise_BL, 1.0 - data_BL - noise_BL)
 
     def _moving(self, context: CommitContext) -> jax.Array:
-        """True at the positions that a corrector step draws: evenly spaced, from a random one on.
+        """True at the evenly spaced positions that a corrector step draws. The first one is random.
 
-        Neighbours depend on each other most, and positions drawn together ignore each other.
+        Positions drawn in the same step are independent, but neighbours depend most on each other.
         """
         is_open_BL = context.is_hole_BL
         open_B = jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
@@ -234,7 +234,7 @@ class Posterior(Renewing):
 
     def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
         """Noise levels at the start and at the end of the reverse step, ``[B]`` each. A corrector
-        step remains at the second one.
+        step remains at the second level.
         """
         turn = self._turn(context)
         number_B = turn.number.astype(jnp.float32)
@@ -264,7 +264,7 @@ class Posterior(Renewing):
 
 
 def of_current(standing: Standing, mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
-    """The part of each current token in the noise, ``[B, L]``: that of MASK, of a noise id or 0."""
+    """The share of each current token in the noise, ``[B, L]``; 0 for tokens that are not noise."""
     number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
     text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
     return jnp.where(standing.is_mask_BL, mask_B1, text_BL)

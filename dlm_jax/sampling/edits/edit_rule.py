@@ -150,7 +150,7 @@ class EditRule(Rule):
 
     num_trials: int = 0
     """Number K of trial edits per row for `select`; static. The K edited texts and the current text
-    are scored, and each scored text takes a forward pass over the row."""
+    are scored, and each scored text requires a forward pass over the row."""
 
     num_hidden: int = 0
     """Number H of tokens on either side of an edit that are hidden during the comparison; static.
@@ -179,7 +179,7 @@ class EditRule(Rule):
         )  # fmt: skip
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for rows whose length can change; all rows by default."""
+        """bool ``[B]``, True for rows whose length can change; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
@@ -187,7 +187,7 @@ class EditRule(Rule):
         return mask_id
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The trial edits, ``[K, B, L]``, and True ``[K, B]`` where a trial exists."""
+        """The trial edits, ``[K, B, L]``, and bool ``[K, B]``, True where a trial exists."""
         raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:

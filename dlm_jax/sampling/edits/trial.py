@@ -141,8 +141,8 @@ def _likelihood(
 
 EDIT_TRIALS = Setting(
     "edit_trials", 6,
-    "likelihood: number of trial edits per step; each takes a forward pass, or 2 (2 H + 2) passes "
-    "with edit_hidden=H",
+    "likelihood: number of trial edits per step; each requires a forward pass, or 2 (2 H + 2) "
+    "passes with edit_hidden=H",
     low=1, high=64,
 )  # fmt: skip
 EDIT_GAIN = Setting(

@@ -12,7 +12,7 @@ REMASK_RULES: Mapping[str, type[RemaskRule]] = {
     rule.name: rule
     for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf, Wino)
 }  # fmt: skip
-"""Remask rules, keyed by the value of ``remask``. The value ``none`` has no rule."""
+"""Remask rules, keyed by the value of ``remask``. The value ``none`` selects no rule."""
 
 __all__ = [
     "REMASK_RULES",

@@ -18,7 +18,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting, which rejects values too small for float32, and negative values except -1."""
+    """The setting, which also rejects positive values below 1e-6 and negative values except -1."""
 
     def parse(value: Any) -> float:
         value = setting.checked(value)

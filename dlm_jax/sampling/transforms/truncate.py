@@ -70,7 +70,7 @@ def keeps_prefix(
     mass_N: Array,
     count_N: Array,
 ) -> Array:
-    """True `[N, V]` at tokens preceded by a mass < `mass_N` or by fewer than `count_N` tokens.
+    """bool `[N, V]`, True at tokens after a mass < `mass_N` or after fewer than `count_N` tokens.
 
     Args:
       logits_NV: float32.
@@ -201,11 +201,11 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     """The next key to measure inside each bracket.
 
     The key is found by false position on the logarithms of the mass above the ends of the bracket.
-    The key is shifted past the estimate by half of the expected deviation, so that both ends move.
-    The weight of an end is halved each time that the end does not move (the "Illinois" rule). Where
-    false position is unreliable, the middle value is used. The middle key is used for every fourth
-    bound, for wide brackets and in the last passes. It closes any bracket in 32 passes, even if
-    many values are equal.
+    The key is shifted past the estimate by half of the expected deviation, so that both ends of the
+    bracket move. The weight of an end is halved each time that the end does not move (the
+    "Illinois" rule). Where false position is unreliable, the middle value is used. The middle key
+    is used for every fourth bound, for wide brackets and in the last passes. It closes any bracket
+    in 32 passes, even if many values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
