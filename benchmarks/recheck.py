@@ -297,7 +297,6 @@ UNCHECKED = {
     ("arena.md", "Wordings"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
     ("policy.md", "With a sampler head"): "a training: python -m benchmarks.policy --waves",
-    ("policy.md", "Time in compiled functions"): "a clock: python -m benchmarks.policy --clock",
     ("arena.md", "Trained networks"): "trainings: python -m benchmarks.arena_trained run",
     ("arena.md", "Shakespeare"): "a training: benchmarks/quality_forwards.py --decoders",
     ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
