@@ -114,7 +114,9 @@ class LocalCheckpoints:
                 return np.array(content[first : first + size].view(data.dtype).reshape(shape))
 
             array = jax.make_array_from_callback(data.shape, leaf.sharding, shard)
-            return array if data.dtype == leaf.dtype else jax.random.wrap_key_data(array)
+            if data.dtype == leaf.dtype:
+                return array
+            return jax.random.wrap_key_data(array, impl="threefry2x32")
 
         return jax.tree_util.tree_map_with_path(restored, abstract_state)
 

@@ -221,9 +221,12 @@ def test_a_block_as_long_as_a_number_can_be_is_the_whole_row():
     assert whole.texts == long.texts
 
 
-@pytest.mark.parametrize("prompts", ["The ", {"prompt": "The "}, [5]])
-def test_a_prompt_that_is_not_in_a_list_is_refused(prompts):
-    with pytest.raises(ValueError, match="put it in"):
+@pytest.mark.parametrize(
+    ("prompts", "line"),
+    [("The ", "put it in"), ({"prompt": "The "}, "put it in"), ([5], "neither a string nor")],
+)
+def test_a_prompt_that_is_not_in_a_list_is_refused(prompts, line):
+    with pytest.raises(ValueError, match=line):
         dlm_jax.generate(SHORT, prompts)
 
 

@@ -110,7 +110,7 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
         ({"transforms": [TopP(0.9), TopP(0.9)]}, "chain has 'top_p' 2 times; name it once"),
         ({"commit": TopP(0.9)}, "commit is a TopP, which is not a CommitRule"),
         ({"commit": "threshold"}, "commit is 'threshold', which is not a CommitRule; use order="),
-        ({"commit": Threshold}, "commit is the class Threshold, which is not a CommitRule"),
+        ({"commit": Threshold}, "commit is the class Threshold, not an object; pass Threshold("),
         ({"transforms": Temperature(0.7)}, "transforms is a Temperature; pass a list"),
         (
             {"transforms": [Threshold(0.5)]},

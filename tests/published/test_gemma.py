@@ -443,9 +443,9 @@ def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        ({"max_new_tokens": "256"}, "max_new_tokens='256' is not"),
-        ({"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8}, "max_denoising_steps=0 is not"),
-        ({"t_min": "a", "t_max": 0.8}, "t_min='a' is not"),
+        ({"max_new_tokens": "256"}, "max_new_tokens='256' must be a number"),
+        ({"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8}, "max_denoising_steps=0 must be"),
+        ({"t_min": "a", "t_max": 0.8}, "t_min='a' must be a number"),
         ({"sampler_config": [1]}, r"sampler_config=\[1\] is not an object"),
     ],
 )

@@ -176,11 +176,17 @@ def _jittered(network):
             attention_BEHLL=found.attention_BEHLL * factor_LD[None, None, None, None, :, 0],
         )
 
-    names = ("embed", "readout", "logits_of", "sampler_readout", "critic")
-    known = {name: getattr(network, name) for name in names}
+    known = {name: getattr(network, name) for name in ("embed", "readout", "logits_of")}
     wrapped = {name: fn and of_model(fn) for name, fn in known.items()}
-    plain = {"sampler_sides": None, "sampler_from_sides": None, "cached": None}
-    return dataclasses.replace(network, trunk=trunk, inside=inside, **wrapped, **plain)
+    sampler = network.heads["sampler"]
+    readout = of_model(sampler.readout)
+    heads = {
+        "sampler": dataclasses.replace(sampler, readout=readout, sides=None, from_sides=None),
+        "critic": of_model(network.heads["critic"]),
+    }
+    return dataclasses.replace(
+        network, trunk=trunk, inside=inside, heads=heads, cached=None, **wrapped
+    )
 
 
 JITTERED = ["low_confidence-scheduled", "low_confidence-scheduled-wavefront-critic"]

@@ -97,7 +97,7 @@ def test_the_rate_of_the_pipeline_is_that_of_its_usual_batch_beside_what_a_step_
         meter.read(seconds)
     with meter.waiting_for("input"):
         pass
-    figures = meter.figures(5.0) | {"input_seconds": 1.0}
+    figures = meter.figures(1, 5.0) | {"input_seconds": 1.0}
     own = run.config.train.batch_size * run.config.data.seq_len / 2
     assert figures["pipeline_tokens_per_second"] == own / 0.5
     line = meter.rates(figures)
