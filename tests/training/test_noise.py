@@ -11,9 +11,10 @@ import toy
 
 import dlm_jax
 from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
-from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.data.setup import Setup
-from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage, critic_head
+from dlm_jax.diffusion.mixing import mixture_of
+from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage
+from dlm_jax.heads.critic import critic_head
 from dlm_jax.model.transformer import build
 
 
