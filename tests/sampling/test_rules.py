@@ -178,12 +178,13 @@ def _jittered(network):
 
     known = {name: getattr(network, name) for name in ("embed", "readout", "logits_of")}
     wrapped = {name: fn and of_model(fn) for name, fn in known.items()}
-    sampler = network.heads["sampler"]
-    readout = of_model(sampler.readout)
-    heads = {
-        "sampler": dataclasses.replace(sampler, readout=readout, sides=None, from_sides=None),
-        "critic": of_model(network.heads["critic"]),
-    }
+    heads = {name: head if name == "sampler" else of_model(head)
+             for name, head in network.heads.items()}  # fmt: skip
+    if "sampler" in heads:
+        readout = of_model(heads["sampler"].readout)
+        heads["sampler"] = dataclasses.replace(
+            heads["sampler"], readout=readout, sides=None, from_sides=None
+        )
     return dataclasses.replace(
         network, trunk=trunk, inside=inside, heads=heads, cached=None, **wrapped
     )
