@@ -17,7 +17,7 @@ import itertools
 import json
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def clock(base: str, loss: str, out: Path, steps: int = 60, warm: int = 20) -> N
     """Prints the shares of the time that the compiled functions of the sampler and the trainer
     take, after `warm` steps.
     """
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     begun = 0.0
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,13 +132,14 @@ def clock(base: str, loss: str, out: Path, steps: int = 60, warm: int = 20) -> N
             spent.clear()
             begun = time.perf_counter()
 
-    compiled, advance = train_loop._Loop._compile_train_step, Slots.advance
+    loop_class: Any = train_loop._Loop
+    compiled, advance = loop_class._compile_train_step, Slots.advance
 
     def compile_step(loop: Any, batch: Any) -> None:
         compiled(loop, batch)
         loop._train_step = timed("trainer", loop._train_step)
 
-    train_loop._Loop._compile_train_step = compile_step
+    loop_class._compile_train_step = compile_step
     Slots.advance = timed("sampler", advance)
     flags = {
         "train.init_from": base, "train.out_dir": str(out / f"clock-{loss}"), "rl.loss": loss,

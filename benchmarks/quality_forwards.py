@@ -83,6 +83,7 @@ def measure(
     model: Model, judge: Model, settings: dict[str, Any], *, seed: int, number: int, characters: int
 ) -> dict[str, float]:
     """Measures `number` texts with consecutive seeds."""
+    settings = {"fill": "parallel"} | settings
     made = dlm_jax.generate(
         model,
         num_samples=number,
@@ -90,7 +91,7 @@ def measure(
         batch_size=number,
         chain=("temperature", "min_p"),
         temperature_end=0.3,
-        **({"fill": "parallel"} | settings),
+        **settings,
     )
     texts = [text[:characters] for text in made.texts]
     counts = Counter(made.tokens[made.committed >= 0].tolist())
