@@ -257,11 +257,18 @@ def _muon(
 def by_update(
     config: Config, schedule: optax.Schedule | None, updates: int
 ) -> tuple[Config, optax.Schedule | None]:
-    """Config and schedule as functions of updates instead of steps of `updates` updates each."""
+    """Config and schedule in units of updates instead of steps of `updates` updates each.
+
+    ``train.steps`` of the result is the number of updates.
+    """
     if updates == 1:
         return config, schedule
     warmup = config.optim.warmup_steps * updates
-    made = dataclasses.replace(config, optim=dataclasses.replace(config.optim, warmup_steps=warmup))
+    made = dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, warmup_steps=warmup),
+        train=dataclasses.replace(config.train, steps=config.train.steps * updates),
+    )
     scaled = None if schedule is None else lambda count: schedule(count // updates)
     return made, scaled
 

@@ -115,7 +115,7 @@ class Task:
         config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         made = make_grouped_optimizer(
             config.optim, config.heads, self.heads, stage,
-            num_steps=config.train.steps * self.updates, own=self.own_optimizer, schedule=schedule,
+            num_steps=config.train.steps, own=self.own_optimizer, schedule=schedule,
         )  # fmt: skip
         if self.mixture.needs_teacher:
             return keeping(made, self._taught)
@@ -134,7 +134,7 @@ class Task:
         config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         return learning_rates(
             config, self.heads, stage, step * self.updates,
-            num_steps=config.train.steps * self.updates,
+            num_steps=config.train.steps,
             is_own=self.own_optimizer is not None, schedule=schedule,
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from dlm_jax.diffusion.objectives import NetworkObjective
 from dlm_jax.rl import Rollouts, objective_of
 from dlm_jax.rl.rollouts import Judge, RewardError
 from dlm_jax.training import problem, train
+from dlm_jax.training.optimisers import by_update
 
 FLAGS = {
     "data__source": "task:arithmetic", "data__layout": "documents", "data__seq_len": 10,
@@ -184,6 +185,12 @@ def test_the_metrics_of_a_run_are_there_and_finite(folder):
     # Two updates a step: the cosine has fallen half at the second of four steps.
     rates = [line["learning_rate"] for line in _lines(folder / "whole")]
     np.testing.assert_allclose(rates, 0.03 * 0.5 * (1 + np.cos(np.pi * np.arange(4) / 4)))
+
+
+def test_a_warm_up_may_have_more_updates_than_the_run_has_steps(tmp_path):
+    flags = _flags(tmp_path, rl__updates=4, optim__warmup_steps=2)
+    made, _ = by_update(configs.load(None, flags), None, 4)
+    assert (made.optim.warmup_steps, made.train.steps) == (8, 16)
 
 
 def test_a_model_learns_what_is_rewarded(folder):
