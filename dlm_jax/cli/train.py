@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,6 +128,9 @@ def _sweep(
         code = End.NOT_FINITE if outcome.reason == "non_finite" else code
         if jax.process_index() == 0:
             rows.append(sweep.row(point, outcome))
+        # The arrays of a run must be freed before the next run allocates its own.
+        del outcome
+        gc.collect()
         clock = WallClock()
     if rows:
         emit(sweep.table(rows))

@@ -131,8 +131,10 @@ def rematerialised(
         remat = config.remat
         if remat == "auto":
             mesh = jax.sharding.get_abstract_mesh()
-            chip = CHIPS.get(mesh.abstract_device.device_kind) if mesh.abstract_device else None
-            own = x.shape[0] * x.shape[1] / max(mesh.size, 1)
+            device = mesh.abstract_device or jax.devices()[0]
+            chip = CHIPS.get(device.device_kind)
+            # The axis `tensor` does not split the inputs of blocks.
+            own = x.shape[0] * x.shape[1] * mesh.shape.get("tensor", 1) / max(mesh.size, 1)
             remat = chosen(config, own, chip.memory if chip else 0)
         policy = POLICIES.get(remat) or _POLICIES.save_only_these_names(*remat.split("+"))
         inside = named if remat == "offload" else block

@@ -86,9 +86,13 @@ class LocalCheckpoints:
 
         All processes must call this method at the same point.
         """
-        usable = {s for s in complete_steps(self.directory) if self._fits(s, abstract_state)}
+        usable = {
+            (step, self.read_meta(step)["run"])
+            for step in complete_steps(self.directory)
+            if self._fits(step, abstract_state)
+        }
         common = set.intersection(*gathered(usable))
-        return max(common, default=None)
+        return max((step for step, _ in common), default=None)
 
     def remove_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, which the run repeats."""

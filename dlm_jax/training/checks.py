@@ -94,6 +94,8 @@ def facts_of(config: Config) -> dict[str, Any]:
     """
     local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
+    # All processes look for local checkpoints together.
+    facts["train.local_checkpoint_dir is set"] = bool(config.train.local_checkpoint_dir)
     return facts | {"version of jax": jax.__version__} | settings()
 
 

@@ -846,7 +846,10 @@ def _continued(
     step = None if local is None else local.newest(task.abstract_state())
     if local is not None and step is not None and step >= shared.get("step", 0):
         saved = local.read_meta(step)
-        check_same_run(meta, saved)
+        try:
+            check_same_run(meta, saved)
+        except ValueError as error:
+            raise ValueError(f"{local.directory}: {error}; or remove the directory") from None
         if shared.get("run", saved["run"]) != saved["run"]:
             raise ValueError(
                 f"{local.directory} has checkpoints of run {saved['run']}, but the checkpoints "

@@ -385,8 +385,11 @@ class _Loop:
         if show_sample is not None and is_due(self._train.sample_every) and not is_last:
             with self._off_the_clock("sample"):
                 show_sample(self._run, self.state, self.step)
-        if self._run.local is not None and is_due(self._train.local_checkpoint_every):
+        # The last step is saved only in the shared place, so that a restart cannot miss that save.
+        is_local_due = is_due(self._train.local_checkpoint_every) and not is_last
+        if self._run.local is not None and is_local_due:
             with self._off_the_clock("checkpoint"):
+                self._run.best.wait()
                 self._run.local.save(self.step, self.state, self._meta())
         if is_due(self._train.checkpoint_every):
             self.checkpoint()

@@ -76,8 +76,12 @@ def test_a_checkpoint_of_other_shards_is_not_restored(saved):
 
 
 @pytest.mark.parametrize(
-    ("others", "common"), [({2, 4}, 4), ({4, 6}, 6), ({2}, None), (set(), None)]
-)
+    ("others", "common"),
+    [
+        ({(2, "a"), (4, "a")}, 4), ({(4, "a"), (6, "a")}, 6), ({(2, "a")}, None), (set(), None),
+        ({(4, "a"), (6, "another run")}, 4),
+    ],
+)  # fmt: skip
 def test_only_a_step_that_all_hosts_have_is_restored(saved, monkeypatch, others, common):
     monkeypatch.setattr(local_module, "gathered", lambda own: [own, others])
     assert saved[0].newest(_abstract(_state(0))) == common
