@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ class Judge:
 
     def __init__(self, name: str, *, leaves_out: bool, report: Callable[[str], None]):
         self._name, self._leaves_out, self._report = name, leaves_out, report
-        self._function = reward_function(name)
+        self._function, self._lock = reward_function(name), threading.Lock()
 
     def rewards(self, prompts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
         """Rewards, float64 ``[N]``; NaN for excluded samples.
@@ -87,14 +88,16 @@ class Judge:
             what = f"{bad[first]} for {prompts[first]!r} and {answers[first]!r}"[:200]
             if not self._leaves_out:
                 raise self._refused(what)
-            if len(bad) == len(answers):
+            if len(bad) == len(answers) and jax.process_count() == 1:
                 raise RewardError(f"rl.reward={self._name} {what}, and no samples remain")
             self._report(f"{len(bad)} samples are excluded: rl.reward={self._name} {what}")
             found[list(bad)] = np.nan
         return found
 
     def _called(self, prompts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
-        returned = self._function(list(prompts), list(answers))
+        # Asynchronous samples and an evaluation may be judged at the same time.
+        with self._lock:
+            returned = self._function(list(prompts), list(answers))
         found = np.asarray(returned, np.float64)
         if found.shape != (len(answers),):
             raise RewardError(
@@ -153,6 +156,17 @@ class Rollouts:
         settings = setup.config.rl
         batch_size = setup.config.train.batch_size
         self._share = share_of_batch(batch_sharding(setup.mesh, batch_size), batch_size)
+        parts, windows = self._share[1], setup.config.train.eval_windows
+        if (batch_size // settings.group) % parts:
+            raise SettingError(
+                "rl.group", settings.group,
+                f"leaves {batch_size // settings.group} prompts for {parts} processes",
+                "use a smaller group or a larger train.batch_size", ("train.batch_size",),
+            )  # fmt: skip
+        if windows < parts:
+            raise SettingError(
+                "train.eval_windows", windows, f"is less than the {parts} processes", "raise it"
+            )
         self._judge = Judge(
             settings.reward, leaves_out=settings.bad_reward == "leave_out", report=report
         )
@@ -214,6 +228,8 @@ class Rollouts:
         made = self._sampled(params, rows, 1, -1, trace=False)
         rewards = np.concatenate(self._parts(self._rewards(made, rows, 1)))
         found = rewards[np.isfinite(rewards)]
+        if not found.size:
+            raise RewardError("no sample of an evaluation has a reward; raise sample.steps")
         error = float(found.std(ddof=1) / math.sqrt(found.size)) if found.size > 1 else math.nan
         figures = {"reward": float(found.mean())}
         return (

@@ -47,12 +47,19 @@ def spg(settings: RLConfig, *, mask_id: int) -> Estimator:
             term_BL = jnp.log(jnp.maximum(weight_BL, 1.0) / settings.masks) - power * nll_BL
             terms.append(jnp.where(is_masked_BL | ~is_seen_BL, term_BL, -jnp.inf))
         lower_B /= jnp.maximum(jnp.sum(is_answer_BL, axis=1), 1)
-        upper_BL = jnp.where(is_seen_BL, jax.nn.logsumexp(jnp.stack(terms), axis=0), 0.0) / power
+        upper_BL = jnp.where(is_seen_BL, _logsumexp(jnp.stack(terms)), 0.0) / power
         upper_B = jnp.sum(upper_BL, axis=1) / jnp.maximum(jnp.sum(is_seen_BL, axis=1), 1)
         mixed_B = share * upper_B + (1.0 - share) * lower_B
         return jnp.where(rollout.advantage_B >= 0, lower_B, mixed_B)[:, None]
 
     return Estimator(functools.partial(draw, masks=settings.masks), log_probs, weights)
+
+
+def _logsumexp(terms_MBL: jax.Array) -> jax.Array:
+    """``logsumexp`` over the first axis, with a gradient of 0 where all terms are -inf."""
+    is_possible_BL = jnp.any(jnp.isfinite(terms_MBL), axis=0)
+    sums_BL = jax.nn.logsumexp(jnp.where(is_possible_BL, terms_MBL, 0.0), axis=0)
+    return jnp.where(is_possible_BL, sums_BL, -jnp.inf)
 
 
 def _inverse_share(

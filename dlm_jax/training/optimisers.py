@@ -263,7 +263,8 @@ def by_update(
     """
     if updates == 1:
         return config, schedule
-    warmup = config.optim.warmup_steps * updates
+    # A run of one step may have any warm-up.
+    warmup = min(config.optim.warmup_steps, config.train.steps - 1) * updates
     made = dataclasses.replace(
         config,
         optim=dataclasses.replace(config.optim, warmup_steps=warmup),

@@ -117,15 +117,15 @@ class Task:
             config.optim, config.heads, self.heads, stage,
             num_steps=config.train.steps, own=self.own_optimizer, schedule=schedule,
         )  # fmt: skip
-        if self.mixture.needs_teacher:
-            return keeping(made, self._taught)
         if self.rollouts is None:
-            return made
+            return keeping(made, self._taught) if self.mixture.needs_teacher else made
 
         def trained(params: Params) -> Params:
             return self.loss(stage).split(params)[0]
 
-        if config.rl.kl:
+        if self.mixture.needs_teacher:
+            made = keeping(made, self._taught)
+        elif config.rl.kl:
             made = keeping(made, trained)
         return trailing(made, trained) if config.rl.asynchronous else made
 
@@ -168,6 +168,9 @@ def make_task(
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
     records = make_heads(setup, heads)
+    for head in HEADS:
+        if head.switch and head.is_added(setup.config.model) and head.key not in network.heads:
+            raise ValueError(f"model.{head.switch}=True requires a network with a {head.key} head")
     network = with_own_parameters(network, records)
     if setup.config.rl.reward:
         task = policy(setup, network, objective, records, report)

@@ -70,7 +70,11 @@ class TrainState(NamedTuple):
 
     def taught_by(self, other: TrainState) -> TrainState:
         """The initial state with the reference of another state."""
-        return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
+        state = self.opt_state
+        if isinstance(state, Behind):
+            inner = state.inner._replace(reference=other.reference)
+            return self._replace(opt_state=state._replace(inner=inner))
+        return self._replace(opt_state=state._replace(reference=other.reference))
 
 
 class Kept(NamedTuple):

@@ -204,6 +204,24 @@ def test_a_loss_is_what_its_paper_says(name, estimator):
     assert 0 < is_clipped.mean() < 1
 
 
+@pytest.mark.parametrize("name", ["elbo", "spg"])
+def test_a_row_that_ended_with_holes_changes_no_gradient(name):
+    """Such a row is excluded, and MASK has no probability."""
+    advantage = np.array([1.0, -1.0, 0.5], np.float32)
+    rollout = _rollout(TEXTS[:3], advantage)
+    hole = _rollout(np.array([[0, 1, MASK]], np.int32), np.zeros(1, np.float32))
+    hole = hole._replace(step_BL=np.full((1, 3), -1, np.int32))
+    both = jax.tree.map(lambda a, b: np.concatenate([a, b]), rollout, hole)
+    made = policy_objective(_estimator(name, masks=2), RLConfig(loss=name))
+
+    def gradient(rows: Rollout, views: Any) -> np.ndarray:
+        noise = {"rollout": rows, "views": views, "rows": np.float32(3)}
+        return _flat(jax.grad(lambda params: made.loss(NETWORK, params, noise).sum)(PARAMS))
+
+    views = made.draw(both, jax.random.key(2))["views"]
+    np.testing.assert_allclose(gradient(both, views), gradient(rollout, views[:3]), atol=1e-6)
+
+
 def test_an_action_that_a_truncation_cuts_has_no_weight():
     """Under the parameters of now, of the sample or of the reference; the others are as without."""
     advantage, now = np.array([1.0, -2.0]), np.array([[-1.0, -np.inf, -3.0], [-1.0, -2.0, -np.inf]])

@@ -191,6 +191,8 @@ def test_a_warm_up_may_have_more_updates_than_the_run_has_steps(tmp_path):
     flags = _flags(tmp_path, rl__updates=4, optim__warmup_steps=2)
     made, _ = by_update(configs.load(None, flags), None, 4)
     assert (made.optim.warmup_steps, made.train.steps) == (8, 16)
+    one = configs.load(None, _flags(tmp_path, train__steps=1, optim__warmup_steps=50))
+    assert by_update(one, None, 4)[0].train.steps == 4
 
 
 def test_a_model_learns_what_is_rewarded(folder):
