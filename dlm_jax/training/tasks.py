@@ -35,7 +35,6 @@ from dlm_jax.training.train_step import (
     abstract_state,
     init_state,
     keeping,
-    trailing,
 )
 from dlm_jax.types import Network, Params
 
@@ -117,17 +116,20 @@ class Task:
             config.optim, config.heads, self.heads, stage,
             num_steps=config.train.steps, own=self.own_optimizer, schedule=schedule,
         )  # fmt: skip
-        if self.rollouts is None:
-            return keeping(made, self._taught) if self.mixture.needs_teacher else made
 
         def trained(params: Params) -> Params:
             return self.loss(stage).split(params)[0]
 
+        reference = previous = None
         if self.mixture.needs_teacher:
-            made = keeping(made, self._taught)
-        elif config.rl.kl:
-            made = keeping(made, trained)
-        return trailing(made, trained) if config.rl.asynchronous else made
+            reference = self._taught
+        elif self.rollouts is not None and config.rl.kl:
+            reference = trained
+        if self.rollouts is not None and config.rl.asynchronous:
+            previous = trained
+        if reference is None and previous is None:
+            return made
+        return keeping(made, reference=reference, previous=previous)
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,87 +44,64 @@ class TrainState(NamedTuple):
         """The initial values of the trained parameters, or the parameters of a teacher, if a loss
         requires them.
         """
-        state = self.opt_state.inner if isinstance(self.opt_state, Behind) else self.opt_state
-        return state.reference if isinstance(state, Kept) else None
+        return self.opt_state.reference or None if isinstance(self.opt_state, Kept) else None
 
     @property
     def behaviour(self) -> Params:
         """The parameters that generate the samples of the next step: those before the last step if
         sampling is asynchronous, otherwise the current parameters.
         """
-        is_behind = isinstance(self.opt_state, Behind)
-        return self.params | self.opt_state.previous if is_behind else self.params
+        previous = self.opt_state.previous if isinstance(self.opt_state, Kept) else {}
+        return self.params | previous
 
     def begun_with(self, params: Params) -> TrainState:
         """The initial state with the given parameters, which also replace all copies."""
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
-
-        def begun(state: Any) -> Any:
-            if isinstance(state, Behind):
-                return Behind(begun(state.inner), _copies(params, state.previous))
-            if isinstance(state, Kept):
-                return state._replace(reference=_copies(params, state.reference))
-            return state
-
-        return self._replace(params=params, opt_state=begun(self.opt_state), ema=ema)
+        opt_state = self.opt_state
+        if isinstance(opt_state, Kept):
+            copies = [{name: jax.tree.map(jnp.copy, params[name]) for name in kept}
+                      for kept in (opt_state.reference, opt_state.previous)]  # fmt: skip
+            opt_state = Kept(opt_state.inner, *copies)
+        return self._replace(params=params, opt_state=opt_state, ema=ema)
 
     def taught_by(self, other: TrainState) -> TrainState:
         """The initial state with the reference of another state."""
-        state = self.opt_state
-        if isinstance(state, Behind):
-            inner = state.inner._replace(reference=other.reference)
-            return self._replace(opt_state=state._replace(inner=inner))
-        return self._replace(opt_state=state._replace(reference=other.reference))
+        return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
 
 
 class Kept(NamedTuple):
-    """The state of an optimiser, and the initial values of selected parameters."""
+    """The state of an optimiser, and copies of parameters by top-level name.
+
+    ``reference`` has their initial values, and ``previous`` their values before the last step.
+    Both are empty if nothing reads them.
+    """
 
     inner: Any
     reference: Params
-
-
-def keeping(
-    optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
-) -> optax.GradientTransformation:
-    """Returns `optimizer` with a state that also contains the initial values of selected
-    parameters.
-    """
-
-    def init(params: Params) -> Kept:
-        return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, inner = optimizer.update(updates, state.inner, params)
-        return updates, state._replace(inner=inner)
-
-    return optax.GradientTransformation(init, update)
-
-
-class Behind(NamedTuple):
-    """The state of an optimiser, and the values of selected parameters before the last step."""
-
-    inner: Any
     previous: Params
 
 
-def trailing(
-    optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
+def keeping(
+    optimizer: optax.GradientTransformation,
+    *,
+    reference: Callable[[Params], Params] | None = None,
+    previous: Callable[[Params], Params] | None = None,
 ) -> optax.GradientTransformation:
-    """`optimizer` with a state in which `make_train_step` stores the previous parameters."""
+    """Returns `optimizer` with a state that also contains copies of the selected parameters.
 
-    def init(params: Params) -> Behind:
-        return Behind(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
+    `make_train_step` updates the previous values.
+    """
+
+    def init(params: Params) -> Kept:
+        copies = [{} if select is None else jax.tree.map(jnp.copy, select(params))
+                  for select in (reference, previous)]  # fmt: skip
+        return Kept(optimizer.init(params), *copies)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, inner = optimizer.update(updates, state.inner, params)
         return updates, state._replace(inner=inner)
 
     return optax.GradientTransformation(init, update)
-
-
-def _copies(params: Params, names: Iterable[str]) -> Params:
-    return {name: jax.tree.map(jnp.copy, params[name]) for name in names}
 
 
 Metrics = dict[str, jax.Array]
@@ -213,7 +190,7 @@ def make_train_step(
                 new, metrics = update(state, state.behaviour, batch, key)
             else:
                 new, metrics = _several(update, updates, state, batch, key)
-            if isinstance(new.opt_state, Behind):
+            if isinstance(new.opt_state, Kept):
                 previous = {name: state.params[name] for name in new.opt_state.previous}
                 new = new._replace(opt_state=new.opt_state._replace(previous=previous))
             return new, metrics
