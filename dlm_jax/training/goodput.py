@@ -23,6 +23,10 @@ def wall_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {part: record[f"wall_{part}"] for part in PARTS if f"wall_{part}" in record}
 
 
+def _without_down(wall: Mapping[str, float]) -> float:
+    return sum(seconds for part, seconds in wall.items() if part != DOWN)
+
+
 class WallClock:
     """Divides the wall time of a run since its first start among its activities.
 
@@ -55,12 +59,13 @@ class WallClock:
           last: last record of the metrics, including the records of lost steps; empty if none.
         """
         kept = wall_of(saved)
-        ends = [(one["time"], sum(wall_of(one).values())) for one in (saved, last) if wall_of(one)]
-        if ends:
-            end, seen = max(ends)
-            lost, down = seen - sum(kept.values()), self._start - end
-            kept[LOST] = kept.get(LOST, 0.0) + max(0.0, lost)
-            kept[DOWN] = kept.get(DOWN, 0.0) + max(0.0, down)
+        records = [one for one in (saved, last) if wall_of(one)]
+        if records:
+            newest = max(records, key=lambda one: one["time"])
+            seen = wall_of(newest)
+            lost = max(0.0, _without_down(seen) - _without_down(kept))
+            kept[LOST] = kept.get(LOST, 0.0) + lost
+            kept[DOWN] = seen.get(DOWN, 0.0) + max(0.0, self._start - newest["time"])
         self._earlier = kept
 
     def figures(self) -> dict[str, Any]:

@@ -839,11 +839,17 @@ def _continued(
 
     A local checkpoint is used unless a shared one is newer. The result is None if neither exists.
     """
+    step = None if local is None else local.newest(task.abstract_state())
     shared: dict[str, Any] = {}
     if checkpoints is not None:
-        shared = checkpoints.read_meta(report=report)
+        try:
+            shared = checkpoints.read_meta(report=report)
+        except ValueError as error:
+            if step is None:
+                raise
+            report(f"{error}; the local checkpoint of step {step} is used")
+    if shared:
         check_same_run(meta, shared)
-    step = None if local is None else local.newest(task.abstract_state())
     if local is not None and step is not None and step >= shared.get("step", 0):
         saved = local.read_meta(step)
         try:

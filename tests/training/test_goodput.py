@@ -76,6 +76,12 @@ def test_the_parts_of_a_restart_add_up_to_the_time_since_the_first_start(now, ha
     assert wall_of(figures) == expected
     assert sum(expected.values()) == now[0] - start
     assert figures["goodput"] == pytest.approx(20 / (now[0] - start))
+    now[0] += DOWN
+    third = goodput.WallClock()
+    third.resume(saved, figures)
+    wall = {"compile": 10, "steps": 20, "lost": lost + 5, "down": 2 * DOWN + 8 - lost}
+    assert wall_of(passes(third, "restore", 0)) == wall | {"restore": 0}
+    assert sum(wall.values()) == now[0] - start
 
 
 @pytest.mark.slow
