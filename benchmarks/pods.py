@@ -19,6 +19,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -326,16 +327,30 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Measures the missing rows, one process after the other, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The flags of a program that measures the rows of a table."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", type=Path, help="file of the figures")
     parser.add_argument("--only", nargs="*", help="only rows whose names contain one of these")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
         help="like mesh.compiler_options; none: no default options")  # fmt: skip
     parser.add_argument("--row", help="measure this row in this process and print JSON")
-    args = parser.parse_args()
+    return parser
+
+
+def measured_apart(module: str, flags: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """The JSON that a program prints in a process of its own, which frees the compiler's memory."""
+    command = [sys.executable, "-m", module, *flags, "--compiler-options", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Measures the missing rows, one process after the other, and prints the table."""
+    args = parser_of(__doc__).parse_args()
     if args.row:
         row = next(row for row in ROWS if row.name == args.row)
         options = tuple(args.compiler_options)
@@ -349,12 +364,8 @@ def main() -> None:
     for row in ROWS:
         is_asked = not args.only or any(part in row.name for part in args.only)
         if row.name not in results and is_asked:
-            command = [sys.executable, "-m", "benchmarks.pods", "--row", row.name]
-            command += ["--compiler-options", *args.compiler_options]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(done.stderr[-2000:])
-            results[row.name] = json.loads(done.stdout.splitlines()[-1])
+            flags = ["--row", row.name]
+            results[row.name] = measured_apart("benchmarks.pods", flags, args.compiler_options)
             results = {one.name: results[one.name] for one in ROWS if one.name in results}
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pods import Row, measure, model_of
+from benchmarks.pods import Row, measure, measured_apart, model_of
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.model.layers import saved_bytes
@@ -94,14 +92,9 @@ def main() -> None:
         key = (one.model, one.topology, one.rows, remat, *options)
         if key in there or not fits(one):
             continue
-        command = [sys.executable, "-m", "benchmarks.remat_search", "--json", str(args.json)]
-        command += ["--model", args.model, "--topology", args.topology, "--rows", str(args.rows)]
-        command += ["--fsdp", str(args.fsdp), "--candidate", remat]
-        command += ["--compiler-options", *options]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr[-2000:])
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+        flags = ["--json", str(args.json), "--model", args.model, "--topology", args.topology]
+        flags += ["--rows", str(args.rows), "--fsdp", str(args.fsdp), "--candidate", remat]
+        results.append(measured_apart("benchmarks.remat_search", flags, options))
         args.json.write_text("".join(json.dumps(one) + "\n" for one in results))
     print("\n".join(table(results)))
 

@@ -18,14 +18,10 @@ times, and the reading of the cache: no product then runs beside the reading of 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.pods import MODELS
+from benchmarks.pods import MODELS, measured_apart, parser_of
 from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.devices import used
 from dlm_jax.distributed import compiler
@@ -310,14 +306,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Measures the rows that are missing, one process after the other, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where the figures are kept, a line a row")
-    parser.add_argument("--only", nargs="*", help="measure rows whose name holds one of these")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
-        help="as mesh.compiler_options; none: without the defaults of the chips")  # fmt: skip
-    parser.add_argument("--row", help="measure this row alone, here, and print it as JSON")
-    args = parser.parse_args()
+    args = parser_of(__doc__).parse_args()
     if args.row:
         step = next(step for step in STEPS if step.name == args.row)
         print(json.dumps(measure(step, tuple(args.compiler_options))))
@@ -332,12 +321,9 @@ def main() -> None:
         is_asked = args.only is None or any(part in step.name for part in args.only)
         if step.name in results or not is_asked:
             continue
-        command = [sys.executable, "-m", "benchmarks.sampling_pods", "--row", step.name]
-        command += ["--compiler-options", *args.compiler_options]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr[-2000:])
-        results[step.name] = json.loads(done.stdout.splitlines()[-1])
+        flags = ["--row", step.name]
+        options = args.compiler_options
+        results[step.name] = measured_apart("benchmarks.sampling_pods", flags, options)
         if args.json:
             kept = [results[one.name] for one in STEPS if one.name in results]
             args.json.write_text("".join(json.dumps(one) + "\n" for one in kept))

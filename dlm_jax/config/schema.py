@@ -663,8 +663,8 @@ class ModelConfig(Section):
         "values that the backward pass recomputes to save memory: none, block (everything), "
         "attention (all except the output of attention), dots (all except matrix products), "
         "offload (everything; inputs of blocks are kept in host memory), or all except the names "
-        "joined by +: attention, query, key, value, middle, gate, up; auto: by the memory of the "
-        "devices",
+        "joined by +: attention, query, key, value, middle, gate, up; auto: attention, or block "
+        "if a TPU lacks memory",
         _HEAD | Trait.FREE,
         parse=_remat,
     )

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
@@ -823,7 +824,13 @@ def _local_of(
     if not config.train.local_checkpoint_dir:
         return None
     name = hashlib.sha256(str(checkpoints.directory).encode()).hexdigest()[:16]
-    local = LocalCheckpoints(Path(config.train.local_checkpoint_dir) / name, report)
+    index = jax.process_index()
+
+    def report_own(line: str) -> None:
+        # The lines of `report` appear on process 0 only.
+        report(line) if index == 0 else print(f"process {index}: {line}", file=sys.stderr)
+
+    local = LocalCheckpoints(Path(config.train.local_checkpoint_dir) / name, report_own)
     checkpoints.when_closed.callback(local.close)
     return local
 
