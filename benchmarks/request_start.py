@@ -14,14 +14,14 @@ from pathlib import Path
 
 import dlm_jax
 from dlm_jax.batch import Results, read_requests
-from dlm_jax.batch.runner import Plan, run_requests
+from dlm_jax.batch.runner import BatchPlan, run_requests
 
 
 class _Planned(Exception):
     """Replaces the first compilation, which is not measured."""
 
 
-def _stop(plan: Plan) -> None:
+def _stop(plan: BatchPlan) -> None:
     raise _Planned(len(plan.work))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from dlm_jax.data import ByteTokenizer, load_corpus, train_batches
 from dlm_jax.data.rows import id_dtype
-from dlm_jax.data.shard import RECORD_TOKENS, Job, _Writer
+from dlm_jax.data.shard import RECORD_TOKENS, ShardingJob, _Writer
 from dlm_jax.data.shards import Index
 from dlm_jax.store.files import located
 
@@ -32,7 +32,7 @@ CORES = 2
 def write_corpus(root: Path, *, num_shards: int, shard_tokens: int) -> None:
     root.mkdir()
     coder, rng = ByteTokenizer(), np.random.default_rng(0)
-    job = Job((), coder, num_shards, 0.0, str(root))
+    job = ShardingJob((), coder, num_shards, 0.0, str(root))
     made = {"train": [], "val": []}
     for part, count in (("train", num_shards), ("val", 1)):
         for number in range(count):

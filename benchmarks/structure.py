@@ -187,6 +187,16 @@ class Tree:
         )
         return sorted(name for name, count in names.items() if count > 1)
 
+    def repeated_classes(self) -> list[str]:
+        """Names of several classes at the top level of modules."""
+        names = collections.Counter(
+            node.name
+            for tree in self.tree.values()
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+        )
+        return sorted(name for name, count in names.items() if count > 1)
+
     def functions(self) -> list[tuple[str, int]]:
         return [
             (f"{name}.{node.name}", (node.end_lineno or 0) - node.lineno + 1)
@@ -242,6 +252,7 @@ class Tree:
             "records and rules": str(len(self.records())),
             "circles": str(len(self.circles())),
             "module names used more than once": str(len(self.repeated_names())),
+            "class names used more than once": str(len(self.repeated_classes())),
             "functions": str(len(functions)),
             "median lines of a function": f"{statistics.median(n for _, n in functions):.0f}",
             "longest module": f"{len(self.text[longest].splitlines())}",
@@ -366,7 +377,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.names:
         print("one importer:", ", ".join(here.single_importers()))
         print("circles:", here.circles())
-        print("names used more than once:", ", ".join(here.repeated_names()))
+        repeated = [*here.repeated_names(), *here.repeated_classes()]
+        print("names used more than once:", ", ".join(repeated))
         for what, word in CHANGES.items():
             print(f"{what}: {', '.join(here.files_that_name(word))}")
     if args.trips:

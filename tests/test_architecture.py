@@ -132,6 +132,7 @@ def test_no_modules_import_each_other_and_no_two_share_a_name():
     tree = Tree(ROOT)
     assert not tree.circles()
     assert not tree.repeated_names()
+    assert not tree.repeated_classes()
 
 
 def test_what_one_module_imports_is_more_than_a_page_or_a_rule():

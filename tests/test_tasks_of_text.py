@@ -8,7 +8,7 @@ import pytest
 
 from dlm_jax.data import load_corpus
 from dlm_jax.tasks import TASKS
-from dlm_jax.tasks.lists import LETTERS, OPERATIONS, TEMPLATES, Asked, asked, one_draw
+from dlm_jax.tasks.lists import LETTERS, OPERATIONS, TEMPLATES, ListQuestion, asked, one_draw
 
 PERSON = "Ada Bell, Oslo="
 RECORD = (
@@ -118,7 +118,7 @@ def test_an_answer_about_a_list_is_right_in_every_wording_or_in_none(operation):
         letters = "".join(rng.permutation(list(LETTERS)))
         given, item = letters[:5], letters[5] if "{item}" in about else ""
         place = int(rng.integers(1, 6)) if "{place}" in about else 0
-        what = Asked(operation, given, place, item)
+        what = ListQuestion(operation, given, place, item)
         prompts = {asked(what, template) for template in TEMPLATES}
         assert len(prompts) == 5
         right = rng.choice(sorted(OPERATIONS[operation].answers(given, place, item)))

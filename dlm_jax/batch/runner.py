@@ -56,7 +56,7 @@ class RunReport(NamedTuple):
     programs: tuple[str, ...]
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The planned work of a run.
 
     Attributes:
@@ -114,7 +114,7 @@ def run_requests(
     batch_size: int = 64,
     host_samplers: Callable[[str], HostSampler] | None = None,
     max_candidates: int = 64,
-    on_plan: Callable[[Plan], Any] | None = None,
+    on_plan: Callable[[BatchPlan], Any] | None = None,
     on_result: _Listener | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
@@ -286,7 +286,7 @@ def _planned(
     refused: Sequence[Mapping[str, Any]],
     asked: Sequence[Request],
     own: set[Key],
-) -> Plan:
+) -> BatchPlan:
     """The plan for the rows in `own`; the work of a row is steps times canvas length."""
     keys = (result_key(result) for result in refused)
     work = {key: 0.0 for key in keys if key is not None and key in own}
@@ -296,7 +296,7 @@ def _planned(
             canvas = canvas_size(request.room, is_shared=True)
             work[row.key] = float(request.sample.steps * canvas)
             programs[static_of(request), canvas] = f"canvas={canvas}"
-    return Plan(work, tuple(programs.values()))
+    return BatchPlan(work, tuple(programs.values()))
 
 
 def _result(model: Model, asked: _Asked, row: Row) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dlm_jax.batch.request_file import Key, Line, read_requests, share
 from dlm_jax.batch.result_file import Results, fingerprint, result_key
 from dlm_jax.batch.runner import (
     NO_SOURCE,
-    Plan,
+    BatchPlan,
     RunReport,
     describe_model,
     describe_settings,
@@ -43,7 +43,7 @@ from dlm_jax.progress import Progress
 from dlm_jax.store.files import source_digest
 
 
-class Meter:
+class ProgressMeter:
     """Reports an engine's progress at intervals; `tick` can be called at any time."""
 
     def __init__(
@@ -232,7 +232,7 @@ def _shown(
     with contextlib.ExitStack() as stack:
         shown: list[Progress] = []
 
-        def begin(planned: Plan) -> None:
+        def begin(planned: BatchPlan) -> None:
             work.update(planned.work)
             count, programs = len(work), len(planned.programs)
             if count and tells:
@@ -261,7 +261,7 @@ def _shown(
 @contextlib.contextmanager
 def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engine], None]]:
     """A function that reports progress after each turn of the engine, as the flags specify."""
-    made: list[Meter] = []
+    made: list[ProgressMeter] = []
     with contextlib.ExitStack() as stack:
         records = None
         if tells and args.report_json is not None:
@@ -272,7 +272,9 @@ def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engin
 
         def tick(engine: Engine) -> None:
             if tells and args.report_every and not made:
-                made.append(Meter(engine, every=args.report_every, write=_above, records=records))
+                made.append(
+                    ProgressMeter(engine, every=args.report_every, write=_above, records=records)
+                )
             for meter in made:
                 if records is not None and not engine.is_busy:
                     # The final report, while the engine still has its programs.

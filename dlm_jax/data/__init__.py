@@ -5,7 +5,7 @@ from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json
 from dlm_jax.data.pipeline import RowSource, train_batches, train_dataset, validation_windows
 from dlm_jax.data.rows import TAILS, DocumentRows
 from dlm_jax.data.setup import Setup
-from dlm_jax.data.shards import DamagedShard, Mixture, TokenShards
+from dlm_jax.data.shards import DamagedShard, ShardMixture, TokenShards
 from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.text import (
     BUILTIN_CORPUS,
@@ -38,7 +38,7 @@ __all__ = [
     "Document",
     "DocumentRows",
     "HubTokenizer",
-    "Mixture",
+    "ShardMixture",
     "RowSource",
     "Setup",
     "Source",

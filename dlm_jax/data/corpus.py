@@ -25,7 +25,7 @@ from dlm_jax.data.shards import (
     INDEX_NAME,
     PARTS,
     Index,
-    Mixture,
+    ShardMixture,
     TokenShards,
     fingerprint,
     joined,
@@ -124,7 +124,7 @@ def load_sharded(
         _check_fills_a_row(roots[number], len(parts["train"][number]), seq_len)
     for one in (*parts["train"], *parts["val"]):
         one.check()
-    train = Mixture(
+    train = ShardMixture(
         tuple(parts["train"][number] for number in used), tuple(quotas[n] for n in used)
     )
     sums = [indices[number].sha256 for number in used]

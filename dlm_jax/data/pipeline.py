@@ -27,9 +27,9 @@ import grain
 import numpy as np
 
 from dlm_jax.data.rows import Columns, DocumentRows, Mapped, Place, TokenFile
-from dlm_jax.data.shards import Mixture, TokenShards, joined
+from dlm_jax.data.shards import ShardMixture, TokenShards, joined
 
-RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
+RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | ShardMixture
 """A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
 
 # Epochs with fewer rows are shuffled with a table (8 MiB), and longer epochs with grain's cipher,
@@ -77,10 +77,10 @@ def train_dataset(
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"seed={seed} is outside [0, 2**32); use a seed in this range")
     rows = batch_size // process_count
-    parts = source.sources if isinstance(source, Mixture) else (source,)
+    parts = source.sources if isinstance(source, ShardMixture) else (source,)
     read = _ReadBatch(
         parts=tuple(_rows(part, seq_len) for part in parts),
-        mixture=source if isinstance(source, Mixture) else None,
+        mixture=source if isinstance(source, ShardMixture) else None,
         seed=seed,
         batch_size=batch_size,
         first_row=process_index * rows,
@@ -155,7 +155,7 @@ def validation_windows(
     for field, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{field}={value} is less than 1; use a positive number")
-    if isinstance(source, Mixture):
+    if isinstance(source, ShardMixture):
         source = joined(source.sources)
     if isinstance(source, DocumentRows):
         rows = _rows(source, seq_len)
@@ -250,7 +250,7 @@ class _ReadBatch:
     """Maps a step to rows `[first_row, first_row + num_rows)` of the step's global batch."""
 
     parts: tuple[Windows | DocumentRows, ...]
-    mixture: Mixture | None
+    mixture: ShardMixture | None
     seed: int
     batch_size: int
     first_row: int

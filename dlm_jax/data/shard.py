@@ -43,14 +43,14 @@ from dlm_jax.store.files import (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class _ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"command line: {message}; --help explains every flag")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags after checking; ``files`` contains paths and sizes."""
-    parser = _Parser(
+    parser = _ArgumentParser(
         prog="python -m dlm_jax.data.shard",
         description=__doc__,
         allow_abbrev=False,
@@ -111,7 +111,7 @@ _WRITER = "group_size:1,uncompressed"
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardingJob:
     """The inputs that all workers share."""
 
     files: tuple[tuple[str, int], ...]
@@ -232,7 +232,7 @@ class _Writer:
         return Shard(self._path.name, size, crc, self._tokens, self._documents, self._characters)
 
 
-def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
+def write_shard(job: ShardingJob, number: int) -> dict[str, Shard | None]:
     """Writes and returns the training shard and the held-out shard of one span of the files."""
     with tempfile.TemporaryDirectory() as temporary:
         remote = is_remote(job.out)
@@ -248,7 +248,7 @@ def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
     return shards
 
 
-def make_shards(job: Job, *, workers: int) -> Index:
+def make_shards(job: ShardingJob, *, workers: int) -> Index:
     """Writes the corpus with `workers` processes, then writes and returns its index."""
     tasks = [(job, number) for number in range(job.num_shards)]
     if workers == 1:
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.tokenizer, args.files, held_out=args.held_out, sample_bytes=args.sample_mb << 20
         )
         prepare_out(args.out)
-        job = Job(args.files, coder, args.shards, args.held_out, args.out)
+        job = ShardingJob(args.files, coder, args.shards, args.held_out, args.out)
         index = make_shards(job, workers=args.workers)
     except ValueError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -294,7 +294,7 @@ _SALT = 0x6D697865
 
 
 @dataclass(frozen=True)
-class Mixture:
+class ShardMixture:
     """Sharded corpora with the same tokenizer, and the number of rows of each corpus per block."""
 
     sources: tuple[TokenShards, ...]

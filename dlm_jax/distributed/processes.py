@@ -118,7 +118,7 @@ _LEFT = "left"
 _ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
 
 
-class Watch:
+class ProcessWatch:
     """Monitors the other processes in a thread that `start` starts."""
 
     def __init__(self, client: Any):
@@ -222,7 +222,7 @@ def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    watch = Watch(distributed.global_state.client)
+    watch = ProcessWatch(distributed.global_state.client)
     watch.start()
     try:
         yield

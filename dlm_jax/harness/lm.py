@@ -31,7 +31,7 @@ from dlm_jax.distributed import compiler
 from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
-from dlm_jax.inference.reader import Reader
+from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
@@ -139,7 +139,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value in (None, 0, 1, "")
 
 
-class Asked(NamedTuple):
+class TextRequest(NamedTuple):
     """A requested text.
 
     Attributes:
@@ -159,7 +159,7 @@ class Asked(NamedTuple):
     unread: Mapping[str, Any] = MappingProxyType({})
 
 
-def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> Asked:
+def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> TextRequest:
     """Parses a generation request of lm-evaluation-harness.
 
     ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name.
@@ -185,12 +185,12 @@ def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -
         settings["temperature"] = given["temperature"]
     unread = {name: value for name, value in without.items() if not _is_neutral(name, value)}
     length = next(iter(lengths.values()), None)
-    return Asked(context, tuple(filter(None, until)), length, settings, is_chat, unread)
+    return TextRequest(context, tuple(filter(None, until)), length, settings, is_chat, unread)
 
 
 def texts(
     model: Model,
-    asked: Sequence[Asked],
+    asked: Sequence[TextRequest],
     *,
     common: Mapping[str, Any],
     slots: int,
@@ -204,7 +204,7 @@ def texts(
         for place, one in enumerate(asked) if place not in found
     }  # fmt: skip
     coming = iter(requests.items())
-    running: dict[Ticket, tuple[int, Reader]] = {}
+    running: dict[Ticket, tuple[int, TextReader]] = {}
     with Engine(model, sizes=(slots,), max_waiting=None) as engine:
         while len(found) < len(asked):
             while len(running) < min(batch_size, slots):
@@ -212,7 +212,7 @@ def texts(
                 if request is None:
                     break
                 ticket = engine.submit(request, is_watched=True)
-                running[ticket] = place, Reader(model, request, asked[place].until)
+                running[ticket] = place, TextReader(model, request, asked[place].until)
             step = engine.step(2)
             for ticket, row in (step.progress | step.finished).items():
                 if ticket not in running:
@@ -230,7 +230,7 @@ def texts(
 
 
 def _request(
-    model: Model, asked: Asked, common: Mapping[str, Any], seed: int, place: int
+    model: Model, asked: TextRequest, common: Mapping[str, Any], seed: int, place: int
 ) -> Request:
     try:
         context = encoded(model, asked.context, is_chat=asked.is_chat).astype(np.int32)
@@ -499,7 +499,7 @@ class Evaluated:
 
     def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the negative log-probability of each continuation decoded from left to right."""
-        rows = [decisions.Row(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
+        rows = [decisions.DecodingRow(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
         return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:

@@ -55,7 +55,7 @@ Choices = Labels | Mapping[str, Labels]
 """The labels of the slot after the prompt, or the labels of each named slot."""
 
 
-class Row(NamedTuple):
+class DecodingRow(NamedTuple):
     """A row of tokens, int32 ``[n]``, and the positions to decode, in order.
 
     A MASK token at any other position remains a hole.
@@ -272,9 +272,11 @@ class Question(NamedTuple):
         """The total length of the longest labels of all slots."""
         return sum(max(map(len, own)) for own in self.labels)
 
-    def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
-        """Returns the row with these tokens in the slots. `Row.places` are the positions of the
-        tokens of one slot, or of all slots if `slot` is None.
+    def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> DecodingRow:
+        """Returns the row with these tokens in the slots.
+
+        `DecodingRow.places` are the positions of the tokens of one slot, or of all slots if `slot`
+        is None.
         """
         pieces, places, at = [self.parts[0]], [], len(self.parts[0])
         for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
@@ -282,7 +284,7 @@ class Question(NamedTuple):
                 places += range(at, at + len(own))
             pieces += [own, part]
             at += len(own) + len(part)
-        return Row(np.concatenate(pieces).astype(np.int32), places)
+        return DecodingRow(np.concatenate(pieces).astype(np.int32), places)
 
 
 def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
@@ -343,7 +345,7 @@ def answers(
     _check(model, asked, order, scale, num_draws)
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
 
-    def read(rows: Sequence[Row]) -> np.ndarray:
+    def read(rows: Sequence[DecodingRow]) -> np.ndarray:
         return logprobs(model, rows, order=order, batch_size=batch_size, goes_on=goes_on)
 
     mask_id = model.tokenizer.mask_id
@@ -367,7 +369,7 @@ def answers(
 
 
 def _drawn(
-    asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
+    asked: Question, read: Callable[[Sequence[DecodingRow]], np.ndarray], rng: np.random.Generator,
     scale: Scale, num_draws: int, mask_id: int,
 ) -> Decision:  # fmt: skip
     """Returns a decision from randomly drawn combinations. The lengths of all labels are drawn
@@ -420,7 +422,7 @@ class Stopped(Exception):
 
 def logprobs(
     model: Model,
-    rows: Sequence[Row],
+    rows: Sequence[DecodingRow],
     *,
     order: str = "left_to_right",
     batch_size: int = 32,
@@ -454,7 +456,7 @@ def logprobs(
     return np.array([_mean_over_orders(value[own]) for own in every])
 
 
-def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
+def _in_order(row: DecodingRow, mask_id: int, canvases: _Canvases) -> list[int]:
     """Returns the indices of the log-probabilities of a row's tokens, one per place."""
     places = np.asarray(row.places)
     found = []
@@ -465,7 +467,7 @@ def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
     return found
 
 
-def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
+def _in_all_orders(row: DecodingRow, mask_id: int, canvases: _Canvases) -> np.ndarray:
     """Returns the indices ``[2^n - 1, n]`` of the log-probability at each place for each set of
     decoded places.
 

@@ -18,7 +18,7 @@ HOLE = "\N{LIGHT SHADE}"
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-class Piece(NamedTuple):
+class NewText(NamedTuple):
     """New text of a row.
 
     Attributes:
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     is_last: bool
 
 
-class Reader:
+class TextReader:
     """The text of one row while it is decoded.
 
     *Settled* tokens no longer change. In rows that rewrite no tokens, these are the tokens before
@@ -87,7 +87,7 @@ class Reader:
         (holes,) = np.nonzero(row.tokens == self._mask_id)
         return int(holes[0]) if holes.size else row.tokens.size
 
-    def pieces(self, row: Row) -> list[Piece]:
+    def pieces(self, row: Row) -> list[NewText]:
         """Returns the new text since the last call, one piece for each finished block.
 
         Without blocks, the text is streamed token by token if the row is decoded left to right.
@@ -118,7 +118,7 @@ class Reader:
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
-            found.append(Piece(upto[self._given_out : shown], places, is_last))
+            found.append(NewText(upto[self._given_out : shown], places, is_last))
             self._given_out, self._place = max(shown, self._given_out), places.stop
             if is_last:
                 break

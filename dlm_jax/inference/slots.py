@@ -229,7 +229,7 @@ def require_working_room(loop: Loop, params: Any, state: State) -> None:
     )
 
 
-class Changes(NamedTuple):
+class RowFunctions(NamedTuple):
     """Compiled functions that change the rows of a state.
 
     Attributes:
@@ -248,17 +248,17 @@ class Changes(NamedTuple):
     trace: Callable[[State, Any], Trace]
 
 
-_of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
+_of_loop: WeakKeyDictionary[Advance | HostLoop, RowFunctions] = WeakKeyDictionary()
 
 
-def changes_of(loop: Advance | HostLoop) -> Changes:
-    """Returns the `Changes` of a loop. Their compiled programs live as long as the loop."""
+def changes_of(loop: Advance | HostLoop) -> RowFunctions:
+    """Returns the `RowFunctions` of a loop. Their compiled programs live as long as the loop."""
     if loop not in _of_loop:
         _of_loop[loop] = _changes(loop.program)
     return _of_loop[loop]
 
 
-def _changes(program: Program) -> Changes:
+def _changes(program: Program) -> RowFunctions:
     mask_id, num_traced = program.mask_id, program.num_traced
 
     # JAX caches compiled code for the lifetime of a function, so each loop creates new functions.
@@ -290,7 +290,9 @@ def _changes(program: Program) -> Changes:
             lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), trace_of(program, state)
         )
 
-    return Changes(jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move), jax.jit(trace))
+    return RowFunctions(
+        jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move), jax.jit(trace)
+    )
 
 
 class Job(NamedTuple):

@@ -6,13 +6,13 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.published import family
-from dlm_jax.published.family import Family, Fields, Source, in_blocks, qwen_sources
+from dlm_jax.published.family import Family, FileFields, Source, in_blocks, qwen_sources
 
 # The default RoPE base, for a config.json without one.
 _ROPE_THETA = 10000.0
 
 
-def _read_llada(fields: Fields) -> ModelConfig:
+def _read_llada(fields: FileFields) -> ModelConfig:
     fields.must(
         block_type="llama", layer_norm_type="rms", activation_type=("silu", "swiglu"), rope=True,
         alibi=False, include_bias=False, attention_layer_norm=False, input_emb_norm=False,
@@ -72,12 +72,12 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
     } | in_blocks(blocks, {}, "model.transformer.blocks.{i}.")
 
 
-def rope_theta(fields: Fields) -> float:
+def rope_theta(fields: FileFields) -> float:
     """The base of the rotary frequencies; raises ValueError for RoPE scaling."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
-        inner = Fields(newer, f"{fields.where}: rope_parameters")
+        inner = FileFields(newer, f"{fields.where}: rope_parameters")
         inner.must(rope_type="default")
         theta = inner.take("rope_theta", float, _ROPE_THETA)
         inner.finish()
@@ -87,7 +87,7 @@ def rope_theta(fields: Fields) -> float:
 
 
 def read_qwen(
-    fields: Fields, *, qkv_bias: bool = False, qk_norm: bool = False, **settings: Any
+    fields: FileFields, *, qkv_bias: bool = False, qk_norm: bool = False, **settings: Any
 ) -> ModelConfig:
     """Reads the config of Qwen, Llama and related models."""
     fields.must(
@@ -108,7 +108,7 @@ def read_qwen(
     )
 
 
-def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
+def read_shape(fields: FileFields, *, epsilon: float) -> dict[str, Any]:
     """The settings in the fields that all families except LLaDA share; inverse of `write_shape`.
 
     `epsilon` is the default epsilon of the norms.
@@ -127,7 +127,7 @@ def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
     }
 
 
-def read_head_size(fields: Fields, shape: dict[str, Any]) -> int:
+def read_head_size(fields: FileFields, shape: dict[str, Any]) -> int:
     """``head_dim``, or 0 if it equals width / heads."""
     size = fields.take("head_dim", int, shape["width"] // shape["heads"])
     return 0 if size * shape["heads"] == shape["width"] else size
@@ -155,11 +155,11 @@ def write_qwen(model: ModelConfig) -> dict[str, Any]:
     return written
 
 
-def _read_dream(fields: Fields) -> ModelConfig:
+def _read_dream(fields: FileFields) -> ModelConfig:
     return read_qwen(fields, qkv_bias=True, logit_alignment="shifted")
 
 
-def _read_sdar(fields: Fields) -> ModelConfig:
+def _read_sdar(fields: FileFields) -> ModelConfig:
     block_length = fields.take("block_size", int, 4)
     return read_qwen(fields, qk_norm=True, attention_type="block_causal", block_length=block_length)
 
@@ -168,7 +168,7 @@ def _write_sdar(model: ModelConfig) -> dict[str, Any]:
     return write_qwen(model) | {"block_size": model.block_length} | ASKED_BY_SDAR
 
 
-def _read_fast_dllm(fields: Fields) -> ModelConfig:
+def _read_fast_dllm(fields: FileFields) -> ModelConfig:
     block_length = fields.take("bd_size", int, 32)
     return read_qwen(
         fields, qkv_bias=True, attention_type="block_causal", block_length=block_length,
@@ -180,7 +180,7 @@ def _write_fast_dllm(model: ModelConfig) -> dict[str, Any]:
     return write_qwen(model) | {"bd_size": model.block_length}
 
 
-def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
+def _read_causal(fields: FileFields, **settings: Any) -> ModelConfig:
     # `read_published` replaces the start id.
     return read_qwen(fields, attention_type="causal", start_id=0, **settings)
 

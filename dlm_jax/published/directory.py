@@ -17,7 +17,7 @@ from dlm_jax.data import HubTokenizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.families import family_of
-from dlm_jax.published.family import Family, Fields, pieces_of, read_json
+from dlm_jax.published.family import Family, FileFields, pieces_of, read_json
 from dlm_jax.published.special import read_chat, read_settings, read_tokenizer
 from dlm_jax.published.tensors import Finish, Place, Shards, check_tensors, read_params
 from dlm_jax.randomness import key_of
@@ -111,7 +111,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
     said = read_json(where)
     family = family_of(said, str(where))
     said = family.said(said)
-    fields = Fields(said, str(where))
+    fields = FileFields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:
         model = family.read(fields)

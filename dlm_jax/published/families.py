@@ -8,7 +8,7 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig, Trait, keys
 from dlm_jax.published import dense, gemma, mixtures
-from dlm_jax.published.family import Family, Fields
+from dlm_jax.published.family import Family, FileFields
 from dlm_jax.settings import brief
 
 FAMILIES: dict[str, Family] = {
@@ -59,7 +59,7 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
         try:
-            said = family.read(Fields(family.write(model), "config"))
+            said = family.read(FileFields(family.write(model), "config"))
         except ValueError:  # the family does not support the model
             continue
         if comparable(said) == comparable(model):

@@ -40,7 +40,7 @@ IDLE = frozenset({
 """Fields that do not affect the computation of a model, or that other code reads."""
 
 
-class Fields:
+class FileFields:
     """The fields of one file; `finish` raises ValueError for unread fields."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
@@ -119,7 +119,7 @@ contains several parameters, the source is the pair (name, (first row, end row))
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPart:
     """The part of a parameter that one tensor contains.
 
     Attributes:
@@ -140,12 +140,12 @@ class Piece:
 
 def pieces_of(
     sources: Mapping[str, Source], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorPart]]:
     """The pieces of every parameter, by the parameter's path (``blocks/mlp/up/kernel``).
 
     `layers` maps each stack of blocks to its layer indices.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorPart]] = {}
     for path, leaf in leaves(abstract):
         if path not in sources:
             raise ValueError(
@@ -164,11 +164,11 @@ def pieces_of(
             layer, expert = (*place, 0, 0)[:2]
             tensor = name.format(i=numbers[layer] if numbers else layer, e=expert)
             part = (expert,) * is_whole + ((slice(*rows),) if rows else (slice(None),))
-            found[path].append(Piece(tensor, part, shape, place, is_transposed))
+            found[path].append(TensorPart(tensor, part, shape, place, is_transposed))
     return found
 
 
-def tensor_shapes(pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(pieces: Mapping[str, list[TensorPart]]) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, derived from its pieces."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in (piece for parts in pieces.values() for piece in parts):
@@ -217,7 +217,7 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     model_type: str
-    read: Callable[[Fields], ModelConfig]
+    read: Callable[[FileFields], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     sources: Callable[[ModelConfig], dict[str, Source]]
     max_length: str = "max_position_embeddings"

@@ -7,7 +7,7 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig, SampleConfig
 from dlm_jax.published import family
-from dlm_jax.published.family import DENSE, Family, Fields, Source
+from dlm_jax.published.family import DENSE, Family, FileFields, Source
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _EVERY = 6
@@ -15,7 +15,7 @@ _THETAS = {_SLIDING: 1e4, _FULL: 1e6}
 _SHARE = 0.25
 
 
-def _read(fields: Fields) -> ModelConfig:
+def _read(fields: FileFields) -> ModelConfig:
     fields.must(
         hidden_activation="gelu_pytorch_tanh", attention_bias=False, tie_word_embeddings=True,
         use_bidirectional_attention="vision",
@@ -71,7 +71,7 @@ def _read(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
+def _read_full(fields: FileFields, kinds: list[str], groups: int) -> tuple[int, int]:
     """Returns (head size, number of key/value heads) of the full layers."""
     size = fields.take("global_head_dim", int, 512)
     found = {
@@ -87,18 +87,18 @@ def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]
         raise fields.refuse(
             "per_layer_config", said, "is not implemented; use only one for all full layers"
         )
-    inner = Fields(same, f"{fields.where}: per_layer_config")
+    inner = FileFields(same, f"{fields.where}: per_layer_config")
     return inner.take("head_dim", int, size), inner.take("num_key_value_heads", int, groups)
 
 
-def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, float]:
+def _read_rope(fields: FileFields, said: dict[str, Any], kind: str) -> tuple[float, float]:
     """Returns (RoPE base, rotated fraction) for the layers of one kind."""
     is_full, given = kind == _FULL, said.get(kind)
     if given is None:
         return _THETAS[kind], _SHARE if is_full else 1.0
     if not isinstance(given, dict):
         raise fields.refuse(f"rope_parameters.{kind}", given, "is not an object")
-    inner = Fields(given, f"{fields.where}: rope_parameters of {kind}")
+    inner = FileFields(given, f"{fields.where}: rope_parameters of {kind}")
     inner.must(rope_type="proportional" if is_full else "default", factor=1.0)
     if not is_full:
         inner.must(partial_rotary_factor=(1, 1.0))

@@ -15,10 +15,18 @@ from dlm_jax.published.dense import (
     write_qwen,
     write_shape,
 )
-from dlm_jax.published.family import DENSE, EXPERTS, Family, Fields, Source, in_blocks, qwen_sources
+from dlm_jax.published.family import (
+    DENSE,
+    EXPERTS,
+    Family,
+    FileFields,
+    Source,
+    in_blocks,
+    qwen_sources,
+)
 
 
-def _read_moe(fields: Fields) -> ModelConfig:
+def _read_moe(fields: FileFields) -> ModelConfig:
     fields.must(
         hidden_act="silu", attention_bias=False, clip_qkv=None, moe_router_score_function="softmax",
         partial_rotary_factor=(1, 1.0, -1), router_num_group=(1, -2, -1),
@@ -81,7 +89,7 @@ LLADA_MOE = Family(
 )
 
 
-def _read_sdar_moe(fields: Fields) -> ModelConfig:
+def _read_sdar_moe(fields: FileFields) -> ModelConfig:
     fields.must(decoder_sparse_step=1, mlp_only_layers=[])
     block_length = fields.take("block_size", int, 4)
     return read_qwen(
@@ -114,7 +122,7 @@ SDAR_MOE = Family(
 )
 
 
-def _read_llada2(fields: Fields) -> ModelConfig:
+def _read_llada2(fields: FileFields) -> ModelConfig:
     fields.must(
         hidden_act="silu", use_bias=False, use_qkv_bias=False, use_sliding_window=False,
         norm_head=False, score_function="sigmoid", norm_topk_prob=True, router_dtype="fp32",

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from dlm_jax.distributed.partitions import path_name
-from dlm_jax.published.family import Piece, read_json, tensor_shapes, without_twins
+from dlm_jax.published.family import TensorPart, read_json, tensor_shapes, without_twins
 from dlm_jax.types import Params
 
 INDEX = "model.safetensors.index.json"
@@ -41,7 +41,7 @@ _LONGEST_HEADER = 100_000_000
 _MOST_AXES = 8
 
 
-class Entry(NamedTuple):
+class TensorLocation(NamedTuple):
     """The location of a tensor; `start` is the position of its first byte in the file."""
 
     file: Path
@@ -57,7 +57,7 @@ class Shards:
     """
 
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorLocation] = {}
         for file, names in _files(directory).items():
             found = _header(file)
             for name in names or found:
@@ -105,7 +105,7 @@ def _files(directory: Path) -> dict[Path, list[str]]:
     return files
 
 
-def _header(file: Path) -> dict[str, Entry]:
+def _header(file: Path) -> dict[str, TensorLocation]:
     """The locations of the tensors in a file."""
     try:
         size = file.stat().st_size
@@ -139,7 +139,7 @@ def _header(file: Path) -> dict[str, Entry]:
     return found
 
 
-def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
+def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[TensorLocation, int]:
     """The location of a tensor, and the position after its last byte."""
     try:
         first, last = said["data_offsets"]
@@ -160,7 +160,7 @@ def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
         raise ValueError(
             f"{file}: the size of the tensor {name!r} does not match its shape {shape}"
         )
-    return Entry(file, DTYPES[kind], begin + first, shape), begin + last
+    return TensorLocation(file, DTYPES[kind], begin + first, shape), begin + last
 
 
 # Memory alignment that XLA requires to use a NumPy array on the CPU without a copy.
@@ -177,7 +177,7 @@ Finish = Callable[[str, Any], Any]
 
 def check_tensors(
     shards: Shards,
-    pieces: Mapping[str, list[Piece]],
+    pieces: Mapping[str, list[TensorPart]],
     *,
     redundant: tuple[str, ...] = (),
     where: str,
@@ -214,7 +214,7 @@ def check_tensors(
 
 def read_params(
     shards: Shards,
-    pieces: Mapping[str, list[Piece]],
+    pieces: Mapping[str, list[TensorPart]],
     abstract: Params,
     *,
     dtype: np.dtype | None,
@@ -245,14 +245,14 @@ def read_params(
     return jax.tree_util.tree_map_with_path(read, abstract)
 
 
-def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
+def _stored_dtype(shards: Shards, parts: list[TensorPart]) -> np.dtype:
     """The dtype of a parameter's tensors, or float32 if they differ."""
     kinds = {shards.entries[piece.tensor].dtype for piece in parts}
     return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
 
 def _on_host(
-    shards: Shards, parts: list[Piece], shape: tuple[int, ...], dtype: np.dtype
+    shards: Shards, parts: list[TensorPart], shape: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
     """A parameter on the CPU; several threads copy its pieces directly to their final positions."""
     size = math.prod(shape) * dtype.itemsize
@@ -260,7 +260,7 @@ def _on_host(
     first = -memory.ctypes.data % _ALIGNMENT
     whole = memory[first : first + size].view(dtype).reshape(shape)
 
-    def fill(piece: Piece) -> None:
+    def fill(piece: TensorPart) -> None:
         stored = shards.read(piece.tensor)[piece.part]
         _copy(stored.astype(dtype, copy=False), whole[piece.place], piece.is_transposed)
 
@@ -288,7 +288,7 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
 
 def _stacked(
     shards: Shards,
-    parts: list[Piece],
+    parts: list[TensorPart],
     shape: tuple[int, ...],
     dtype: np.dtype,
     sharding: Sharding | None,
@@ -315,7 +315,7 @@ def _writer(sharding: Sharding | None) -> Callable[..., jax.Array]:
 
 def _put(
     shards: Shards,
-    piece: Piece,
+    piece: TensorPart,
     shape: tuple[int, ...],
     dtype: np.dtype,
     sharding: Sharding | None,

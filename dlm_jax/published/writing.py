@@ -19,7 +19,7 @@ from dlm_jax.data import HubTokenizer
 from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.directory import implied_sample
 from dlm_jax.published.families import family_for
-from dlm_jax.published.family import Family, Piece, leaves, pieces_of, tensor_shapes
+from dlm_jax.published.family import Family, TensorPart, leaves, pieces_of, tensor_shapes
 from dlm_jax.published.special import settings_fields, write_tokenizer
 from dlm_jax.published.tensors import DTYPES, INDEX, SINGLE
 from dlm_jax.store.files import refused_unless_full
@@ -118,11 +118,11 @@ def _config_fields(
 
 
 def _write_weights(
-    directory: Path, params: Params, pieces: Mapping[str, list[Piece]], max_bytes: int
+    directory: Path, params: Params, pieces: Mapping[str, list[TensorPart]], max_bytes: int
 ) -> None:
     values = dict(leaves(params))
     shapes = tensor_shapes(pieces)
-    parts: dict[str, list[tuple[Piece, Any]]] = {name: [] for name in shapes}
+    parts: dict[str, list[tuple[TensorPart, Any]]] = {name: [] for name in shapes}
     for path, own in pieces.items():
         if values[path].dtype not in _NAMES:
             raise ValueError(
@@ -156,7 +156,7 @@ def _write_weights(
 def _write_file(
     file: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    parts: Mapping[str, list[tuple[Piece, Any]]],
+    parts: Mapping[str, list[tuple[TensorPart, Any]]],
 ) -> None:
     """Writes a safetensors file, one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

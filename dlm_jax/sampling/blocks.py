@@ -18,7 +18,7 @@ from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.row import RowParams
 
 
-class Block(NamedTuple):
+class CurrentBlock(NamedTuple):
     """The current block of each row; all fields are int32 ``[B]``.
 
     Attributes:
@@ -58,7 +58,7 @@ def first_block(
     first_B: jax.Array,
     length_B: jax.Array,
     steps_B: jax.Array,
-) -> tuple[Block, jax.Array]:
+) -> tuple[CurrentBlock, jax.Array]:
     """Returns the first block with work, and True ``[B]`` for rows that have such a block.
 
     Each block has `length_B` positions. The first block starts at `first_B`, the first unfrozen
@@ -66,7 +66,7 @@ def first_block(
     """
     zeros_B = jnp.zeros_like(steps_B)
     count_B = _num_busy(is_work_BL, first_B, _size(length_B, is_work_BL))
-    before = Block(
+    before = CurrentBlock(
         begin_B=first_B.astype(jnp.int32),
         end_B=first_B.astype(jnp.int32),
         step_B=zeros_B,
@@ -80,12 +80,12 @@ def first_block(
 
 
 def next_block(
-    block: Block,
+    block: CurrentBlock,
     is_work_BL: jax.Array,
     is_hole_BL: jax.Array,
     length_B: jax.Array,
     steps_B: jax.Array,
-) -> tuple[Block, jax.Array]:
+) -> tuple[CurrentBlock, jax.Array]:
     """Returns the next block with work, or `block` if there is none, and True ``[B]`` for rows that
     have such a block.
     """
@@ -109,7 +109,9 @@ def next_block(
     return choose(is_any_B, following, block), is_any_B
 
 
-def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
+def joined(
+    block: CurrentBlock, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams
+) -> CurrentBlock:
     """Removes finished blocks at the start, and opens the next block if possible.
 
     The next block opens when a fraction ``open_share_B`` of the last open block is written, fewer
@@ -162,9 +164,9 @@ def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
     return int(counts.max()) * counts.size
 
 
-def choose(is_first_B: jax.Array, first: Block, other: Block) -> Block:
+def choose(is_first_B: jax.Array, first: CurrentBlock, other: CurrentBlock) -> CurrentBlock:
     """Selects one of two blocks for each row."""
-    return Block(*(jnp.where(is_first_B, a, b) for a, b in zip(first, other, strict=True)))
+    return CurrentBlock(*(jnp.where(is_first_B, a, b) for a, b in zip(first, other, strict=True)))
 
 
 def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:

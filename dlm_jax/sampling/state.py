@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.blocks import Block, first_block
+from dlm_jax.sampling.blocks import CurrentBlock, first_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
 from dlm_jax.sampling.commit.commit_rule import RuleMemory
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
@@ -58,7 +58,7 @@ class State(NamedTuple):
     row: RowParams
     rules: Rules
     chain_state: Any
-    block: Block
+    block: CurrentBlock
     edits: EditState | None
     cache: CacheState | None
     counters: Counters

@@ -33,7 +33,7 @@ from starlette.routing import Route
 import dlm_jax
 from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.reader import Piece, Reader
+from dlm_jax.inference.reader import NewText, TextReader
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import is_broken
@@ -62,7 +62,7 @@ from dlm_jax.serving.protocol import (
     Limits,
     Planner,
     Responses,
-    Sampled,
+    SamplingFields,
     Tokenize,
     refused,
     stopping,
@@ -217,7 +217,7 @@ class Service:
 
     async def _growing(
         self, answer: Answer, request: Request
-    ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
+    ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
         """Yields the current row, its reader, its new text and, at the end, the choice."""
         reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
@@ -228,7 +228,7 @@ class Service:
                 is_over = bool(pieces) and pieces[-1].is_last
                 yield row, reader, pieces, self._of(request, reader, row) if is_over else None
 
-    def _of(self, request: Request, reader: Reader, row: Row) -> Done:
+    def _of(self, request: Request, reader: TextReader, row: Row) -> Done:
         """Returns a finished choice. The row can still be running."""
         text, places, is_stopped = reader.whole(row)
         if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
@@ -299,7 +299,7 @@ def _check(row: Row) -> None:
 
 
 _GONE = 499
-_END_POINTS: dict[str, type[Sampled]] = {
+_END_POINTS: dict[str, type[SamplingFields]] = {
     "/v1/completions": Completion, "/v1/chat/completions": Chat, "/v1/infill": Infill,
     "/v1/responses": Responses,
 }  # fmt: skip
@@ -461,7 +461,7 @@ class _Server:
             raise ApiError(404, f"model {name[:100]!r} is not served", "model", "model_not_found")
         return Json(told)
 
-    async def texts(self, fields: type[Sampled], request: HttpRequest) -> Response:
+    async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
         asked = parsed(fields, await self._body(request))
         make = self._service.planner.answer
         has_tools = isinstance(asked, Chat) and asked.tools is not None

@@ -1,8 +1,8 @@
 """The request fields, their conversion to rows, and the objects in responses.
 
-Each field is declared once, in the class of its endpoint or in `Sampled`. Every setting is also a
-field (docs/settings.md). `Planner` converts requests to rows, and `Answer` creates the objects in
-responses.
+Each field is declared once, in the class of its endpoint or in `SamplingFields`. Every setting is
+also a field (docs/settings.md). `Planner` converts requests to rows, and `Answer` creates the
+objects in responses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlm_jax.data import Tokenizer
 from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.reader import Piece, Reader
+from dlm_jax.inference.reader import NewText, TextReader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
@@ -168,7 +168,7 @@ class Conversation(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Sampled(pydantic.BaseModel):
+class SamplingFields(pydantic.BaseModel):
     """Fields of all sampling requests; other names are settings (docs/settings.md).
 
     Names of other servers (`peers`) are converted to these fields.
@@ -257,7 +257,7 @@ class Sampled(pydantic.BaseModel):
         return found
 
 
-class Completion(Sampled):
+class Completion(SamplingFields):
     """A request to ``/v1/completions``.
 
     Attributes:
@@ -374,7 +374,7 @@ class OneTool(Fields):
     function: FunctionName
 
 
-class Chat(Sampled, Conversation):
+class Chat(SamplingFields, Conversation):
     """A request to ``/v1/chat/completions``.
 
     Attributes:
@@ -388,7 +388,7 @@ class Chat(Sampled, Conversation):
       parallel_tool_calls: whether an answer can have several calls; false by default.
     """
 
-    model_config = Sampled.model_config
+    model_config = SamplingFields.model_config
     content, prefix_of_id = "messages", "chatcmpl"
     object, event = "chat.completion", "chat.completion.chunk"
 
@@ -457,7 +457,7 @@ class TextOptions(Fields):
     format: TextFormat | None = None
 
 
-class Responses(Sampled, Conversation):
+class Responses(SamplingFields, Conversation):
     """A request to ``/v1/responses``; nothing is stored.
 
     Attributes:
@@ -471,7 +471,7 @@ class Responses(Sampled, Conversation):
       truncation: must be ``disabled``, because prompts are never truncated.
     """
 
-    model_config = Sampled.model_config
+    model_config = SamplingFields.model_config
     content, prefix_of_id = "input", "resp"
     object = event = "response"
 
@@ -516,7 +516,7 @@ class Responses(Sampled, Conversation):
         return [Message(role=role, content=text) for role, text in turns]
 
 
-class Infill(Sampled):
+class Infill(SamplingFields):
     """A request to ``/v1/infill``: a prefix and a suffix, or a template.
 
     Attributes:
@@ -629,7 +629,7 @@ class Planner:
         self._settings = model.sample.table.settings
         self._known: dict[Any, Any] = {}
 
-    def answer(self, asked: Sampled) -> Answer:
+    def answer(self, asked: SamplingFields) -> Answer:
         try:
             self.check_model(asked.model)
             if isinstance(asked, Completion):
@@ -799,7 +799,7 @@ class Planner:
 
     def _answer(
         self,
-        asked: Sampled,
+        asked: SamplingFields,
         contents: list[dict[str, Any]],
         length: int | None,
         echoes: Sequence[str] = (),
@@ -847,7 +847,7 @@ class Planner:
         )  # fmt: skip
 
     def _rows(
-        self, asked: Sampled, own: dict[str, Any], common: dict[str, Any],
+        self, asked: SamplingFields, own: dict[str, Any], common: dict[str, Any],
         place: tuple[int, int, int], shape: str,
     ) -> list[Request]:  # fmt: skip
         content = "template" if "template" in own else asked.content
@@ -865,7 +865,7 @@ class Planner:
             )
         return made
 
-    def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
+    def _own_settings(self, asked: SamplingFields, length: int | None) -> dict[str, Any]:
         """Returns the settings of a request by name. Each setting is validated separately."""
         given = {name: value for name, value in (asked.model_extra or {}).items()
                  if value is not None}  # fmt: skip
@@ -887,7 +887,7 @@ class Planner:
                 raise of_value(error, name, asked.named) from None
         return self._defaults | given
 
-    def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _holding(self, asked: SamplingFields, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns default settings with which a request with a structure can run."""
         model, size = self.model, asked.max_tokens or self._room(asked)
         fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
@@ -899,7 +899,7 @@ class Planner:
         needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
         return needed | {"steps": steps}
 
-    def _structure(self, asked: Sampled) -> dict[str, Any]:
+    def _structure(self, asked: SamplingFields) -> dict[str, Any]:
         """Returns the settings that enforce the format of an answer."""
         form = asked.response_format
         if isinstance(asked, Chat) and (functions := asked.functions):
@@ -943,7 +943,7 @@ class Planner:
         except ValueError as error:
             raise of_value(error, "tools", asked.named, structure="tools") from None
 
-    def _room(self, asked: Sampled) -> int:
+    def _room(self, asked: SamplingFields) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
             raise refused(
                 f"max_length={asked.max_length} exceeds {self.model.max_length}, the canvas of "
@@ -1025,7 +1025,7 @@ def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
     return told | {"slots": slots, "joint": joint}
 
 
-def _one_length(asked: Sampled, other: str) -> int | None:
+def _one_length(asked: SamplingFields, other: str) -> int | None:
     """Returns the number of new tokens from `max_tokens` or the endpoint's alias for it."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
     if len(lengths) > 1:
@@ -1082,7 +1082,7 @@ class Answer:
     """
 
     ends_with_done: ClassVar[bool] = True
-    asked: Sampled
+    asked: SamplingFields
     model: str
     tokenizer: Tokenizer
     requests: Sequence[Request]
@@ -1096,10 +1096,10 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
 
-    def reader(self, model: Model, request: Request) -> Reader:
+    def reader(self, model: Model, request: Request) -> TextReader:
         """Returns a reader for the text of a choice."""
         keeps_stop = bool(self.asked.include_stop_str_in_output)
-        return Reader(model, request, self.stops, keeps_stop=keeps_stop)
+        return TextReader(model, request, self.stops, keeps_stop=keeps_stop)
 
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
@@ -1119,7 +1119,7 @@ class Answer:
         return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
 
     def grown(
-        self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
+        self, index: int, row: Row, reader: TextReader, pieces: Sequence[NewText], done: Done | None
     ) -> list[dict[str, Any]]:
         """Returns the new events of a choice. A canvas event replaces the previous one."""
         reason = None if done is None else done.finish_reason
@@ -1164,7 +1164,9 @@ class Answer:
         tokens = self.requests[index].tokens
         return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
 
-    def _canvas(self, index: int, row: Row, reader: Reader, done: Done | None) -> dict[str, Any]:
+    def _canvas(
+        self, index: int, row: Row, reader: TextReader, done: Done | None
+    ) -> dict[str, Any]:
         """Returns an event with the whole canvas of a choice. It replaces the previous event.
 
         The last event contains only the text of the answer.
@@ -1337,7 +1339,7 @@ class ResponseAnswer(Answer):
         ]
 
     def grown(
-        self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
+        self, index: int, row: Row, reader: TextReader, pieces: Sequence[NewText], done: Done | None
     ) -> list[dict[str, Any]]:
         return [
             self._of_part("response.output_text.delta", delta=one.text, logprobs=[])

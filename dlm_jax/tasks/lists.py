@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from dlm_jax.tasks.text_task import Draws, TextTask
 
-__all__ = ["OPERATIONS", "TEMPLATES", "Asked", "asked", "example", "lists", "one_draw"]
+__all__ = ["OPERATIONS", "TEMPLATES", "ListQuestion", "asked", "example", "lists", "one_draw"]
 
 LETTERS, ITEMS = "abcdefgh", 5
 _LETTER = "a-h"
 
 
-class Asked(NamedTuple):
+class ListQuestion(NamedTuple):
     """The operation in a prompt, with its arguments.
 
     Attributes:
@@ -40,11 +40,11 @@ class Asked(NamedTuple):
     item: str = ""
 
 
-class Operation(NamedTuple):
+class ListOperation(NamedTuple):
     """An operation on a list.
 
     Attributes:
-      about: the operation in words, with the fields of `Asked` in braces.
+      about: the operation in words, with the fields of `ListQuestion` in braces.
       answers: ``(items, place, item) -> answers``, the set of all correct answers.
     """
 
@@ -72,27 +72,29 @@ def _orders(items: str) -> set[str]:
     }
 
 
-OPERATIONS: dict[str, Operation] = {
-    "copy": Operation("say it again", lambda items, place, item: {items}),
-    "reverse": Operation("from last to first", lambda items, place, item: {items[::-1]}),
-    "sort": Operation("by the alphabet", lambda items, place, item: {"".join(sorted(items))}),
-    "shuffle": Operation("in any order", lambda items, place, item: _orders(items)),
-    "replace": Operation(
+OPERATIONS: dict[str, ListOperation] = {
+    "copy": ListOperation("say it again", lambda items, place, item: {items}),
+    "reverse": ListOperation("from last to first", lambda items, place, item: {items[::-1]}),
+    "sort": ListOperation("by the alphabet", lambda items, place, item: {"".join(sorted(items))}),
+    "shuffle": ListOperation("in any order", lambda items, place, item: _orders(items)),
+    "replace": ListOperation(
         "put {item} for number {place}", lambda items, place, item: {_at(items, place, item, 1)}
     ),
-    "replace_any": Operation(
+    "replace_any": ListOperation(
         "put {item} for any one", lambda items, place, item: _anywhere(items, item, 1)
     ),
-    "insert": Operation(
+    "insert": ListOperation(
         "add {item} as number {place}", lambda items, place, item: {_at(items, place, item, 0)}
     ),
-    "insert_any": Operation(
+    "insert_any": ListOperation(
         "add {item} anywhere", lambda items, place, item: _anywhere(items, item, 0)
     ),
-    "remove": Operation(
+    "remove": ListOperation(
         "without number {place}", lambda items, place, item: {_at(items, place, "", 1)}
     ),
-    "remove_any": Operation("without any one", lambda items, place, item: _anywhere(items, "", 1)),
+    "remove_any": ListOperation(
+        "without any one", lambda items, place, item: _anywhere(items, "", 1)
+    ),
 }
 """The operations by name."""
 
@@ -107,7 +109,7 @@ TEMPLATES = (
 """The five wordings of a prompt."""
 
 
-def asked(what: Asked, template: str) -> str:
+def asked(what: ListQuestion, template: str) -> str:
     """The prompt in the wording of `template`, without the final mark."""
     arguments = [str(x) for x in (what.place, what.item) if x]
     fields = {
@@ -134,11 +136,11 @@ def one_draw(operation: str) -> float:
     return total
 
 
-def _drawn(draws: Draws, operation: str) -> Asked:
+def _drawn(draws: Draws, operation: str) -> ListQuestion:
     order = "".join(LETTERS[i] for i in draws.shuffled(range(len(LETTERS))))
     about = OPERATIONS[operation].about
     place = 1 + draws.below(ITEMS) if "{place}" in about else 0
-    return Asked(operation, order[:ITEMS], place, order[ITEMS] if "{item}" in about else "")
+    return ListQuestion(operation, order[:ITEMS], place, order[ITEMS] if "{item}" in about else "")
 
 
 def example(draws: Draws, operation: str, template: str) -> tuple[str, str]:
@@ -157,7 +159,7 @@ def _any_example(draws: Draws) -> tuple[str, str]:
 
 def _pattern(operation: str, template: str) -> re.Pattern[str]:
     """A pattern for the prompts of an operation in the wording of `template`. The groups of the
-    pattern are named after the fields of `Asked`.
+    pattern are named after the fields of `ListQuestion`.
     """
     about = OPERATIONS[operation].about
     groups = {"place": f"(?P<place>[1-{ITEMS}])", "item": f"(?P<item>[{_LETTER}])"}

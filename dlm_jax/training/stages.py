@@ -47,7 +47,7 @@ def teacher_of(params: Params, reference: Params | None) -> Params:
     return jax.lax.stop_gradient(params) | (reference or {})
 
 
-class Drawn(NamedTuple):
+class NoisedBatch(NamedTuple):
     """A batch with all its noise, or some rows of such a batch.
 
     The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
@@ -85,7 +85,7 @@ class StageLoss:
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
 
-    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> Drawn:
+    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> NoisedBatch:
         """The batch with the noise of a step, which depends only on the key of the run and the
         step.
 
@@ -96,9 +96,9 @@ class StageLoss:
             head.name: head.draw(example, self._noise_key(head, key, step))
             for head in self.trained_heads
         }
-        return Drawn(example, noise)
+        return NoisedBatch(example, noise)
 
-    def anchored(self, drawn: Drawn, params: Params, reference: Params | None) -> Drawn:
+    def anchored(self, drawn: NoisedBatch, params: Params, reference: Params | None) -> NoisedBatch:
         """The batch with the results of `anchor` for the parameters before a step and the
         reference.
         """
@@ -118,7 +118,7 @@ class StageLoss:
         return jax.random.fold_in(salted, head.stream)
 
     def __call__(
-        self, params: Params, drawn: Drawn, step: jax.Array, reference: Params | None = None
+        self, params: Params, drawn: NoisedBatch, step: jax.Array, reference: Params | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The total loss, and the loss of each objective and head, for a batch or a part of it.
 
@@ -167,7 +167,9 @@ class StageLoss:
         # round differently from a trunk without heads.
         return jax.lax.optimization_barrier(hidden_BLD)
 
-    def _inputs(self, head: Head, params: Params, drawn: Drawn, hidden_BLD: Any) -> HeadInputs:
+    def _inputs(
+        self, head: Head, params: Params, drawn: NoisedBatch, hidden_BLD: Any
+    ) -> HeadInputs:
         if not head.trains_trunk:
             own = {head.name: params[head.name]}
             params, hidden_BLD = jax.lax.stop_gradient((params, hidden_BLD))

@@ -22,7 +22,7 @@ _BROKEN = "\ufffd"
 _MOST_TOKENS = 4
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """The text at the adjacent positions ``start`` to ``stop - 1``."""
 
     start: int
@@ -66,7 +66,7 @@ class Pieces:
                 return tuple(ids[:size])
         return None
 
-    def split(self, tokens: np.ndarray, is_hole: np.ndarray) -> Iterator[Piece]:
+    def split(self, tokens: np.ndarray, is_hole: np.ndarray) -> Iterator[Span]:
         """The pieces of a canvas from left to right; each hole is a piece without text."""
         ids, start = tokens.tolist(), 0
         hole_at = [*np.flatnonzero(is_hole).tolist(), len(ids)]
@@ -74,10 +74,10 @@ class Pieces:
             while start < stop:
                 near = ids[start : min(stop, start + _MOST_TOKENS)]
                 whole = (self.joined(near) if self.is_part(near[0]) else None) or near[:1]
-                yield Piece(start, start + len(whole), self(whole))
+                yield Span(start, start + len(whole), self(whole))
                 start += len(whole)
             if start < len(ids):
-                yield Piece(start, start + 1, "")
+                yield Span(start, start + 1, "")
             start = stop + 1
 
 

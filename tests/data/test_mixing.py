@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from dlm_jax.data.shards import BLOCK, Mixture, quotas_of
+from dlm_jax.data.shards import BLOCK, ShardMixture, quotas_of
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 1, 1), (0.7, 0.2999, 0.0001), (5, 0, 2), (1e9, 1e6)])
@@ -19,7 +19,7 @@ def test_quotas_fill_a_block_and_are_as_near_to_the_weights_as_whole_rows_can_be
 
 
 def test_each_corpus_gives_its_rows_one_after_the_other_and_its_quota_in_every_block():
-    mixture = Mixture((), (7000, 0, 2999, 1))
+    mixture = ShardMixture((), (7000, 0, 2999, 1))
     seen: dict[int, list[int]] = collections.defaultdict(list)
     for row in range(2 * BLOCK):
         source, number = mixture.locate(row, 5)
@@ -31,7 +31,7 @@ def test_each_corpus_gives_its_rows_one_after_the_other_and_its_quota_in_every_b
 
 
 def test_the_order_is_another_in_every_block_and_for_every_seed():
-    mixture = Mixture((), (5000, 5000))
+    mixture = ShardMixture((), (5000, 5000))
 
     def order(block, seed):
         return tuple(mixture.locate(block * BLOCK + row, seed)[0] for row in range(200))

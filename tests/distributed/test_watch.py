@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dlm_jax.distributed import processes
-from dlm_jax.distributed.processes import Watch
+from dlm_jax.distributed.processes import ProcessWatch
 
 
 class Service:
@@ -37,7 +37,7 @@ def three(monkeypatch):
     watches = []
     for process in range(3):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        watches.append(Watch(service))
+        watches.append(ProcessWatch(service))
     return watches, service, clock
 
 

@@ -6,14 +6,16 @@ import json
 import pytest
 from engine_cases import MODEL, SLOTS, request
 
-from dlm_jax.cli.sample_file import Meter
+from dlm_jax.cli.sample_file import ProgressMeter
 from dlm_jax.inference.engine import Engine
 
 
 def test_lines_tell_rates_since_the_last_one_and_what_runs_and_waits():
     now, lines, objects = [0.0], [], io.StringIO()
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        meter = Meter(engine, every=2.0, write=lines.append, records=objects, clock=lambda: now[0])
+        meter = ProgressMeter(
+            engine, every=2.0, write=lines.append, records=objects, clock=lambda: now[0]
+        )
         numbers = (0, 2, 4, 6, 8)
         for number in numbers:
             engine.submit(request(number))
@@ -43,4 +45,4 @@ def test_no_time_between_lines_is_refused():
         Engine(MODEL, sizes=(SLOTS,)) as engine,
         pytest.raises(ValueError, match="every=0 seconds"),
     ):
-        Meter(engine, every=0)
+        ProgressMeter(engine, every=0)

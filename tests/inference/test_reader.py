@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy_model
 
-from dlm_jax.inference.reader import Reader
+from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.results import Row
 from dlm_jax.types import Status
@@ -38,7 +38,7 @@ def _told(reader, *rows):
 
 
 def test_from_left_to_right_what_stands_before_the_first_hole_is_told_at_once():
-    reader = Reader(MODEL, _request(order="left_to_right"))
+    reader = TextReader(MODEL, _request(order="left_to_right"))
     told = _told(
         reader, _row("A ________"), _row("A The_____"), _row("A The ca__"),
         _row("A The cat.", status=Status.DONE),
@@ -47,10 +47,10 @@ def test_from_left_to_right_what_stands_before_the_first_hole_is_told_at_once():
 
 
 def test_other_orders_tell_of_blocks_and_several_at_once_apart():
-    reader = Reader(MODEL, _request(order="random", block_length=2))
+    reader = TextReader(MODEL, _request(order="random", block_length=2))
     told = _told(reader, _row("A T_e_____"), _row("A The c___", block=2))
     assert told == [[], [("Th", False), ("e ", False)]]
-    whole = Reader(MODEL, _request(order="random"))
+    whole = TextReader(MODEL, _request(order="random"))
     assert _told(whole, _row("A The ____"), _row("A The cat.", status=Status.DONE)) == [
         [], [("The cat.", True)],
     ]  # fmt: skip
@@ -59,7 +59,7 @@ def test_other_orders_tell_of_blocks_and_several_at_once_apart():
 @pytest.mark.parametrize("settings", [{"remask": "scheduled", "schedule": "all"}, {
     "resample": True, "order": "threshold"}, {"order": "joint_threshold"}])  # fmt: skip
 def test_rows_that_rewrite_tell_of_blocks_they_have_left(settings):
-    reader = Reader(MODEL, _request(block_length=4, **settings))
+    reader = TextReader(MODEL, _request(block_length=4, **settings))
     told = _told(
         reader, _row("A The ____"), _row("A The ____", block=1),
         _row("A The cat.", block=1, status=Status.DONE),
@@ -68,16 +68,16 @@ def test_rows_that_rewrite_tell_of_blocks_they_have_left(settings):
 
 
 def test_a_stop_ends_the_text_and_what_may_begin_one_is_held_back():
-    reader = Reader(MODEL, _request(order="left_to_right"), ("cat", "xx"))
+    reader = TextReader(MODEL, _request(order="left_to_right"), ("cat", "xx"))
     told = _told(reader, _row("A The c___"), _row("A The ca__"), _row("A The cat."))
     assert told == [[("The ", False)], [], [("", True)]]
-    reader = Reader(MODEL, _request(order="left_to_right"), ("cat",))
+    reader = TextReader(MODEL, _request(order="left_to_right"), ("cat",))
     told = _told(reader, _row("A The ca__"), _row("A The can_"))
     assert told == [[("The ", False)], [("can", False)]]
 
 
 def test_a_stop_in_an_earlier_block_hides_what_follows():
-    reader = Reader(MODEL, _request(order="random", block_length=2), ("e",))
+    reader = TextReader(MODEL, _request(order="random", block_length=2), ("e",))
     row = _row("A The cat.", block=4, status=Status.DONE)
     assert _told(reader, row) == [[("Th", True)]]
     text, places, is_stopped = reader.whole(row)
@@ -85,7 +85,7 @@ def test_a_stop_in_an_earlier_block_hides_what_follows():
 
 
 def test_the_end_of_a_generation_ends_the_text():
-    reader = Reader(MODEL, _request(order="left_to_right"))
+    reader = TextReader(MODEL, _request(order="left_to_right"))
     assert _told(reader, _row("A Th$_____")) == [[("Th", True)]]
     assert reader.whole(_row("A Th$", status=Status.DONE))[2]
 
@@ -100,7 +100,7 @@ class _Bytes:
 
 
 def test_the_parts_of_a_canvas_are_its_text_by_the_step_that_wrote_it():
-    reader = Reader(dataclasses.replace(MODEL, tokenizer=_Bytes()), _request())
+    reader = TextReader(dataclasses.replace(MODEL, tokenizer=_Bytes()), _request())
     # Two steps wrote the bytes of one letter, and the second text begins with a space.
     tokens = [*b"A ", *"\u00e9b c".encode(), MASK, MASK, *b" d"]
     committed = [-1, -1, 0, 2, 2, 1, -1, -1, -1, 3, 4]
@@ -114,12 +114,12 @@ def test_the_parts_of_a_canvas_are_its_text_by_the_step_that_wrote_it():
 
 
 def test_canvases_show_holes_and_infills_their_texts():
-    reader = Reader(MODEL, _request())
+    reader = TextReader(MODEL, _request())
     assert (
         "".join(text for text, _ in reader.parts(_row("A T_e_____"))) == "T\u2591e" + "\u2591" * 5
     )
     (infill,) = make_requests(MODEL, {"template": "A <hole:2>t<hole:1>."}, {"steps": 3})
-    reader = Reader(MODEL, infill)
+    reader = TextReader(MODEL, infill)
     row = _row("A cat .", status=Status.DONE)
     row = dataclasses.replace(row, is_frozen=infill.tokens != MASK)
     assert reader.is_infill and reader.filled(row) == ["ca", " "]

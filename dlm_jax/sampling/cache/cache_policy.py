@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.blocks import Block
+from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.settings import Rule, SettingError
 
 
@@ -49,7 +49,7 @@ class CacheContext(NamedTuple):
       num_positions: ``L``; static.
     """
 
-    block: Block
+    block: CurrentBlock
     first_B: jax.Array
     valid_B: jax.Array
     age_B: jax.Array

@@ -38,7 +38,7 @@ LEADING = 32
 _LEAST = 1e-6
 
 
-class Seen(NamedTuple):
+class LastPrediction(NamedTuple):
     """The last prediction of each position.
 
     Attributes:
@@ -73,7 +73,7 @@ class Klass(CommitRule):
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         shape = (num_rows, num_positions, LEADING)
         ids, steps = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape[:2], jnp.int32)
-        return RuleMemory(Seen(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps))
+        return RuleMemory(LastPrediction(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps))
 
     def observe(
         self,
@@ -90,7 +90,7 @@ class Klass(CommitRule):
         is_stable_N = (kept.ids[:, 0] >= 0) & ~reaches(moved_N, bound_N, 1.0)
         best_NK, best_ids_NK = vocab.largest(logprob_NV, min(LEADING, logits_NV.shape[1]))
         padding = (0, 0), (0, LEADING - best_NK.shape[1])
-        seen = Seen(
+        seen = LastPrediction(
             jnp.pad(best_ids_NK, padding, constant_values=-1),
             jnp.pad(best_NK, padding, constant_values=-jnp.inf),
             jnp.where(is_stable_N, kept.steps + 1, 0),

@@ -80,7 +80,7 @@ class Chances(NamedTuple):
     stay: jax.Array
 
 
-class Turn(NamedTuple):
+class StepPlace(NamedTuple):
     """The place of a step among the reverse steps and the corrector steps of its block, ``[B]``.
 
     Attributes:
@@ -224,13 +224,13 @@ class Posterior(Renewing):
     def _shares(self, level_B: jax.Array) -> Any:
         return jax.tree.map(lambda share_B: share_B[:, None], self.process.shares(level_B))
 
-    def _turn(self, context: CommitContext) -> Turn:
+    def _turn(self, context: CommitContext) -> StepPlace:
         period_B = 1 + self.corrector_steps_B.astype(jnp.int32)
         last_B = context.steps_B - 1
         rest_B = jnp.maximum(last_B - context.step_B, 0)
         number_B = 1 + -(-last_B // period_B)
         corrects_B = (context.step_B > 0) & (rest_B % period_B != 0)
-        return Turn(number_B - 1 - -(-rest_B // period_B), number_B, corrects_B)
+        return StepPlace(number_B - 1 - -(-rest_B // period_B), number_B, corrects_B)
 
     def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
         """Noise levels at the start and at the end of the reverse step, ``[B]`` each. A corrector
