@@ -82,6 +82,7 @@ class Setting:
       activates: whether a value other than the default activates the rule.
       parse: converts and validates a given value, replacing the checks of `checked`.
       hint: type of the values if it differs from the type of `default`.
+      resets: settings that a given value returns to their defaults, unless they are given with it.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Setting:
     activates: bool = True
     parse: Callable[[Any], Any] | None = None
     hint: Any = None
+    resets: tuple[str, ...] = ()
 
     @property
     def annotation(self) -> Any:

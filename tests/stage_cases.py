@@ -15,13 +15,15 @@ from dlm_jax.data import Setup
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import Batch, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh, path_name
-from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Head
+from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.types import Network
 
 ROWS, POSITIONS = 8, 8
-BOTH: dict[str, Any] = {"add_sampler_head": True, "add_critic_head": True}
+ADDED = tuple(head for head in HEADS if head.switch)
+"""The built-in heads that a flag adds to a model."""
+WITH_HEADS: dict[str, Any] = {head.switch: True for head in ADDED}
 MESHES = {
     "one": (MeshConfig(), 1),
     "data": (MeshConfig(data=8), 8),
@@ -56,9 +58,9 @@ class Tokenizer:
 def records(
     heads: HeadsConfig, place: Mesh | None = None, sample: SampleConfig | None = None, **model: Any
 ) -> tuple[Head, ...]:
-    """The records of the heads of a model, by default both."""
+    """The records of the heads of a model, by default of all that a flag adds."""
     config = Config(
-        model=toy.config(**(model or BOTH)),
+        model=toy.config(**(model or WITH_HEADS)),
         heads=heads,
         sample=sample or SampleConfig(),
         train=TrainConfig(init_from="another run"),
@@ -81,13 +83,13 @@ def model(**changes: Any) -> Network:
 def params(**changes: Any) -> Any:
     """Parameters of `model` with both heads as after training, none of them zero."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(model(**BOTH, **changes).init, jax.random.key(0))
+    shapes = jax.eval_shape(model(**WITH_HEADS, **changes).init, jax.random.key(0))
     return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
 
 
 def main_of(tree: Any) -> Any:
     """Parameters without those of the heads."""
-    return {name: leaf for name, leaf in tree.items() if name not in (SAMPLER, CRITIC)}
+    return {name: leaf for name, leaf in tree.items() if name not in {head.name for head in HEADS}}
 
 
 def batch(seed: int) -> Batch:

@@ -82,3 +82,14 @@ def test_every_row_says_what_there_is_here():
         assert len(row) == 2 and row[1].strip()
         if "`" not in row[1]:
             assert "none" in row[1] or set(row[1].strip()) <= set("- here")
+
+
+def test_the_classes_and_methods_that_the_design_names_exist():
+    """Names such as `Planner._answer`; classes are looked for in all modules of the package."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "dlm_jax").rglob("*.py"))
+    names = set(re.findall(r"`([A-Z][a-z]\w+)(?:\.(\w+))?`", page))
+    assert len(names) > 10
+    for name, member in names:
+        assert re.search(rf"^\s*(class {name}\b|{name}\b.* =)", code, re.MULTILINE), name
+        assert not member or re.search(rf"\bdef {member}\b", code), f"{name}.{member}"

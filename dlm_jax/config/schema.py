@@ -409,7 +409,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
     """Merges layers of settings. Later layers take precedence, and None is an empty layer. Pass a
     checkpoint's recommendations first and explicit values last. A value overrides earlier layers
-    even if it equals the built-in default; an absent name overrides nothing.
+    even if it equals the built-in default, and returns the settings in its `Setting.resets` to
+    their defaults.
 
     Raises:
       ValueError: a name is unknown (the message suggests the nearest known name), or a value is out
@@ -423,12 +424,19 @@ def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> S
                 raise ValueError(
                     f"{name}={value!r} is not a sampling setting; {nearest(name, known, value)}"
                 )
-            merged[name] = value
+            for other in table.settings[name].resets:
+                merged.pop(other, None)
+        merged |= layer or {}
     return settings_of(table)(**merged)  # type: ignore[return-value]
 
 
 _MOST_WIDTH = 2**20
 _HEAD = Trait.OWN | Trait.IDLE
+
+
+def _of_head(one: Any) -> Any:
+    """A setting of a head with the traits of all heads."""
+    return dataclasses.field(default=one.default, metadata={**one.metadata, "traits": _HEAD})
 
 
 def _adapted(given: Any) -> tuple[str, ...]:
@@ -474,7 +482,7 @@ _DTYPE = Setting(
 
 @section("model")
 @dataclasses.dataclass(frozen=True)
-@with_settings({key: one for head in HEADS for key, one in head.model.items()})
+@with_settings({key: _of_head(one) for head in HEADS for key, one in head.model.items()})
 class ModelConfig(Section):
     """The Transformer, from GPT-like to LLaMA-like, and its heads."""
 

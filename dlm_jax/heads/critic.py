@@ -22,7 +22,7 @@ from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
 from dlm_jax.sampling.transforms import Chain, Context, LogitBias
-from dlm_jax.settings import Trait, setting
+from dlm_jax.settings import setting
 from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
@@ -106,7 +106,6 @@ CRITIC_HEAD = BuiltInHead(
         "add_critic_head": setting(
             False,
             "add a head that predicts which tokens of a text are wrong",
-            Trait.OWN | Trait.IDLE,
         ),
     },
     training={

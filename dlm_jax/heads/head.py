@@ -146,7 +146,8 @@ class BuiltInHead:
         ``layers_of(params)`` has the layers as attributes.
       is_added: ``(config) -> bool``: whether the section ``[model]`` adds the head.
       switch: the key of ``[model]`` that adds the head; empty if the head belongs to a mode.
-      model: settings of ``[model]`` by key, as `setting` fields.
+      model: settings of ``[model]`` by key, as `setting` fields. Their traits are ``OWN`` and
+        ``IDLE``, because published models have no such heads.
       training: settings of ``[heads]`` by key, as `setting` fields.
       start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
         trains from the first step.

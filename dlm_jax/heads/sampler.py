@@ -12,7 +12,7 @@ from dlm_jax.diffusion.losses import Loss, cross_entropy_of, divergence, hidden_
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.settings import Trait, setting
+from dlm_jax.settings import setting
 from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
@@ -134,8 +134,6 @@ def sampler_head(setup: Any) -> Head:
     )
 
 
-_MODEL = Trait.OWN | Trait.IDLE
-
 SAMPLER_HEAD = BuiltInHead(
     name=SAMPLER,
     make=sampler_head,
@@ -147,22 +145,19 @@ SAMPLER_HEAD = BuiltInHead(
         "add_sampler_head": setting(
             False,
             "add a head that uses the neighbours of a hole, for coherent parallel filling",
-            _MODEL,
         ),
         "sampler_context": setting(
             1,
             "number of neighbours on each side that the sampler head uses",
-            _MODEL,
             low=1,
             high=2**6,
         ),
         "sampler_width": setting(
-            0, "inner size of the sampler head's MLP; 0: width", _MODEL, low=0, high=2**20
+            0, "inner size of the sampler head's MLP; 0: width", low=0, high=2**20
         ),
         "sampler_residual": setting(
             False,
             "add the sampler head's output, initially zero, to the hidden vector",
-            _MODEL,
         ),
     },
     training={

@@ -151,9 +151,19 @@ class Bucket:
 def _shapes(packed: Any) -> Hashable:
     """Returns a hashable description of the arrays: tree, shapes and dtypes, but not the number of
     rows.
+
+    Raises:
+      TypeError: a field of a rule is not an array.
     """
-    leaves, tree = jax.tree.flatten(packed)
-    return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for leaf in leaves)
+    leaves, tree = jax.tree.flatten_with_path(packed)
+    for path, leaf in leaves:
+        if not hasattr(leaf, "shape"):
+            field = jax.tree_util.keystr(path[-1:], simple=True)
+            raise TypeError(
+                f"field {field!r} of a rule is {leaf!r}, not an array with one value per row; "
+                f"declare it with per_row, and set it in `columns` if the rule overrides it"
+            )
+    return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for _, leaf in leaves)
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:

@@ -485,6 +485,7 @@ def committed(
     is_committed_BL = inputs.is_open_BL & chosen_BL & filled.is_finite_B[:, None]
     if memory.rows is not None:
         rows = rules.commit.remember(context, filled.proposal, is_committed_BL)
+        _require_memory(rows, memory.rows, rules.commit)
         memory = memory._replace(rows=_where_rows(is_stepping(state), rows, memory.rows))
     is_scored_BL = is_committed_BL
     if inputs.is_read_BL is not None:
@@ -512,6 +513,16 @@ def committed(
         memory=memory,
         signal_BLD=filled.signal_BLD,
     ), is_committed_BL
+
+
+def _require_memory(rows: Any, before: Any, rule: Any) -> None:
+    """Raises ValueError if `CommitRule.remember` returns another structure than `start_memory`."""
+    found, kept = jax.tree.structure(rows), jax.tree.structure(before)
+    if found != kept:
+        raise ValueError(
+            f"{type(rule).__name__}.remember returned {found}; return the per-row arrays of "
+            f"start_memory, {kept}"
+        )
 
 
 def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:

@@ -395,14 +395,15 @@ class _Loop:
             self.checkpoint()
 
     def log(self) -> None:
-        """Records the mean of the metrics since the last record."""
+        """Records the mean of each metric over the steps since the last record that have it."""
         self._settle()
         seconds = time.perf_counter() - self._since
         clock = self._meter.figures(self.step - self._first, seconds)
         self._first, self._since = self.step, time.perf_counter()
+        names = dict.fromkeys(name for figures in self._unlogged for name in figures)
         means = {
-            name: float(np.mean([figures[name] for figures in self._unlogged]))
-            for name in self._unlogged[0]
+            name: float(np.mean([figures[name] for figures in self._unlogged if name in figures]))
+            for name in names
         }
         self._unlogged = []
         rates = self._run.task.learning_rates(self._stage, self.step - 1)

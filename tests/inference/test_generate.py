@@ -14,7 +14,7 @@ import toy_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SampleConfig, resolve
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
@@ -107,6 +107,19 @@ def test_given_settings_override_what_the_model_recommends():
     recommends = dataclasses.replace(MODEL, sample=SampleConfig(**asked))
     assert dlm_jax.generate(recommends, [PROMPT]).texts == given.texts
     assert dlm_jax.generate(MODEL, [PROMPT], temperature=1.0).texts != recommended.texts
+
+
+def test_a_given_temperature_holds_at_all_steps_unless_its_end_is_given():
+    recommends = dataclasses.replace(MODEL, sample=SampleConfig(temperature=0.5, temperature_end=2))
+    greedy = {"order": "low_confidence", "schedule": "cosine", "temperature": 0.0}
+    ours, theirs = (
+        dlm_jax.generate(recommends, [PROMPT], seed=seed, **greedy).texts for seed in (1, 2)
+    )
+    assert ours == theirs
+    asked = resolve({"temperature": 0.5, "temperature_end": 2}, {"temperature_end": 1.5})
+    assert (asked.temperature, asked.temperature_end) == (0.5, 1.5)
+    both = resolve({"temperature_end": 2}, {"temperature_end": 3, "temperature": 0.5})
+    assert (both.temperature, both.temperature_end) == (0.5, 3)
 
 
 def test_greedy_texts_do_not_depend_on_the_seed_unless_the_order_does():

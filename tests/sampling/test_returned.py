@@ -49,6 +49,34 @@ class Ranks(dlm_jax.CommitRule):
 
 
 @rule
+class Undeclared(dlm_jax.CommitRule):
+    """Has a field that no setting fills."""
+
+    count: int = 3
+
+    def select(self, context, proposal):
+        """All holes."""
+        return context.is_hole_BL
+
+
+@rule
+class Remembers(dlm_jax.CommitRule):
+    """Returns its whole memory instead of that of the rows."""
+
+    def start_memory(self, num_rows, num_positions):
+        """A number per row."""
+        return dlm_jax.RuleMemory(rows=jnp.zeros(num_rows))
+
+    def select(self, context, proposal):
+        """All holes."""
+        return context.is_hole_BL
+
+    def remember(self, context, proposal, is_committed_BL):
+        """Both parts of the memory."""
+        return context.memory
+
+
+@rule
 class Nothing(dlm_jax.RemaskRule):
     """Forgets to return."""
 
@@ -75,6 +103,7 @@ class Halved(dlm_jax.LogitTransform):
         ({"commit": OnePerRow()}, r"OnePerRow.select returned bool \[\d+\]; return bool \[B, L\]"),
         ({"commit": Scores()}, r"Scores.select returned float32 \[\d+, \d+\]; return bool"),
         ({"commit": Ranks()}, r"Ranks.measure returned int32 \[\d+\]; return float32 \[N\]"),
+        ({"commit": Remembers()}, r"Remembers.remember returned .*; return the per-row arrays"),
         ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return bool \[B, L\]"),
         (
             {"transforms": [Halved(1.0)]},
@@ -85,6 +114,13 @@ class Halved(dlm_jax.LogitTransform):
 def test_a_rule_that_returns_something_else_is_named(settings, said):
     with pytest.raises(ValueError, match=said):
         dlm_jax.generate(toy_model.MODEL, ["A "], gen_length=8, steps=4, **settings)
+
+
+def test_a_field_without_a_setting_is_named():
+    with pytest.raises(TypeError, match="field 'count' of a rule is 3, not an array"):
+        dlm_jax.generate(
+            toy_model.MODEL, ["A "], gen_length=8, steps=4, rules=[Undeclared], order="undeclared"
+        )
 
 
 def _network(**changed):

@@ -91,7 +91,7 @@ def test_with_the_sampler_head_the_model_trains_bit_for_bit_as_without(name, cha
     assert min(metrics["grad_norm"] for metrics in seen) > 2 * optim.clip, "always clipped"
 
     def grouped(*groups: str):
-        stage, network = Stage(groups), cases.model(**cases.BOTH, **changes)
+        stage, network = Stage(groups), cases.model(**cases.WITH_HEADS, **changes)
         optimizer = make_grouped_optimizer(
             optim, heads, cases.records(heads), stage, num_steps=STEPS
         )

@@ -28,7 +28,7 @@ from dlm_jax.training.stages import Stage, StageLoss, stage_at
 from dlm_jax.training.train_step import TrainState, abstract_state, make_train_step
 from dlm_jax.types import Network
 
-ALL = (MAIN, SAMPLER, CRITIC)
+ALL = (MAIN, *(head.name for head in cases.ADDED))
 KEY = functools.partial(jax.random.key, 5)
 SLOW = pytest.mark.slow
 
@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
-    records = cases.records(HeadsConfig(**heads))
+    records = cases.records(HeadsConfig(**heads), add_sampler_head=True, add_critic_head=True)
     for main in ({MAIN}, set()):
         found = [stage_at(step, records, train_main=bool(main)) for step in range(4)]
         assert [set(stage.groups) for stage in found] == [main | groups for groups in expected]
@@ -96,13 +96,17 @@ HALFWAY = HeadsConfig(critic_alpha=0.8, end_critic_iteration=10, sampler_reveal=
 
 def _loss(groups=ALL, *, mesh: str = "one", network: Network | None = None) -> StageLoss:
     return cases.staged(
-        network or cases.model(**cases.BOTH), cases.mixture(0.25), cases.mesh(mesh), groups, HALFWAY
+        network or cases.model(**cases.WITH_HEADS),
+        cases.mixture(0.25),
+        cases.mesh(mesh),
+        groups,
+        HALFWAY,
     )
 
 
 def _watched(**heads: Any) -> tuple[Network, list[jax.Array]]:
     """The model with some heads replaced, and the canvases that its trunk is shown in tracing."""
-    network, shown = cases.model(**cases.BOTH), []
+    network, shown = cases.model(**cases.WITH_HEADS), []
 
     def trunk(params, tokens_BL, length_B, cache):
         shown.append(tokens_BL)
@@ -194,7 +198,7 @@ def _compiled_look():
     return look
 
 
-NOTHING = dict.fromkeys(("elbo", "denoising", "sampler", "critic"), 0.0)
+NOTHING = dict.fromkeys(("elbo", "denoising", *(head.key for head in cases.ADDED)), 0.0)
 
 
 def _look(**weights: float) -> Outcome:
@@ -202,13 +206,17 @@ def _look(**weights: float) -> Outcome:
     return jax.device_get(_compiled_look()(cases.params(), NOTHING | weights))
 
 
-def test_the_sampler_head_learns_from_its_own_loss_alone_and_teaches_nobody_else():
+def test_a_head_learns_from_its_own_loss_alone_and_the_trunk_from_heads_that_train_it():
+    keys = {head.name: head.key for head in cases.ADDED}
+    records = {keys[head.name]: head for head in cases.records(HALFWAY)}
+    assert records["critic"].trains_trunk and not records["sampler"].trains_trunk
     for name in NOTHING:
+        teaches = name not in records or records[name].trains_trunk
         for path, gradient in cases.by_path(_look(**{name: 1.0}).gradient).items():
-            is_own = path.startswith(SAMPLER)
-            if name == "sampler":
-                assert np.any(gradient) == is_own, path
-            elif is_own:
+            owner = keys.get(path.split("/")[0])
+            if owner is not None:
+                assert np.any(gradient) == (owner == name), (name, path)
+            elif not teaches:
                 assert not np.any(gradient), (name, path)
 
 
@@ -315,7 +323,7 @@ def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():
     optimizer = make_grouped_optimizer(
         OptimConfig(), heads, cases.records(heads), Stage(ALL), num_steps=100
     )
-    state = abstract_state(cases.model(**cases.BOTH), optimizer, cases.mesh("cube"))
+    state = abstract_state(cases.model(**cases.WITH_HEADS), optimizer, cases.mesh("cube"))
     places = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         head, *rest = path_name(path).rpartition("sampler_head/inner/kernel")[::-1]

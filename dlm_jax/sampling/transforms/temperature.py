@@ -38,8 +38,9 @@ def _temperature(setting: Setting) -> Setting:
 TEMPERATURE = _temperature(Setting(
     "temperature", 1.0,
     "temperature of the draw: 0 takes the most likely token, otherwise in [1e-6, 1e6]; 1 is "
-    "neutral",
+    "neutral; applies to all steps unless temperature_end is also given",
     low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 to disable it",
+    resets=("temperature_end",),
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
