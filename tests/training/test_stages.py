@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -300,20 +301,24 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
 
         def __call__(self, state, batch, key):
             taken[int(state.step)] = self.stage
-            return state._replace(step=state.step + 1), {"loss": jnp.zeros(())}
+            own = {"sampler": jnp.float32(state.step)} if self.stage.trains(SAMPLER) else {}
+            return state._replace(step=state.step + 1), {"loss": jnp.zeros(()), **own}
 
     monkeypatch.setattr("dlm_jax.training.train_loop.make_train_step", Step)
     monkeypatch.setattr("dlm_jax.training.train_loop._Loop.evaluate", lambda loop: None)
     changes = {
         "model__depth": 1, "model__add_sampler_head": "true", "model__add_critic_head": "true",
         "heads__start_sampler_iteration": 2, "heads__start_critic_iteration": 5,
-        "train__steps": 8,
+        "train__steps": 8, "train__log_every": 4,
     }  # fmt: skip
     outcome = tiny_run.run(tmp_path, **changes)
     assert outcome.step == 8
     main, sampler, critic = ("main", "main + sampler_head", "main + sampler_head + critic_head")
     assert compiled == [main, sampler, critic]
     assert [str(taken[step]) for step in range(8)] == [main] * 2 + [sampler] * 3 + [critic] * 3
+    # A metric is the mean over the steps that have it.
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["sampler"] for line in lines if line["kind"] == "train"] == [2.5, 5.5]
     meta = load_meta(tmp_path)
     assert meta["step"] == 8 and meta["config"]["sample"]["fill"] == "auto"
 
