@@ -1,21 +1,23 @@
 """Prints the memory per chip of sampling from an 8B model on TPUs, according to the compiler.
 
     python -m benchmarks.published_memory [--model llada] [--topology v5e:2x4 ...] [--cache none]
+        [--compiler-options none]
 
 The model is LLaDA-8B or DiffusionGemma-26B-A4B in bfloat16, with 32 rows on a canvas of 1024 and
 the settings of the first preset. The loop of `dlm_jax.generate` is compiled with abstract
 parameters for TPUs that may be absent (extra ``tpu``). On paper, a chip has its share of the
-parameters, all parameters of the current layer, and the whole LM head, which reads out the chip's
-rows. The time of a step is an estimate: the best case, in which all operations except products are
-bound by memory, and the compiler's cycles (`dlm_jax.distributed.costs`). Each loop of unknown
-length counts once: the readout of a chunk, and with a cache the reading of a prompt and of a
-finished block.
+parameters, the whole LM head, which reads out the chip's rows, and all parameters of the current
+layer, unless the layers are split over ``tensor`` or ``expert``. The time of a step is an estimate:
+the best case, in which all operations except products are bound by memory, and the compiler's
+cycles (`dlm_jax.distributed.costs`). Each loop of unknown length counts once: the readout of a
+chunk, and with a cache the reading of a prompt and of a finished block.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import time
 from typing import Any, cast
 
@@ -62,8 +64,12 @@ GEMMA_26B = ModelConfig(
 )  # fmt: skip
 MESHES = {
     "v5e:2x4": (MeshConfig(data=1, fsdp=8), MeshConfig(data=1, tensor=8)),
-    "v5e:4x4": (MeshConfig(data=1, fsdp=16),),
-    "v5p:2x2x1": (MeshConfig(data=1, fsdp=4), MeshConfig(data=1, tensor=4)),
+    "v5e:4x4": (MeshConfig(data=1, fsdp=16), MeshConfig(data=1, expert=16)),
+    "v5p:2x2x1": (
+        MeshConfig(data=1, fsdp=4),
+        MeshConfig(data=1, tensor=4),
+        MeshConfig(data=1, expert=4),
+    ),
 }
 _GIB = 2.0**30
 
@@ -101,7 +107,7 @@ CASES = {
 }  # fmt: skip
 
 
-def abstract_model(case: Case, mesh: Mesh, cache: str) -> Model:
+def abstract_model(case: Case, mesh: Mesh, cache: str, options: tuple[str, ...]) -> Model:
     """The model of a case, with sharded shapes as parameters."""
     network = build(case.model)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -117,7 +123,7 @@ def abstract_model(case: Case, mesh: Mesh, cache: str) -> Model:
     )  # fmt: skip
     return Model(
         network, cast(Any, params), cast(Tokenizer, case.ids), max_length=CANVAS, sample=sample,
-        config=config,
+        config=config, compiler_options=options,
     )  # fmt: skip
 
 
@@ -138,10 +144,12 @@ def abstract_state(model: Model, bucket: Bucket, requests: list[Any], rows: Name
     return jax.tree.map(placed, jax.eval_shape(made))
 
 
-def measure(case: Case, topology: str, config: MeshConfig, cache: str) -> str:
+def measure(
+    case: Case, topology: str, config: MeshConfig, cache: str, options: tuple[str, ...]
+) -> str:
     """A row of the table."""
     mesh = make_mesh(config, topology_devices(topology))
-    model = abstract_model(case, mesh, cache)
+    model = abstract_model(case, mesh, cache, options)
     room = CANVAS - 8
     requests = make_requests(model, {"tokens": [1] * 8}, {"gen_length": room, "steps": room})
     bucket = Bucket(requests, model.facts, CANVAS)
@@ -171,12 +179,15 @@ def measure(case: Case, topology: str, config: MeshConfig, cache: str) -> str:
 def on_paper(model: ModelConfig, mesh: Mesh) -> float:
     """GiB per chip: a share of the parameters, one whole layer, and the LM head."""
     shapes = jax.eval_shape(build(model).init, jax.random.key(0))
-    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    places = shardings(shapes, mesh)
+    shares = jax.tree.map(lambda x, place: math.prod(place.shard_shape(x.shape)), shapes, places)
     layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]))
     layer /= len(model.layers["blocks"])
-    head = model.vocab_size * model.width
     layer = layer if mesh.shape["fsdp"] > 1 else 0
-    return 2 * (total / mesh.size + layer + head) / _GIB
+    table = shapes["embedding" if model.tied_head else "head"]
+    is_split = mesh.shape["fsdp"] * mesh.shape["tensor"] > 1
+    head = sum(leaf.size for leaf in jax.tree.leaves(table)) if is_split else 0
+    return 2 * (sum(jax.tree.leaves(shares)) + layer + head) / _GIB
 
 
 def main() -> None:
@@ -187,6 +198,10 @@ def main() -> None:
         "--topology", nargs="*", default=("v5e:2x4", "v5p:2x2x1"), choices=list(MESHES)
     )
     parser.add_argument("--cache", default="none", choices=("none", "prefix", "dual", "exact"))
+    parser.add_argument(
+        "--compiler-options", nargs="*", default=(), help="as mesh.compiler_options"
+    )
+    parser.add_argument("--mesh", choices=("fsdp", "tensor", "expert"), help="only this mesh")
     args = parser.parse_args()
     print(
         "| topology | mesh | cache | on paper GiB | arguments | temporaries | of a chip | step ms "
@@ -198,7 +213,14 @@ def main() -> None:
         for config in MESHES[topology]:
             if config.tensor > 1 and not case.splits_heads:
                 continue  # a full layer has two key/value heads
-            print(measure(case, topology, config, args.cache), flush=True)
+            if config.expert > 1 and not case.model.experts:
+                continue
+            if args.mesh and getattr(config, args.mesh) == 1:
+                continue
+            print(
+                measure(case, topology, config, args.cache, tuple(args.compiler_options)),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,13 @@ EDITS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""
 
-CASES |= HEADS | EDITS
+RENEWED: dict[str, dict[str, str]] = {
+    "posterior-none-wavefront": {"order": "posterior", "fill": "wavefront"},
+    "posterior-none-parallel-critic": {"order": "posterior", "renew_by": "critic"},
+}
+"""What the heads do where every token can change."""
+
+CASES |= HEADS | EDITS | RENEWED
 
 OWN = "own-own"
 """The rules and the transform that docs/own_rules.md defines outside the package."""
@@ -248,7 +254,7 @@ def params(name: str) -> Params:
 
 
 def _has_heads(name: str) -> bool:
-    return name in HEADS or "wavefront" in name
+    return name in HEADS or name in RENEWED or "wavefront" in name
 
 
 @functools.cache

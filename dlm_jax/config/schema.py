@@ -905,6 +905,13 @@ class Config:
                 value == needed, "objective.process", kind, f"is not supported with {name}",
                 "use 'masked'", name,
             )  # fmt: skip
+        require(
+            getattr(self.heads, "sampler_reveal", 0) > 0
+            or not getattr(model, "add_sampler_head", False),
+            "objective.process", kind,
+            "shows the sampler head no neighbours with heads.sampler_reveal=0",
+            "use heads.sampler_reveal=0.5", "heads.sampler_reveal",
+        )  # fmt: skip
 
     def _check_policy(self) -> None:
         rows, group, model = self.train.batch_size, self.rl.group, self.model

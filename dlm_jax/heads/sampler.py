@@ -226,17 +226,15 @@ def prepare_sampler_inputs(
       length_B: int32, number of live tokens in each row.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
       mask_id: the id of MASK.
-      is_noised_BL: True where a token may be noise. A revealed one is replaced by the true token,
-        as if a step had renewed it.
+      is_noised_BL: True where a token may be noise, which is treated like a hole.
     """
     num_positions = shown_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_hole_BL = shown_BL == mask_id
-    is_seen_BL = (~is_hole_BL | is_revealed_BL) & (place_1L < length_B[:, None])
-    is_true_BL = is_hole_BL
     if is_noised_BL is not None:
-        is_true_BL = is_hole_BL | (is_noised_BL & is_revealed_BL)
-    ids_BL = jnp.where(is_true_BL, tokens_BL, shown_BL)
+        is_hole_BL |= is_noised_BL
+    is_seen_BL = (~is_hole_BL | is_revealed_BL) & (place_1L < length_B[:, None])
+    ids_BL = jnp.where(is_hole_BL, tokens_BL, shown_BL)
     vector_BLD = network.embed(jax.lax.stop_gradient(params), ids_BL)
     vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
 

@@ -153,8 +153,12 @@ class Canvases:
 
         def group(x_BLD: jax.Array, parts: tuple[Params, ...], context: Any) -> jax.Array:
             rows, angles = context
-            for at, place in self._in_group():
-                x_BLD = runs[at](x_BLD, _layer(parts[at], place), (*rows, angles[at]))
+            for at, run in enumerate(runs):
+
+                def layer(x: jax.Array, block: Params, run: Any = run, at: int = at) -> Any:
+                    return run(x, block, (*rows, angles[at])), None
+
+                x_BLD, _ = cpu.over_layers(layer, x_BLD, parts[at])
             return x_BLD
 
         return self.norm(params, cpu.run_blocks(group, x_BLD, self._groups(params), (rows, angles)))
@@ -287,22 +291,28 @@ class Canvases:
 
         def body(x: jax.Array, group: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
             parts, number = group
-            made: list[list[KeyValue]] = [[] for _ in self.layers]
-            for at, place in self._in_group():
-                of, old = self.layers[at], None
-                if kept is not None:
-                    index = number * of.each + place
-                    old = jax.tree.map(lambda leaf, i=index: of_layer(leaf, i), kept[at])
-                    old = old if row_N is None else on_own_rows(rows_of, old, row_N)
+            stacked = []
+            for at, of in enumerate(self.layers):
 
-                def attended(q: Any, k: Any, v: Any, of: Any = of, at: int = at, old: Any = old):
-                    made[at].append((by_group(k), by_group(v)))
-                    return attend(of, q, k, v, old)
+                def layer(
+                    x: jax.Array, own: tuple[Params, jax.Array], of: Stack = of, at: int = at
+                ) -> tuple[jax.Array, KeyValue]:
+                    old, made, (block, place) = None, [], own
+                    if kept is not None:
+                        index = number * of.each + place
+                        old = jax.tree.map(lambda leaf: of_layer(leaf, index), kept[at])
+                        old = old if row_N is None else on_own_rows(rows_of, old, row_N)
 
-                module = of.module_of(_layer(parts[at], place))
-                x = module.behind(x, turns[at], attended, is_canvas_N1)
-            stacked = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *own) for own in made)
-            return x, stacked
+                    def attended(q: Any, k: Any, v: Any) -> jax.Array:
+                        made.append((by_group(k), by_group(v)))
+                        return attend(of, q, k, v, old)
+
+                    x = of.module_of(block).behind(x, turns[at], attended, is_canvas_N1)
+                    return x, made[0]
+
+                x, made = cpu.over_layers(layer, x, (parts[at], jnp.arange(of.each)))
+                stacked.append(made)
+            return x, tuple(stacked)
 
         groups = self._groups(params)
         numbers = jnp.arange(_first_leaf(groups).shape[0])
@@ -321,14 +331,6 @@ class Canvases:
             jax.tree.map(lambda leaf, n=of.each: leaf.reshape(-1, n, *leaf.shape[1:]), blocks)
             for of, blocks in zip(self.layers, stacks(params), strict=True)
         )
-
-    def _in_group(self) -> list[tuple[int, int]]:
-        """Returns (index of the stack, index in the stack) of each layer of the first group."""
-        return [(at, place) for at, of in enumerate(self.layers) for place in range(of.each)]
-
-
-def _layer(part: Params, place: int) -> Params:
-    return jax.tree.map(lambda leaf: leaf[place], part)
 
 
 def _first_leaf(tree: Any) -> jax.Array:

@@ -115,6 +115,9 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
         draw_key_B,
     )
     filled = _propose(program, params, (*rows, commit.preference_BL))
+    if state.rules.commit.reads_head:
+        wrong_BL, asks_B = _doubts(program, params, state, output, filled.proposal.tokens_BL)
+        commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + asks_B
     return StepInputs(
         is_open_BL, is_read_BL, commit, context, output, cache, forwards_B, positions_B,
         draw_key_B, remask_key_B, filled,
@@ -444,8 +447,12 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             state.canvas.tokens_BL if commit.renews else None,
             None if signal is None else functools.partial(signal, params),
         )  # fmt: skip
+        is_seen_BL = is_token(program, state)
+        if commit.renews:  # the blocks behind the current one are noise
+            place_1L = jnp.arange(is_open_BL.shape[1])[None]
+            is_seen_BL &= state.canvas.frozen_BL | (place_1L < state.block.begin_B[:, None])
         wanted = Wanted(
-            is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
+            is_open_BL, is_seen_BL, context.tokens_BL, context.length_B,
             is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
             kept,
             state.canvas.frozen_BL,
@@ -634,21 +641,44 @@ def _wrongness(
     remask = state.rules.remask
     if remask is None or not remask.reads_head:
         return None
-    head = program.network.heads[remask.reads_head]
     tokens_BL = state.canvas.tokens_BL
     is_filled_BL = (candidate_BL >= 0) & (tokens_BL == program.mask_id)
     filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
 
     def ask() -> jax.Array:
         hidden_BLD = hidden(program.network, params, filled_BL, state.canvas.length_B)
-        logit_P = returned(
-            head(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])), program.network,
-            remask.reads_head, "N", (filled_BL.size,), jnp.float32,
-        )  # fmt: skip
-        return jax.nn.sigmoid(logit_P).reshape(filled_BL.shape)
+        return _asked(program, params, remask.reads_head, hidden_BLD)
 
     nothing_BL = jnp.zeros(filled_BL.shape, jnp.float32)
     return jax.lax.cond(jnp.any(goes_on_B & remask.is_active()), ask, lambda: nothing_BL)
+
+
+def _doubts(
+    program: Program, params: Params, state: State, output: TrunkOutput, candidate_BL: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The sigmoid of the head that the commit rule reads, and True ``[B]`` for rows that require
+    another forward pass, which reads the candidates at MASK.
+    """
+    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
+    is_filled_BL = is_free(state) & (tokens_BL == program.mask_id)
+    asks_B = jnp.any(is_filled_BL, axis=1) & is_stepping(state)
+    filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
+    hidden_BLD = jax.lax.cond(
+        jnp.any(asks_B),
+        lambda: hidden(program.network, params, filled_BL, length_B),
+        lambda: output.hidden_BLD,
+    )
+    hidden_BLD = jnp.where(asks_B[:, None, None], hidden_BLD, output.hidden_BLD)
+    return _asked(program, params, state.rules.commit.reads_head, hidden_BLD), asks_B
+
+
+def _asked(program: Program, params: Params, name: str, hidden_BLD: jax.Array) -> jax.Array:
+    """The sigmoid of a head at every position, ``[B, L]``."""
+    logit_P = returned(
+        program.network.heads[name](params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])),
+        program.network, name, "N", (hidden_BLD.shape[0] * hidden_BLD.shape[1],), jnp.float32,
+    )  # fmt: skip
+    return jax.nn.sigmoid(logit_P).reshape(hidden_BLD.shape[:2])
 
 
 def _settled(

@@ -220,7 +220,7 @@ def test_the_critic_is_asked_about_every_token_that_may_be_noise():
     assert 1 < wrong.sum() < wrong.size - 1
 
 
-def test_a_renewed_neighbour_of_noise_shows_its_true_token():
+def test_a_neighbour_that_may_be_noise_shows_its_true_token_or_nothing():
     network = _network()
     shown, tokens, is_revealed, is_noised = _supervised()
     inputs = prepare_sampler_inputs(
@@ -228,9 +228,10 @@ def test_a_renewed_neighbour_of_noise_shows_its_true_token():
         jnp.zeros((*shown.shape, WIDTH)), jnp.asarray(LENGTH_B), jnp.asarray(is_revealed),
         mask_id=toy.MASK, is_noised_BL=jnp.asarray(is_noised),
     )  # fmt: skip
-    seen = np.where(is_revealed & (is_noised | (shown == toy.MASK)), tokens, shown)
+    is_open = is_noised | (shown == toy.MASK)
+    seen = np.where(is_revealed & is_open, tokens, shown)
     expected = np.asarray(_params(network)["embedding"])[seen]
-    expected[(shown == toy.MASK) & ~is_revealed] = 0
+    expected[is_open & ~is_revealed] = 0
     expected[np.arange(POSITIONS)[None] >= LENGTH_B[:, None]] = 0
     np.testing.assert_array_equal(inputs.left_BLCD[:, 1:, 0], expected[:, :-1])
     assert (is_revealed & is_noised & (shown != tokens) & (shown != toy.MASK)).any()

@@ -65,10 +65,14 @@ def test_heads_learn_from_random_tokens(tmp_path):
     lines = [line for line in tiny_run.records(tmp_path / "both") if "sampler" in line]
     assert lines[-1]["sampler"] < lines[0]["sampler"] - 0.2
     model = dlm_jax.load(tmp_path / "both")
-    # Waves and remasking need holes; the texts do not.
-    assert dlm_jax.generate(model, ["The "], num_samples=2).texts
+    texts = [
+        dlm_jax.generate(model, ["The "], num_samples=2, steps=4, **settings).texts
+        for settings in ({}, {"fill": "wavefront"}, {"renew_by": "critic"})
+    ]
+    assert all(text.startswith("The ") for pair in texts for text in pair)
+    assert texts[0] != texts[1] and texts[0] != texts[2]
     for settings, line in (
-        ({"fill": "wavefront"}, "fill='wavefront' is not supported with order='posterior'"),
+        ({"renew_by": "critic", "fill": "wavefront"}, "is not supported with fill='wavefront'"),
         ({"remask": "scheduled", "remask_by": "critic"}, "remask='scheduled' is not supported"),
     ):
         with pytest.raises(ValueError, match=line):
@@ -113,6 +117,10 @@ def test_the_critic_is_asked_which_tokens_are_random():
                 "heads": HeadsConfig(sampler_trunk_share=0.5),
             },
             "is not supported with heads.sampler_trunk_share",
+        ),
+        (
+            {"model": ModelConfig(add_sampler_head=True)},
+            "shows the sampler head no neighbours with heads.sampler_reveal=0",
         ),
         ({"model": ModelConfig(mode="sequence_scorer")}, "is not supported with model.mode"),
         ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "is not supported with rl.reward"),

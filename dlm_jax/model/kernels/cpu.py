@@ -233,6 +233,22 @@ def run_blocks(
     return _run_blocks(block, x, blocks, context)
 
 
+def over_layers(
+    body: Callable[[jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, layers: Any
+) -> tuple[jax.Array, Any]:
+    """`jax.lax.scan` over the layers of a group, which is unrolled on CPU.
+
+    On accelerators, a loop gathers the parameters of one layer at a time and compiles one layer.
+    """
+    if platform() != "cpu":
+        return lax.scan(body, x, layers)
+    made = []
+    for place in range(jax.tree.leaves(layers)[0].shape[0]):
+        x, own = body(x, jax.tree.map(lambda leaf, at=place: leaf[at], layers))
+        made.append(own)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
+
+
 def _scan(block: Any, x: jax.Array, blocks: Any, context: Any, *, unroll: int) -> jax.Array:
     def body(x: jax.Array, parameters: Any) -> tuple[jax.Array, None]:
         return block(x, parameters, context), None

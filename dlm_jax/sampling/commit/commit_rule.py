@@ -69,6 +69,8 @@ class CommitContext(NamedTuple):
       is_token_BL: True at all live tokens of the canvas except MASK.
       attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
         the forward pass of the step; None if the rule's `map_blocks` is 0.
+      wrong_BL: float32 probability that each current token is wrong, according to the head that the
+        rule reads, for the canvas with candidates at MASK; None if the rule reads no head.
     """
 
     is_hole_BL: jax.Array
@@ -82,6 +84,7 @@ class CommitContext(NamedTuple):
     standing: Standing | None = None
     is_token_BL: jax.Array | None = None
     attention_BLL: jax.Array | None = None
+    wrong_BL: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -93,7 +96,8 @@ class Proposal(NamedTuple):
       final_logprob_BL: float32, log-probability of the candidate under the logits it was drawn
         from, after all transforms; 0 if no transform of the row reads it.
       confidence_BL: float32, the result of the rule's `measure`; higher is more confident. If the
-          rule `renews`, this is the confidence of the current token.
+          rule `renews`, this is the confidence of the current token. If the candidates are a joint
+          draw, the confidence is 1 where the current token is the candidate, and otherwise 0.
     """
 
     tokens_BL: jax.Array
@@ -125,6 +129,10 @@ class CommitRule(Rule):
     scale: ClassVar[float] = 0.0
     map_blocks: ClassVar[int] = 0
     remembers_ids: ClassVar[bool] = False
+
+    reads_head: str = ""
+    """Name of the head in `Network.heads` whose sigmoid is ``context.wrong_BL``; static. It costs a
+    forward pass in rows with MASK."""
 
     @classmethod
     def check(cls, row: Any) -> None:

@@ -46,6 +46,16 @@ class EntropyRenoise(Renewing, EntropyBound):
     stop_B: jax.Array = per_row(RENOISE_STOP)
 
     @classmethod
+    def check(cls, row: Any) -> None:
+        if row.fill == "wavefront":
+            raise SettingError(
+                "fill", row.fill,
+                "draws tokens jointly, but order='entropy_renoise' accepts each token by its own "
+                "entropy", "use fill='parallel', or order='posterior'",
+            )  # fmt: skip
+        super().check(row)
+
+    @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
         if facts.process is None or facts.process.is_masked:

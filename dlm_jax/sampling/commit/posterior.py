@@ -26,7 +26,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     Standing,
     uniform,
 )
-from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, rule
+from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, rule, static
 
 POSTERIOR_START = Setting(
     "posterior_start", 1.0,
@@ -45,11 +45,17 @@ CORRECTOR_SHARE = Setting(
     low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
 
+RENEW_BY = Setting(
+    "renew_by", "probability",
+    "order=posterior: what decides whether a token is wrong: its probability under the network "
+    "(probability), or the critic head (critic), which costs a forward pass if the canvas has MASK",
+    choices={"probability": "", "critic": "critic"}, activates=False,
+)  # fmt: skip
+
 _NEEDS: dict[str, tuple[Any, ...]] = {
-    "fill": ("parallel", "auto"), "remask": ("none",), "cache": ("none", "exact"),
-    "guidance": (0.0,), "structure": ("",),
+    "remask": ("none",), "cache": ("none", "exact"), "guidance": (0.0,), "structure": ("",),
 }  # fmt: skip
-_KIND_SALT, _NOISE_SALT, _PLACE_SALT = 0x6B696E64, 0x6D61736B, 0x706C6163
+_KIND_SALT, _NOISE_SALT, _PLACE_SALT, _WRONG_SALT = 0x6B696E64, 0x6D61736B, 0x706C6163, 0x77726F6E
 
 
 class NoiseProcess(Protocol):
@@ -95,13 +101,18 @@ class StepPlace(NamedTuple):
 
 
 class Renewing(CommitRule):
-    """A rule that can change every token of a block until the block ends."""
+    """A rule that can change every token of a block until the block ends.
+
+    Attributes:
+      fills: the supported values of ``fill``.
+    """
 
     renews = True
+    fills: ClassVar[tuple[str, ...]] = ("parallel", "auto")
 
     @classmethod
     def check(cls, row: Any) -> None:
-        for name, fine in _NEEDS.items():
+        for name, fine in {"fill": cls.fills, **_NEEDS}.items():
             given = getattr(row, name)
             if given not in fine:
                 raise SettingError(
@@ -146,31 +157,62 @@ class Posterior(Renewing):
     c_s(z))`` and is replaced with weight ``c_t(z) - r c_s(z)``. The replacement is drawn from the
     model with probability ``alpha_s``, and otherwise from the noise.
 
+    These are the weights of ``q(z_s | z_t, x)``, averaged over a token x whose posterior is derived
+    from p. Two options draw x first and use the weights for this x, where p(z) is 1 if x is z, and
+    otherwise 0. With a fill in waves, the candidates are a joint draw of x. With the critic, which
+    predicts the probability w that z is wrong, x is the candidate with probability ``w / (1 -
+    p(z))``, and otherwise z, so x differs from z with probability w. If the critic is exact,
+    outcomes have the same distribution as without it. Corrector steps do not use the critic.
+
     Of the S steps of a block, the first and the last are reverse steps, and at most
     ``corrector_steps_B`` corrector steps precede every reverse step but the first.
     """
 
     about = "reverse steps of the noise process; any token can change until the end"
+    fills = (*Renewing.fills, "wavefront")
 
     start_B: jax.Array = per_row(POSTERIOR_START)
     corrector_steps_B: jax.Array = per_row(CORRECTOR_STEPS)
     corrector_share_B: jax.Array = per_row(CORRECTOR_SHARE)
     process: NoiseProcess = fact("process")
+    reads_head: str = static(RENEW_BY)
     schedule: NoiseSchedule = fact("noise")
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
+        asks, in_waves = row.renew_by == "critic", row.fill == "wavefront"
+        only_masks = facts.process is None or facts.process.is_masked
+        for is_refused, name, why, remedy in (
+            (asks and "critic" not in facts.heads, "renew_by",
+             "requires a critic head, which this model lacks",
+             "use renew_by='probability', or train one with model.add_critic_head"),
+            (asks and only_masks, "renew_by", "has no effect, because the only noise is MASK",
+             "use renew_by='probability'"),
+            (asks and in_waves, "renew_by",
+             "is not supported with fill='wavefront', which draws wrong tokens jointly",
+             "use fill='parallel'"),
+            (asks and row.cache != "none", "renew_by", "reads whole rows", "use cache='none'"),
+            (in_waves and only_masks, "fill",
+             "is not supported with order='posterior' if the only noise is MASK",
+             "use order='ancestral'"),
+        ):  # fmt: skip
+            if is_refused:
+                raise SettingError(name, getattr(row, name), why, remedy)
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         """Noise of level 1 for every position."""
         return self._noise(standing, key_B, jnp.ones_like(self.start_B))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        kind_BL = self._kind(context, proposal)
-        return context.is_hole_BL & (kind_BL == 0)
+        kind_BL, is_candidate_BL = self._outcome(context, proposal)
+        return context.is_hole_BL & (kind_BL == 0) & is_candidate_BL
 
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """New noise where `_kind` selects it, and the current token elsewhere."""
+        """New noise where `_outcome` selects it, and the current token elsewhere."""
         standing = context.standing
         assert standing is not None, "the rule renews"
-        kind_BL = self._kind(context, proposal)
+        kind_BL, _ = self._outcome(context, proposal)
         noise_BL = self._noise(standing, context.key_B, self._levels(context)[1])
         return jnp.where(kind_BL == 1, noise_BL, standing.tokens_BL)
 
@@ -242,10 +284,21 @@ class Posterior(Renewing):
         s_B = self.start_B * jnp.maximum(1.0 - (turn.done + 1) / number_B, 0.0)
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
-    def _kind(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """The outcome ``[B, L]``: 0 for the candidate, 1 for new noise, 2 for the current token."""
+    def _outcome(self, context: CommitContext, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
+        """The outcome ``[B, L]``: 0 for the clean token, 1 for new noise, 2 for the current token;
+        and True where the clean token is the candidate, not the current token.
+        """
         corrects_B1 = self._turn(context).corrects[:, None]
         own_BL = proposal.confidence_BL
+        is_candidate_BL = jnp.ones(own_BL.shape, bool)
+        if context.wrong_BL is not None:
+            assert context.standing is not None, "the rule renews"
+            drawn_BL = uniform(_salted(context.key_B, _WRONG_SALT), own_BL.shape[1])
+            is_candidate_BL = drawn_BL * (1.0 - own_BL) < context.wrong_BL
+            is_candidate_BL |= context.standing.is_mask_BL
+            is_same_BL = proposal.tokens_BL == context.standing.tokens_BL
+            own_BL = (is_same_BL | ~is_candidate_BL).astype(jnp.float32)
+            is_candidate_BL |= corrects_B1
         chances = jax.tree.map(
             lambda corrected_BL, reverse_BL: jnp.where(corrects_B1, corrected_BL, reverse_BL),
             self.corrections(context), self.chances(context, own_BL),
@@ -253,7 +306,8 @@ class Posterior(Renewing):
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + chances.stay)
-        return jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
+        kind_BL = jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
+        return kind_BL, is_candidate_BL
 
     def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
         """Noise ``[B, L]`` at a level: MASK, or random ids that can be written in the row."""

@@ -291,11 +291,12 @@ class CandidateWriter:
         if drawn is not None:
             policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
             drawn = _recorded(drawn, places_N, is_real_N, policy_N, clean_NV)
-        signal_BLD = found.signal_BLD
+        signal_BLD, final_NV = found.signal_BLD, None
         if self.signal is not None:
             final_NV = self.chain.apply(self.prepared, clean_NV, at)
             signal_BLD = put(signal_BLD, places_N, is_real_N, self.signal(final_NV))
-        kept, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
+        given = places_N, clean_NV, drawable_NV, ids_N, logprob_N, at
+        kept, sure_N = self._observed(*given, final_NV)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
             proposal=put(found.proposal, places_N, is_real_N, proposal),
@@ -339,14 +340,17 @@ class CandidateWriter:
         ids_N: jax.Array,
         logprob_N: jax.Array,
         at: At,
+        final_NV: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
         """The updated memory of the positions, and the confidence of the candidates.
 
         The memory and the confidence are computed from the logits that `CommitRule.weighed`
-        selects.
+        selects. `final_NV` are the clean logits after the chain, if they are known.
         """
 
         def filtered() -> jax.Array:
+            if drawable_NV is None and final_NV is not None:
+                return final_NV
             drawable = clean_NV if drawable_NV is None else drawable_NV
             return self.chain.apply(self.prepared, drawable, at)
 

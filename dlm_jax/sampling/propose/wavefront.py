@@ -222,6 +222,11 @@ class Wavefront(FillRule):
     position. Candidates at starting positions are drawn from the LM head, and all others from the
     sampler head, both after the row's chain. A neighbour is visible to a position if it belongs to
     an earlier wave, regardless of other rows and of chunks.
+
+    With a rule that renews tokens, the sampler head also draws the candidates at starting
+    positions. It reads the current tokens through the hidden vectors, so the candidates are a draw
+    from the joint distribution of the clean tokens given the canvas. The confidence of a current
+    token is 1 if it is drawn again, and otherwise 0.
     """
 
     about = "in waves by the sampler head, given the neighbours"
@@ -255,15 +260,20 @@ class Wavefront(FillRule):
             ),
             lambda: jnp.zeros_like(is_far_BL),
         )
-        is_grown_BL = is_open_BL & ~is_first_BL
+        is_grown_BL, standing_BL = is_open_BL & ~is_first_BL, writer.standing_BL
         wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
         is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
         level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
         found = _grow(
-            reader, writer, found, level_BL, is_grown_BL, wanted.tokens_BL, self.temperature_B
-        )
+            reader, writer, found, level_BL,
+            is_grown_BL if standing_BL is None else is_open_BL,
+            wanted.tokens_BL, self.temperature_B,
+        )  # fmt: skip
+        if standing_BL is not None:
+            is_again_BL = (found.proposal.tokens_BL == standing_BL).astype(jnp.float32)
+            found = found._replace(proposal=found.proposal._replace(confidence_BL=is_again_BL))
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
         counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
         if found.drawn is not None:

@@ -19,6 +19,7 @@ from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
 from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.loop import make_advance
+from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.state import start
@@ -34,17 +35,14 @@ def oracle(name: str, temperature: float) -> Enumerated:
     return Enumerated(table / temperature, name, len(STATES) - 1, enumerable.LETTERS)
 
 
-@functools.cache
-def _advance():
-    return make_advance(enumerable.MODEL.program())
-
-
-def written(name: str, canvas: tuple[int, ...], tables=(), **settings) -> np.ndarray:
+def written(
+    name: str, canvas: tuple[int, ...], tables=(), *, model=enumerable.MODEL, **settings
+) -> np.ndarray:
     """How often each canvas of letters and MASK is the last one, ``[27]``.
 
-    The network has one table, or another one at each step.
+    The network has one table, or another one at each step, or other parameters.
     """
-    facts = enumerable.MODEL.facts._replace(process=process_of(name))
+    facts, advance = model.facts._replace(process=process_of(name)), make_advance(model.program())
     sample = SampleConfig(
         **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
     )
@@ -60,8 +58,9 @@ def written(name: str, canvas: tuple[int, ...], tables=(), **settings) -> np.nda
         frozen_BL=jnp.zeros((ROWS, len(canvas)), bool),
     )
     for table in tables:
-        state = _advance()(enumerable.PARAMS | {"table": table}, state, 1)
-    state = _advance()(enumerable.PARAMS, state, 1000)
+        new = table if isinstance(table, dict) else {"table": table}
+        state = advance(model.params | new, state, 1)
+    state = advance(model.params, state, 1000)
     assert (np.asarray(state.status_B) == Status.DONE).all()
     assert (np.asarray(state.step_B) == sample.steps).all()
     return np.bincount(np.asarray(enumerable.code(state.canvas.tokens_BL)), minlength=27)
@@ -164,6 +163,132 @@ def test_a_draft_is_where_the_chain_begins(name):
         assert p_value(counts, law) > 1e-3
 
 
+def _read(params, tokens_BL, length_B, cache):
+    """The logits of each position, the critic's logit, and the numbers of canvas and position."""
+    number_B = enumerable.code(tokens_BL[:, :3])
+    place_BL = jnp.broadcast_to(jnp.arange(3.0), (len(number_B), 3))
+    whole_BL = jnp.broadcast_to(number_B[:, None].astype(jnp.float32), place_BL.shape)
+    wrong_BL = params["wrong"][number_B]
+    parts = (params["table"][number_B], *(x[..., None] for x in (wrong_BL, whole_BL, place_BL)))
+    hidden_BLD = jnp.concatenate(parts, axis=-1)
+    return jnp.pad(hidden_BLD, ((0, 0), (0, tokens_BL.shape[1] - 3), (0, 0))), cache
+
+
+def _beside(params, left_NCD, hidden_ND, right_NCD):
+    number_N, place_N = (hidden_ND[:, at].astype(jnp.int32) for at in (-2, -1))
+    sides = (jnp.where(x[:, 0].sum(-1) > 0, x[:, 0].argmax(-1), 2) for x in (left_NCD, right_NCD))
+    return params["beside"][(number_N, place_N, *sides)]
+
+
+@functools.cache
+def with_heads() -> Model:
+    """The model of the tables, with a critic and a sampler head that are tables."""
+    network = dataclasses.replace(
+        enumerable.NETWORK, trunk=_read, readout=lambda params, x_ND: x_ND[:, : enumerable.V],
+        heads={"critic": lambda params, x_ND: x_ND[:, -3], "sampler": SamplerReadout(_beside)},
+    )  # fmt: skip
+    params = {
+        "table": enumerable.PARAMS["table"],
+        "wrong": jnp.zeros((27, 3)),
+        "beside": jnp.zeros((27, 3, 3, 3, enumerable.V)),
+    }
+    return Model(network, params, enumerable.TOKENIZER, max_length=3)
+
+
+def knowing_wrong(chain: Enumerated, v: float):
+    """The logits of the probabilities that the tokens of each canvas are wrong."""
+    alpha, c = chain.at(v)
+    own = np.take_along_axis(chain.p, np.array(chain.states)[..., None], axis=-1)[..., 0]
+    noise = c[np.array(chain.states)]
+    wrong = noise * (1 - own) / np.maximum(alpha * own + noise, 1e-30)
+    return jnp.asarray(np.log(np.maximum(wrong, 1e-30)) - np.log1p(-np.minimum(wrong, 1 - 1e-7)))
+
+
+def test_a_critic_that_knows_leaves_the_law_of_the_chain_as_it_is():
+    chain, steps = oracle("uniform", 1.0), 3
+    levels = np.linspace(1.0, 0.0, steps + 1)
+    law = chain.law(levels)
+    settings = {"steps": steps, "renew_by": "critic", "model": with_heads()}
+    told = [{"wrong": knowing_wrong(chain, v)} for v in levels[:-1]]
+    assert p_value(written("uniform", (MASK,) * 3, told, **settings), law) > 1e-3
+    # Another critic gives other texts.
+    assert p_value(written("uniform", (MASK,) * 3, **settings), law) < 1e-3
+
+
+def test_the_tokens_that_the_critic_marks_are_renewed_and_no_others():
+    draft, right, chain = (1, 0, 1), (0, 1, 0), oracle("uniform", 1.0)
+    table = jnp.zeros((27, 3, enumerable.V)).at[:, jnp.arange(3), jnp.array(right)].set(9.0)
+    for is_marked, text in (([False, True, False], (1, 1, 1)), ([True] * 3, right)):
+        wrong = jnp.ones((27, 1)) * jnp.where(jnp.array(is_marked), 1e9, -1e9)[None]
+        counts = written(
+            "uniform", draft, [{"table": table, "wrong": wrong}], steps=1, posterior_start=0.3,
+            temperature=0.0, renew_by="critic", model=with_heads(),
+        )  # fmt: skip
+        assert counts[chain.states.index(text)] == ROWS
+
+
+@pytest.mark.slow
+def test_the_critic_reads_the_candidates_at_mask_in_a_forward_pass_of_its_own():
+    model = with_heads()
+    config = Config(objective=ObjectiveConfig(process="mixed"))
+    result = dlm_jax.generate(
+        dataclasses.replace(model, config=config), [""], num_samples=32, steps=2, gen_length=3,
+        order="posterior", renew_by="critic", ignore_eos=True,
+    )  # fmt: skip
+    # All tokens are MASK before the first step, and some or none are before the second.
+    assert set(np.asarray(result.forwards).tolist()) == {3, 4}
+
+
+@functools.cache
+def markov() -> np.ndarray:
+    """A law of texts, ``[27]``: a letter is mostly that before it, and tells all of the next."""
+    stays = np.array([[0.9, 0.1], [0.2, 0.8]])
+    texts = oracle("masked", 1.0).states
+    law = [
+        0.0 if max(x) > 1 else (0.6, 0.4)[x[0]] * stays[x[0], x[1]] * stays[x[1], x[2]]
+        for x in texts
+    ]
+    return np.array(law)
+
+
+def knowing_beside(name: str, v: float):
+    """The logits of a sampler head that knows the law of a letter given a canvas at a level and the
+    clean letters beside it, ``[27, 3, 3, 3, V]``; 2 is a letter that it does not see.
+    """
+    chain = oracle(name, 1.0)
+    found = np.zeros((27, 3, 3, 3, enumerable.V))
+    for text, chance in zip(chain.states, markov(), strict=True):
+        shown = chance * chain.shown(text, v)
+        for i in range(3):
+            left, right = (text[j] if 0 <= j < 3 else 2 for j in (i - 1, i + 1))
+            for seen in itertools.product({left, 2}, {right, 2}):
+                found[(slice(None), i, *seen, text[i])] += shown
+    return jnp.asarray(np.log(np.maximum(found, 1e-30)), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["uniform", pytest.param("mixed", marks=pytest.mark.slow)])
+def test_texts_in_waves_follow_the_joint_law_in_any_number_of_steps(name):
+    """Candidates are a joint draw of the clean text, which leaves reverse steps without error."""
+    model = with_heads()
+    for reverse, correctors, moving in ((1, 0, 1), (2, 0, 1), (3, 1, 3)):
+        levels = levels_of(reverse, correctors)
+        told = [
+            {"table": log_table(oracle(name, 1.0).knowing(markov(), v)),
+             "beside": knowing_beside(name, v)}
+            for v, _ in levels
+        ]  # fmt: skip
+        counts = written(
+            name, (MASK,) * 3, told, steps=len(levels), fill="wavefront", model=model,
+            corrector_steps=correctors, corrector_share=moving / 3,
+        )  # fmt: skip
+        assert p_value(counts, markov()) > 1e-3
+        # Independent candidates follow another law.
+        alone = oracle(name, 1.0).start()
+        for v, to in levels_of(reverse, 0):
+            alone = oracle(name, 1.0).knowing(markov(), v).step(alone, v, to)
+        assert p_value(counts, alone) < 1e-3
+
+
 def accepted(entropy: np.ndarray, bound: float) -> list[int]:
     """Positions in rising order of entropy while the sum of those before is at most the bound."""
     order = [int(i) for i in np.argsort(entropy)]
@@ -241,6 +366,8 @@ def test_a_uniform_model_writes_by_its_own_order():
         ({"cache": "prefix"}, "cache='prefix' is not supported with"),
         ({"cache": "exact"}, "cache='exact' is not supported with"),
         ({"fill": "speculative"}, "fill='speculative' is not supported with"),
+        ({"fill": "wavefront", "order": "entropy_renoise"}, "by its own entropy"),
+        ({"renew_by": "critic"}, "renew_by='critic' requires a critic head"),
         ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
         ({"edit": True}, "edit=True is not supported with"),
         ({"renoise_start": 0.5}, "renoise_start=0.5 is not supported with"),
