@@ -529,7 +529,12 @@ class Cost:
 
 
 def cost(
-    text: str, torus: Torus, mode: Mode = "roof", *, repeats: Mapping[str, int] | None = None
+    text: str,
+    torus: Torus,
+    mode: Mode = "roof",
+    *,
+    repeats: Mapping[str, int] | None = None,
+    kernels: Mapping[str, float] | None = None,
 ) -> Cost:
     """The cost per device of a program, given the text ``compiled.as_text()``.
 
@@ -539,9 +544,11 @@ def cost(
       mode: see `Mode`.
       repeats: iterations of the loops that directly follow a `jax.named_scope` of this name,
         instead of their own bounds.
+      kernels: seconds of Pallas kernels by their names, for ``cycles``; other kernels, except
+        attention kernels, count as free.
     """
     module = parse(text)
-    return _Timeline(module, module.entry, torus, mode, repeats or {}).read()
+    return _Timeline(module, module.entry, torus, mode, repeats or {}, kernels or {}).read()
 
 
 class _Timeline:
@@ -551,9 +558,15 @@ class _Timeline:
     """
 
     def __init__(
-        self, module: Module, name: str, torus: Torus, mode: Mode, repeats: Mapping[str, int]
+        self,
+        module: Module,
+        name: str,
+        torus: Torus,
+        mode: Mode,
+        repeats: Mapping[str, int],
+        kernels: Mapping[str, float],
     ):
-        self.module, self.torus, self.repeats = module, torus, repeats
+        self.module, self.torus, self.repeats, self.kernels = module, torus, repeats, kernels
         self.mode: Mode = mode
         self.known: dict[str, Cost] = {}
         self.products: dict[str, float] = {}
@@ -570,7 +583,7 @@ class _Timeline:
 
     def _of(self, name: str) -> Cost:
         if name not in self.known:
-            inner = _Timeline(self.module, name, self.torus, self.mode, self.repeats)
+            inner = _Timeline(self.module, name, self.torus, self.mode, self.repeats, self.kernels)
             inner.known, inner.products = self.known, self.products
             self.known[name] = inner.read()
         return self.known[name]
@@ -693,7 +706,14 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """Adds the cost of an attention kernel's matrix products; other kernels count as free."""
+        """Adds the cost of a known kernel, or of an attention kernel's matrix products."""
+        if (known := self.kernels.get(operation.name.rpartition(".")[0])) is not None:
+            given = sum(_in_memory(self.types[x]) for x in operation.operands if x in self.types)
+            size = given + _in_memory(operation.type)
+            self.cost.memory_bytes += size
+            seconds = size / self.torus.chip.bandwidth
+            self.cost.seconds += seconds if self.mode == "roof" else max(seconds, known)
+            return
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         dims = [shapes[0].dims for shapes in given if shapes]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]

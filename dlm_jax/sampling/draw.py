@@ -52,9 +52,10 @@ def draw_with(
     divisor_N: Array | None = None,
     *,
     method: str = "inverse_cdf",
+    weight_NC: Array | None = None,
 ) -> Array:
     """The ids that `draw` would return for logits divided by `divisor_N` (1 if None), given the
-    `noise` of the keys.
+    `noise` of the keys and the sums of `vocab.exp_columns`, if they are known.
     """
     # Never draw from bfloat16 logits, because their tail collapses.
     logits_NV = logits_NV.astype(jnp.float32)
@@ -62,7 +63,8 @@ def draw_with(
         if divisor_N is not None:
             logits_NV = vocab.divide(logits_NV, divisor_N)
         return _gumbel(logits_NV, noise)
-    _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
+    if weight_NC is None:
+        _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
     return _inverse_cdf(logits_NV, weight_NC, noise, divisor_N)
 
 
@@ -73,6 +75,7 @@ def choose_with(
     divisor_N: Array | None = None,
     *,
     method: str = "inverse_cdf",
+    weight_NC: Array | None = None,
 ) -> Array:
     """Ids `[N]`: the argmax where `is_greedy_N` is True, and the ids of `draw_with` elsewhere.
 
@@ -86,17 +89,19 @@ def choose_with(
     drawn_N = jax.lax.cond(
         is_greedy_N.all(),
         lambda x, n: none_N,
-        lambda x, n: draw_with(x, n, divisor_N, method=method),
+        lambda x, n: draw_with(x, n, divisor_N, method=method, weight_NC=weight_NC),
         logits_NV,
         noise,
     )
     return jnp.where(is_greedy_N, best_N, drawn_N)
 
 
-def log_prob(logits_NV: Array, ids_N: Array) -> Array:
-    """Log-probability `[N]` in nats of one id per position under `softmax(logits)`."""
+def log_prob(logits_NV: Array, ids_N: Array, sums: tuple[Array, Array] | None = None) -> Array:
+    """Log-probability `[N]` in nats of one id per position under `softmax(logits)`, given the
+    `vocab.exp_columns` of the logits, if they are known.
+    """
     logits_NV = logits_NV.astype(jnp.float32)
-    max_N, weight_NC = vocab.exp_columns(logits_NV)
+    max_N, weight_NC = vocab.exp_columns(logits_NV) if sums is None else sums
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
     return chosen_N - max_N - jnp.log(weight_NC.sum(-1))
 

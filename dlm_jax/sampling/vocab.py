@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
 _USUAL_WIDTH = 1024
 _BLOCK = 256
+RESIDENT_WIDTH = 1024
 
 
 def sorts_whole_rows() -> bool:
@@ -33,9 +35,69 @@ def sorts_whole_rows() -> bool:
 
     On a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
     of the compile time of this module's workarounds. Truncation takes one pass after a ``top_k``
-    instead of about fifteen passes (`dlm_jax.sampling.transforms.truncate`).
+    instead of about fifteen passes (`dlm_jax.sampling.transforms.truncate`), or runs in a kernel
+    (`dlm_jax.sampling.transforms.resident`).
     """
     return platform() != "cpu"
+
+
+def blocks_at_once(num_blocks: int) -> int:
+    """Number of blocks in one iteration of a kernel's loop over the vocabulary."""
+    return next(size for size in (4, 3, 2, 1) if num_blocks % size == 0)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Logits of a few positions in the memory of a kernel, padded with -inf to whole blocks.
+
+    Functions of this module that only pass over the logits also accept them.
+
+    Attributes:
+      refs: the arrays that a pass reads, float32 `[N, padded V]`.
+      spare: memory for two more arrays.
+      vocab_size: number of logits.
+    """
+
+    refs: tuple[Any, ...]
+    spare: tuple[Any, ...]
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.refs[0].shape[0], self.vocab_size
+
+    def fold(self, fn: Callable[[Any, Any, Any, Array], Any], init: Any) -> Any:
+        """The last of the values `fn(acc, place, block, ids_NC)`, over all blocks."""
+        # Imported here, because only kernels need it and it is slow.
+        from jax.experimental import pallas as pl
+
+        num, padded = self.refs[0].shape
+        num_blocks = padded // RESIDENT_WIDTH
+        at_once = blocks_at_once(num_blocks)
+
+        def step(turn, acc):
+            for part in range(at_once):
+                start = (turn * at_once + part) * RESIDENT_WIDTH
+                place = slice(None), pl.ds(pl.multiple_of(start, RESIDENT_WIDTH), RESIDENT_WIDTH)
+                ids_NC = jax.lax.broadcasted_iota(jnp.int32, (num, RESIDENT_WIDTH), 1) + start
+                found = tuple(ref[place] for ref in self.refs)
+                acc = fn(acc, place, found[0] if len(found) == 1 else found, ids_NC)
+            return acc
+
+        return jax.lax.fori_loop(0, num_blocks // at_once, step, init)
+
+    def stored(self, *fns: Callable[[Array], Array]) -> Resident:
+        """The values of up to two functions of the logits, computed once."""
+
+        def store(_, place, block, ids):
+            for ref, fn in zip(self.spare, fns, strict=False):
+                ref[place] = fn(block)
+
+        self.fold(store, None)
+        return Resident(self.spare[: len(fns)], (), self.vocab_size)
+
+
+Logits = Array | Resident
 
 
 @functools.cache
@@ -50,7 +112,7 @@ def width_of(vocab_size: int) -> int:
     return next((c for c in _WIDTHS if vocab_size % c == 0), _USUAL_WIDTH)
 
 
-def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
+def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Logits) -> Any:
     """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
     `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`). Column c processes the ids `c + j *
@@ -58,6 +120,8 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     then updates only the leading columns.
     """
     N, V = logits_NV.shape
+    if isinstance(logits_NV, Resident):
+        return logits_NV.fold(lambda acc, place, block, ids: fn(acc, block, ids), init)
     C = width_of(V)
     num_full = V // C
     ids_1C = jnp.arange(C, dtype=jnp.int32)[None]
@@ -77,9 +141,11 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     return acc
 
 
-def columns(logits_NV: Array, fill: float | int, dtype: Any = jnp.float32) -> Array:
+def columns(logits_NV: Logits, fill: float | int, dtype: Any = jnp.float32) -> Array:
     """An `[N, C]` accumulator with initial value `fill`."""
-    return jnp.full((logits_NV.shape[0], width_of(logits_NV.shape[1])), fill, dtype)
+    is_resident = isinstance(logits_NV, Resident)
+    width = RESIDENT_WIDTH if is_resident else width_of(logits_NV.shape[1])
+    return jnp.full((logits_NV.shape[0], width), fill, dtype)
 
 
 def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
@@ -99,7 +165,7 @@ def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
-def column_max(logits_NV: Array) -> Array:
+def column_max(logits_NV: Logits) -> Array:
     """Largest logit of each column, `[N, C]`."""
 
     def fn(acc_NC, block_NC, ids_1C):
@@ -108,7 +174,20 @@ def column_max(logits_NV: Array) -> Array:
     return accumulate(fn, columns(logits_NV, -jnp.inf), logits_NV)
 
 
-def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
+def stopped(logits_NV: Logits) -> Any:
+    """The logits without their derivative; searches have none."""
+    is_resident = isinstance(logits_NV, Resident)
+    return logits_NV if is_resident else jax.lax.stop_gradient(logits_NV)
+
+
+def maximum(logits_NV: Logits) -> Array:
+    """Largest logit `[N]`."""
+    if isinstance(logits_NV, Resident):
+        return column_max(logits_NV).max(-1)
+    return logits_NV.max(-1)
+
+
+def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Logits) -> Array:
     """Lowest id `[N]` whose logit satisfies an elementwise predicate; V if there is none."""
     V = logits_NV.shape[1]
 
@@ -136,12 +215,16 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
     return (block_N1 * _BLOCK + place_N1)[:, 0]
 
 
-def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
+def argmax(logits_NV: Logits, tolerance: float = 0.0) -> Array:
     """Id `[N]` of the largest logit: the lowest id on ties, 0 where all logits are -inf.
 
     Logits that differ from the largest by less than `tolerance`, relative to the magnitude of the
     largest (between 1 and 100), are tied with it.
     """
+    if isinstance(logits_NV, Resident):
+        low_N1 = _lowest_tied(maximum(logits_NV)[:, None], tolerance)
+        best_N = lowest_id(lambda block: flushed(block) >= low_N1, logits_NV)
+        return jnp.where(best_N < logits_NV.shape[1], best_N, 0)
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
         if tolerance:
@@ -244,7 +327,14 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
     With a divisor of 1, the logits are returned bitwise unchanged; a multiplication would flush
     denormals.
     """
-    return _times(logits_NV, _reciprocal(divisor_N))
+    return divider(logits_NV, divisor_N)(logits_NV)
+
+
+def divider(logits_NV: Logits, divisor_N: Array) -> Callable[[Array], Array]:
+    """`divide` as a function of a block of these logits."""
+    is_resident = isinstance(logits_NV, Resident)
+    scale_N1 = 1.0 / divisor_N[:, None] if is_resident else _reciprocal(divisor_N)
+    return lambda block: _times(block, scale_N1)
 
 
 def _reciprocal(divisor_N: Array) -> Array:
@@ -274,14 +364,14 @@ def _slope_of_times(
     return _times(logits_NV, scale_N1), slope_NV
 
 
-def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
+def exp_columns(logits_NV: Logits, divisor_N: Array | None = None) -> tuple[Array, Array]:
     """Largest logit `[N]` (0 where all are -inf), and the sum of `exp(logit - max)` in each column,
     `[N, C]`.
 
     With a divisor, the maximum and the sums are those of the quotients. Division does not change
     which logit is the largest.
     """
-    max_N = logits_NV.max(-1)
+    max_N = maximum(logits_NV)
     scale_N1 = None if divisor_N is None else _reciprocal(divisor_N)
     if scale_N1 is not None:
         max_N = _times(max_N[:, None], scale_N1)[:, 0]
@@ -314,7 +404,7 @@ def _slope_of_p_log_p(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Ar
     return _p_log_p(logprob), slope * change
 
 
-def count_and_entropy(logits_NV: Array) -> tuple[Array, Array]:
+def count_and_entropy(logits_NV: Logits) -> tuple[Array, Array]:
     """Number of candidates (finite logits) and entropy in nats of their softmax, `[N]` each."""
     max_N, weight_NC = exp_columns(logits_NV)
     log_total_N = jnp.log(weight_NC.sum(-1))

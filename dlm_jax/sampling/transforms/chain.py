@@ -20,6 +20,7 @@ from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import returned
+from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
@@ -52,23 +53,48 @@ def applied(transform: Any, prepared: Any, logits_NV: Array, at: At) -> Array:
     return returned(made_NV, transform, "apply", "N, V", logits_NV.shape, jnp.float32)
 
 
-def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
-    """The logits after all transforms that any row of the chunk uses."""
+def run_all(
+    steps: list[tuple[Any, Any]], logits_NV: Array, at: At, *, is_drawn: bool = False
+) -> Array:
+    """The logits after all transforms that any row of the chunk uses.
+
+    If they are only drawn from, not differentiated, TPUs run transforms in a kernel.
+    """
     if not steps:
         return logits_NV
-    wanted = [is_wanted(t, at) for t, _ in steps]
+    in_kernel = is_drawn and resident.runs_here(logits_NV.shape[1])
+    groups = resident.groups(steps) if in_kernel else [[step] for step in steps]
+    wanted = [any_wanted([t for t, _ in group], at) for group in groups]
+
+    def after(group, x_NV):
+        ((t, prepared), *_) = group
+        if in_kernel and resident.has_kernel(t):
+            return resident.run(group, x_NV, at)
+        return applied(t, prepared, x_NV, at)
 
     def run(x_NV):
-        for is_wanted, (t, prepared) in zip(wanted, steps, strict=True):
+        for is_wanted, group in zip(wanted, groups, strict=True):
             x_NV = jax.lax.cond(
-                is_wanted,
-                lambda x, t=t, prepared=prepared: applied(t, prepared, x, at),
-                lambda x: x,
-                x_NV,
+                is_wanted, lambda x, group=group: after(group, x), lambda x: x, x_NV
             )
         return x_NV
 
     return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
+
+
+def _chosen(
+    logits_NV: Array, noise: Array, is_greedy_N: Array, is_read: Array, method: str
+) -> tuple[Array, Array]:
+    """Chosen ids, and their log-probabilities if `is_read`; both use the same sums."""
+    is_drawn = ~is_greedy_N.all() & (method == "inverse_cdf")
+    unknown = jnp.ones(logits_NV.shape[:1]), vocab.columns(logits_NV, 1.0)
+    # These are new functions each time, because JAX caches the trace of a branch for the lifetime
+    # of its function.
+    sums = jax.lax.cond(
+        is_drawn | is_read, lambda x: vocab.exp_columns(x), lambda x: unknown, logits_NV
+    )
+    ids_N = drawing.choose_with(logits_NV, noise, is_greedy_N, method=method, weight_NC=sums[1])
+    return ids_N, jnp.where(is_read, drawing.log_prob(logits_NV, ids_N, sums), 0.0)
 
 
 _FEW_SALT = 0x666577
@@ -146,7 +172,7 @@ class Chain:
         """Logits `[N, V]`, float32, after every transform."""
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
-        cut = self._where_few()
+        cut = self.where_few()
         if cut is None:
             return run_all(steps, logits_NV, at)
         logits_NV = run_all(steps[:cut], logits_NV, at)
@@ -183,7 +209,7 @@ class Chain:
         noise = few_noise = drawing.noise(at.key_N, method=method)
         if method == "gumbel":
             few_noise = jax.vmap(lambda key: jax.random.fold_in(key, _FEW_SALT))(at.key_N)
-        cut = self._where_few()
+        cut = self.where_few()
         is_few_N = jnp.zeros(at.row_N.shape, bool)
         if cut is not None:
             is_few_N = self._is_few(cut, logits_NV.shape[1], at)
@@ -216,7 +242,7 @@ class Chain:
         transform is active before the top-k. Otherwise, a copy of the logits passes through the
         chain.
         """
-        cut, is_greedy_N = self._where_few(), self.is_greedy(at)
+        cut, is_greedy_N = self.where_few(), self.is_greedy(at)
         is_read = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
         none = jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
 
@@ -225,17 +251,14 @@ class Chain:
             # branch. The logits in the padding are distinct, because ties need additional passes.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
-            x_NV = run_all(steps[:cut], x_NV, at)
+            x_NV = run_all(steps[:cut], x_NV, at, is_drawn=True)
             few = jax.lax.cond(is_few_N.any(), candidates, no_candidates, x_NV)
             rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
 
             def draw(x_NV: Array) -> tuple[Array, Array]:
-                x_NV = run_all([] if cut is None else steps[cut:], x_NV, rest)
-                ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
-                # These are new functions each time, because JAX caches the trace of a branch for
-                # the lifetime of its function.
-                score = (lambda x, ids: drawing.log_prob(x, ids), lambda x, ids: none[1])
-                return ids_N, jax.lax.cond(is_read, *score, x_NV, ids_N)
+                later = [] if cut is None else steps[cut:]
+                x_NV = run_all(later, x_NV, rest, is_drawn=True)
+                return _chosen(x_NV, noise, is_greedy_N | is_few_N, is_read, method)
 
             return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
 
@@ -283,7 +306,7 @@ class Chain:
         later = [step for step in steps[cut + 1 :] if not step[0].reads_final_logprob]
         return run_all(later, few_NK, at)
 
-    def _where_few(self) -> int | None:
+    def where_few(self) -> int | None:
         """Index of the first top-k after which no transform reads ids."""
         for place, t in enumerate(self.transforms):
             if t.count() is not None and all(

@@ -15,8 +15,9 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform, is_greedy
+from dlm_jax.sampling.transforms.transform import At, Change, Context, Pointwise, is_greedy
 from dlm_jax.sampling.transforms.truncate import MIN_KEEP, keep_above, keep_largest
+from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import Setting, fact, per_row, rule
 
 _NUM_FITTED = 100
@@ -39,10 +40,9 @@ MIROSTAT_ETA = Setting(
 )
 
 
-class _Controller(LogitTransform):
+class _Controller(Pointwise):
     version: ClassVar[int]
     reads_final_logprob = True
-    ignores_ids = True
     tau_B: Array
     eta_B: Array
     is_on_B: Array
@@ -90,8 +90,10 @@ class MirostatV1(_Controller):
     is_on_B: Array = per_row(MIROSTAT, column=lambda rows: np.asarray(rows) == 1, default=True)
     min_keep_B: Array = per_row(MIN_KEEP)
     vocab_size: int = fact("vocab_size")
+    gives_from_logits = True
 
-    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+    def given(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+        """The number of candidates to keep at each position."""
         size = min(_NUM_FITTED, logits_NV.shape[1])
         top_NK, _ = vocab.largest(logits_NV, size)
         is_pair_NK = top_NK[:, 1:] > -jnp.inf
@@ -111,8 +113,10 @@ class MirostatV1(_Controller):
         k_N = jnp.floor(jnp.exp(jnp.nan_to_num(log_k_N, nan=0.0)))
         V = logits_NV.shape[1]
         k_N = jnp.clip(jnp.maximum(k_N, self.min_keep_B[at.row_N]), 1, V)
-        k_N = jnp.where((squares_N > 0) & self.is_on_B[at.row_N], k_N, V)
-        return keep_largest(logits_NV, k_N)
+        return jnp.where((squares_N > 0) & self.is_on_B[at.row_N], k_N, V)
+
+    def change(self, given: Array, logits_NV: Logits, at: At) -> Change:
+        return keep_largest(logits_NV, given)
 
 
 @rule
@@ -126,7 +130,11 @@ class MirostatV2(_Controller):
     is_on_B: Array = per_row(MIROSTAT, column=lambda rows: np.asarray(rows) == 2, default=True)
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+    def given(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+        """The value of mu at each position."""
+        return prepared[at.row_N]
+
+    def change(self, given: Array, logits_NV: Logits, at: At) -> Change:
         max_N, weight_NC = vocab.exp_columns(logits_NV)
-        floor_N = max_N + jnp.log(weight_NC.sum(-1)) - prepared[at.row_N] * math.log(2.0)
+        floor_N = max_N + jnp.log(weight_NC.sum(-1)) - given * math.log(2.0)
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_on_B[at.row_N])

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.draw import argmax
-from dlm_jax.sampling.transforms.transform import At, LogitTransform, is_greedy, of_rows
+from dlm_jax.sampling.commit.commit_rule import TOLERANCE
+from dlm_jax.sampling.transforms.transform import At, Change, Pointwise, is_greedy, of_rows
+from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
@@ -59,8 +61,7 @@ DYNATEMP_EXPONENT = Setting(
 )  # fmt: skip
 
 
-class _Moving(LogitTransform):
-    ignores_ids = True
+class _Moving(Pointwise):
     temperature_B: Array
     last_B: Array | None
 
@@ -96,8 +97,9 @@ class Temperature(_Moving):
     def divisor(self) -> Array:
         return jnp.where(self.is_active(), self.temperature_B, 1.0)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        return vocab.divide(logits_NV, self.divisor()[at.row_N])
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
+        divide = vocab.divider(logits_NV, self.divisor()[at.row_N])
+        return lambda block, ids: divide(block)
 
 
 @rule
@@ -133,7 +135,7 @@ class DynamicTemperature(_Moving):
     def is_active(self) -> Array:
         return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.delta_B != 0))
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
         count_N, entropy_N = vocab.count_and_entropy(logits_NV)
         temperature_N, delta_N = self.temperature_B[at.row_N], self.delta_B[at.row_N]
         low_N = jnp.maximum(temperature_N - delta_N, 0.0)
@@ -143,12 +145,20 @@ class DynamicTemperature(_Moving):
         divisor_N = jnp.where(delta_N == 0, temperature_N, divisor_N)
         is_on_N = self.is_active()[at.row_N] & ((count_N > 1) | (delta_N == 0))
         divisor_N = jnp.where(is_on_N, divisor_N, 1.0)
-        best_N = argmax(logits_NV)
-        is_cold_N1 = (divisor_N < 1e-6)[:, None]
-        is_best_NV = jnp.arange(logits_NV.shape[1])[None] == best_N[:, None]
-        scaled_NV = vocab.divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))
-        scaled_NV = jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
-        return jnp.where(is_on_N[:, None], scaled_NV, logits_NV)
+        is_cold_N = divisor_N < 1e-6
+        best_N = jax.lax.cond(
+            is_cold_N.any(),
+            lambda: vocab.argmax(logits_NV, TOLERANCE),
+            lambda: jnp.zeros(is_cold_N.shape, jnp.int32),
+        )
+        divide = vocab.divider(logits_NV, jnp.where(is_cold_N, 1.0, divisor_N))
+
+        def scale(block, ids):
+            is_dropped_NC = is_cold_N[:, None] & (ids != best_N[:, None])
+            scaled_NC = jnp.where(is_dropped_NC, -jnp.inf, divide(block))
+            return jnp.where(is_on_N[:, None], scaled_NC, block)
+
+        return scale
 
 
 def _ends(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -134,6 +135,36 @@ class LogitTransform(Rule):
         truncates by count; otherwise None.
         """
         return None
+
+
+Change = Callable[[Array, Array], Array]
+"""A function of some logits and their ids that gives the new logits, each by itself."""
+
+
+class Pointwise(LogitTransform):
+    """A transform that maps each logit by itself, after passes over all logits of the position.
+
+    Only functions of `dlm_jax.sampling.vocab` may read all logits, so that kernels can run them.
+    All fields are `[B]` arrays or static.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("change",)
+    ignores_ids = True
+
+    gives_from_logits: ClassVar[bool] = False
+    """True if `given` reads the logits."""
+
+    def given(self, prepared: Any, logits_NV: Array, at: At) -> Any:
+        """Values `[N]` that `change` uses beside the parameters."""
+        return ()
+
+    def change(self, given: Any, logits_NV: Any, at: At) -> Change:
+        """The function to apply to all logits of the positions."""
+        raise NotImplementedError
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        ids_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]
+        return self.change(self.given(prepared, logits_NV, at), logits_NV, at)(logits_NV, ids_1V)
 
 
 def is_greedy(row: Any) -> bool:

@@ -29,7 +29,8 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.transform import At, LogitTransform, is_steered
+from dlm_jax.sampling.transforms.transform import At, Change, Pointwise, is_steered
+from dlm_jax.sampling.vocab import Logits, Resident
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
 Elementwise = Callable[[Array], Array]
@@ -62,38 +63,47 @@ class _Search(NamedTuple):
 
 
 def keeps_prefix(
-    logits_NV: Array,
+    logits_NV: Logits,
     *,
     value: Elementwise,
     weight: Elementwise | None,
     top_N: Array,
     mass_N: Array,
     count_N: Array,
-) -> Array:
-    """bool `[N, V]`, True at tokens after a mass < `mass_N` or after fewer than `count_N` tokens.
+) -> Change:
+    """Keeps the tokens after a mass < `mass_N` or after fewer than `count_N` tokens.
 
     Args:
       logits_NV: float32.
       value: elementwise function of a block of logits by which tokens are ordered, largest first;
-        -inf for non-candidates, which are never kept.
+        -inf for non-candidates.
       weight: elementwise mass of a logit, at least 0; None if only the count matters.
       top_N: float32 upper bound on all values.
       mass_N: strict upper bound on the mass before a kept token.
       count_N: float32, number of tokens to keep regardless of mass, at least 1.
     """
-    logits_NV = vocab.flushed(logits_NV)
-    value_NV = value(logits_NV)
-    is_candidate_NV = value_NV > -jnp.inf
-    V = logits_NV.shape[1]
-    if V <= _FEW:
-        before = _before_each(value_NV, None if weight is None else weight(logits_NV))
-        return is_candidate_NV & ((before[0] < mass_N[:, None]) | (before[1] < count_N[:, None]))
-    cut_N, last_id_N = _search(
-        logits_NV, value=value, weight=weight, top_N=top_N, mass_N=mass_N, count_N=count_N
-    )
-    is_tie_kept_NV = jnp.arange(V, dtype=jnp.int32)[None] <= last_id_N[:, None]
-    is_tie_kept_NV &= value_NV == cut_N[:, None]
-    return is_candidate_NV & ((value_NV > cut_N[:, None]) | is_tie_kept_NV)
+    bounds = {"top_N": top_N, "mass_N": mass_N, "count_N": count_N}
+    if isinstance(logits_NV, Resident):
+        cut_N, last_id_N = _search_stored(logits_NV, value=value, weight=weight, **bounds)
+    else:
+        seen_NV = vocab.flushed(logits_NV)
+        if seen_NV.shape[1] <= _FEW:
+            before = _before_each(value(seen_NV), None if weight is None else weight(seen_NV))
+            is_kept_NV = (before[0] < mass_N[:, None]) | (before[1] < count_N[:, None])
+            return lambda block, ids: jnp.where(is_kept_NV, block, -jnp.inf)
+        cut_N, last_id_N = _search(seen_NV, value=value, weight=weight, **bounds)
+    return _up_to(lambda block: value(vocab.flushed(block)), cut_N, last_id_N)
+
+
+def _up_to(value: Elementwise, cut_N: Array, last_id_N: Array) -> Change:
+    """Keeps tokens with larger values than at the cut, and those at the cut up to an id."""
+
+    def keep(block, ids):
+        value_NC = value(block)
+        is_tie_kept_NC = (value_NC == cut_N[:, None]) & (ids <= last_id_N[:, None])
+        return jnp.where((value_NC > cut_N[:, None]) | is_tie_kept_NC, block, -jnp.inf)
+
+    return keep
 
 
 def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
@@ -116,7 +126,7 @@ def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array
 
 
 def _search(
-    logits_NV: Array,
+    logits_NV: Logits,
     *,
     value: Elementwise,
     weight: Elementwise | None,
@@ -157,7 +167,7 @@ def _search(
         (above,) = _above(logits_NV, [_float(key_N)], value=value, weight=weight)
         return measured(s, key_N, above)
 
-    if vocab.sorts_whole_rows():
+    if vocab.sorts_whole_rows() and not isinstance(logits_NV, Resident):
         bounds = _expected_bounds(
             logits_NV, value=value, weight=weight, mass_N=mass_N, count_N=count_N
         )
@@ -169,6 +179,19 @@ def _search(
     cut_N, last_id_N = _settle_ties(logits_NV, search, value=value, mass_N=mass_N, count_N=count_N)
     keeps_all_N = search.high_N == all_key
     return jnp.where(keeps_all_N, -jnp.inf, cut_N), last_id_N
+
+
+def _search_stored(
+    logits_NV: Resident, *, value: Elementwise, weight: Elementwise | None, **bounds: Array
+) -> tuple[Array, Array]:
+    """`_search` in the memory of a kernel, where values and weights are computed once."""
+    if weight is None:
+        values = logits_NV.stored(lambda block: value(vocab.flushed(block)))
+        return _search(values, value=lambda block: block, weight=None, **bounds)
+    pairs = logits_NV.stored(
+        lambda block: value(vocab.flushed(block)), lambda block: weight(vocab.flushed(block))
+    )
+    return _search(pairs, value=lambda pair: pair[0], weight=lambda pair: pair[1], **bounds)
 
 
 def _expected_bounds(
@@ -211,7 +234,9 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
     if by_count:
         above_low_N, above_high_N, wanted_N = s.count_low_N, s.count_high_N, count_N
-    half_N = s.low_N + jnp.maximum((s.high_N - s.low_N) >> 1, 1)
+    first_N, last_N = s.low_N + 1, s.high_N - 1
+    half_N = s.low_N + ((s.high_N - s.low_N) >> 1)
+    half_N = jnp.where(half_N < first_N, first_N, half_N)
     num_N = s.count_low_N - s.count_high_N
     slack_N = jnp.exp2(-jnp.clip(jnp.abs(s.streak_N) - 1, 0, 3).astype(jnp.float32))
     over_N = jnp.log(above_low_N / wanted_N) * jnp.where(s.streak_N > 0, slack_N, 1.0)
@@ -222,12 +247,14 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     is_trusted_N = (above_high_N > 0) & (num_N > _NUM_MIDPOINT) & (over_N >= 0) & (under_N > 0)
     guess_N = _key(low_N + (high_N - low_N) * jnp.where(is_trusted_N, part_N, 0.5))
     is_fit_N = (high_N - low_N < _WIDE) & (s.turn % 4 != 3) & (s.turn < _NUM_GUESSES)
-    guess_N = jnp.clip(guess_N, s.low_N + 1, s.high_N - 1)
+    # TPU kernels compare unsigned numbers, but have no minimum or maximum of them.
+    guess_N = jnp.where(guess_N < first_N, first_N, guess_N)
+    guess_N = jnp.where(guess_N > last_N, last_N, guess_N)
     return jnp.where(is_fit_N, guess_N, half_N)
 
 
 def _settle_ties(
-    logits_NV: Array, s: _Search, *, value: Elementwise, mass_N: Array, count_N: Array
+    logits_NV: Logits, s: _Search, *, value: Elementwise, mass_N: Array, count_N: Array
 ) -> tuple[Array, Array]:
     """The cut inside a bracket that contains one token or several tokens with equal values."""
     V = logits_NV.shape[1]
@@ -241,7 +268,7 @@ def _settle_ties(
     is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= _key(jnp.float32(-jnp.inf)))
 
     def split(x):
-        if vocab.sorts_whole_rows():
+        if vocab.sorts_whole_rows() and not isinstance(x, Resident):
             return jnp.where(is_split_N, vocab.nth_id(value(x) == value_N[:, None], kept_N), V)
 
         def narrow(_, bounds):
@@ -259,33 +286,39 @@ def _settle_ties(
         return jnp.where(is_split_N, last_N, V)
 
     last_N = jax.lax.cond(
-        is_split_N.any(), split, lambda x: jnp.full(value_N.shape, V, jnp.int32), logits_NV
+        is_split_N.any(),
+        lambda: split(logits_NV),
+        lambda: jnp.full(value_N.shape, V, jnp.int32),
     )
     return value_N, jnp.where(is_single_N, -1, last_N)
 
 
 def _above(
-    logits_NV: Array, bounds: list[Array], *, value: Elementwise, weight: Elementwise | None
+    logits_NV: Logits, bounds: list[Array], *, value: Elementwise, weight: Elementwise | None
 ) -> list[tuple[Array, Array]]:
     """Mass and number of tokens above each bound, `[N]`, in one pass."""
 
     def fn(accs: Any, block_NC: Array, ids_1C: Array) -> Any:
         value_NC = value(block_NC)
         found = []
-        for (mass_NC, count_NC), bound_N in zip(accs, bounds, strict=True):
+        for (count_NC, mass_NC), bound_N in zip(accs, bounds, strict=True):
             is_above_NC = value_NC > bound_N[:, None]
             if weight is not None:
                 mass_NC = mass_NC + jnp.where(is_above_NC, weight(block_NC), 0.0)
-            found.append((mass_NC, count_NC + jnp.where(is_above_NC, 1.0, 0.0)))
+            found.append((count_NC + jnp.where(is_above_NC, 1.0, 0.0), mass_NC))
         return found
 
     zero_NC = vocab.columns(logits_NV, 0.0)
-    no_mass = zero_NC[:, :0] if weight is None else zero_NC
-    found = vocab.accumulate(fn, [(no_mass, zero_NC)] * len(bounds), logits_NV)
-    return [(mass_NC.sum(-1), count_NC.sum(-1)) for mass_NC, count_NC in found]
+    found = vocab.accumulate(
+        fn, [(zero_NC, None if weight is None else zero_NC)] * len(bounds), logits_NV
+    )
+    counts = [count_NC.sum(-1) for count_NC, _ in found]
+    if weight is None:
+        return [(jnp.zeros_like(count_N), count_N) for count_N in counts]
+    return [(mass_NC.sum(-1), count_N) for (_, mass_NC), count_N in zip(found, counts, strict=True)]
 
 
-def _count_ties(logits_NV: Array, value: Elementwise, value_N: Array, last_N: Array) -> Array:
+def _count_ties(logits_NV: Logits, value: Elementwise, value_N: Array, last_N: Array) -> Array:
     """Number of tokens whose value is at the cut and whose id is at most `last_N`."""
 
     def fn(count_NC, block_NC, ids_1C):
@@ -342,10 +375,8 @@ TOP_N_SIGMA = Setting(
 )
 
 
-class Truncation(LogitTransform):
+class Truncation(Pointwise):
     """A truncation that does not depend on ids and is replaced by Mirostat."""
-
-    ignores_ids = True
 
     @classmethod
     def yields(cls, row: Any) -> bool:
@@ -371,7 +402,7 @@ class TopK(Truncation):
     def count(self) -> Array:
         return jnp.where(self.k_B > 0, jnp.maximum(self.k_B, self.min_keep_B), 0)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
         count_N = self.count()[at.row_N]
         return keep_largest(logits_NV, jnp.where(count_N > 0, count_N, logits_NV.shape[1]))
 
@@ -396,16 +427,15 @@ class TopP(Truncation):
         """The p for tokens drawn by the sampler head."""
         return jnp.where(self.grown_p_B == 0, self.p_B, self.grown_p_B)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
         p_N = self.p_B[at.row_N]
         if at.is_grown_N is not None:
             p_N = jnp.where(at.is_grown_N, self._grown_p()[at.row_N], p_N)
-        is_off_N = p_N >= 1
         # The search is not differentiable, and the set of kept tokens has no derivative anyway.
-        seen_NV = jax.lax.stop_gradient(logits_NV)
-        count_N = jnp.where(is_off_N, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
+        seen_NV = vocab.stopped(logits_NV)
+        count_N = jnp.where(p_N >= 1, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
         max_N, weight_NC = vocab.exp_columns(seen_NV)
-        is_kept_NV = keeps_prefix(
+        return keeps_prefix(
             seen_NV,
             value=lambda block: block,
             weight=lambda block: jnp.exp(block - max_N[:, None]),
@@ -413,7 +443,6 @@ class TopP(Truncation):
             mass_N=p_N * weight_NC.sum(-1),
             count_N=count_N,
         )
-        return jnp.where(is_kept_NV | is_off_N[:, None], logits_NV, -jnp.inf)
 
 
 @rule
@@ -427,8 +456,8 @@ class TypicalP(Truncation):
     p_B: Array = per_row(TYPICAL_P)
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        seen_NV = jax.lax.stop_gradient(logits_NV)
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
+        seen_NV = vocab.stopped(logits_NV)
         max_N, weight_NC = vocab.exp_columns(seen_NV)
         log_total_N = jnp.log(weight_NC.sum(-1))
         _, entropy_N = vocab.count_and_entropy(seen_NV)
@@ -439,7 +468,7 @@ class TypicalP(Truncation):
         def typicality(block):
             return -jnp.abs(logprob(block) + entropy_N[:, None])
 
-        is_kept_NV = keeps_prefix(
+        return keeps_prefix(
             seen_NV,
             value=typicality,
             weight=lambda block: jnp.exp(logprob(block)),
@@ -448,7 +477,6 @@ class TypicalP(Truncation):
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
             count_N=_count_or_all(self, logits_NV, at),
         )
-        return masked(is_kept_NV, logits_NV, self, at)
 
 
 @rule
@@ -458,9 +486,9 @@ class MinP(Truncation):
     p_B: Array = per_row(MIN_P)
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
         fraction_N = jnp.where(self.is_active(), self.p_B, 1.0)[at.row_N]
-        floor_N = logits_NV.max(-1) + jnp.log(fraction_N)
+        floor_N = vocab.maximum(logits_NV) + jnp.log(fraction_N)
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
 
 
@@ -478,7 +506,7 @@ class TopNSigma(Truncation):
     def is_active(self) -> Array:
         return self.n_B > 0
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
         half_max_N, range_N = _half_range(logits_NV)
 
         def scaled(block):
@@ -493,23 +521,22 @@ class TopNSigma(Truncation):
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
 
 
-def keep_largest(logits_NV: Array, count_N: Array) -> Array:
+def keep_largest(logits_NV: Logits, count_N: Array) -> Change:
     """Keeps the `count_N` (at least 1) largest logits and sets all others to -inf; lower ids win
     ties.
     """
-    seen_NV = jax.lax.stop_gradient(logits_NV)
-    is_kept_NV = keeps_prefix(
+    seen_NV = vocab.stopped(logits_NV)
+    return keeps_prefix(
         seen_NV,
         value=lambda block: block,
         weight=None,
-        top_N=seen_NV.max(-1),
+        top_N=vocab.maximum(seen_NV),
         mass_N=jnp.zeros(count_N.shape, jnp.float32),
         count_N=count_N.astype(jnp.float32),
     )
-    return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
 
 
-def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
+def keep_above(logits_NV: Logits, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Change:
     """Sets logits with values below `floor_N` to -inf in active rows, except the `min_keep_N`
     largest.
 
@@ -522,26 +549,37 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
 
     count_N = vocab.accumulate(fn, vocab.columns(logits_NV, 0.0), logits_NV).sum(-1)
     is_short_N = (count_N < min_keep_N) & is_active_N
+    none = jnp.zeros(floor_N.shape, jnp.float32), jnp.zeros(floor_N.shape, jnp.int32)
+    last_N, id_N = jax.lax.cond(
+        is_short_N.any(), lambda: _last_of(logits_NV, min_keep_N), lambda: none
+    )
+    cut_N = jnp.where(is_short_N, last_N, jnp.where(is_active_N, floor_N, -jnp.inf))
+    return _up_to(
+        vocab.flushed, vocab.flushed(cut_N), jnp.where(is_short_N, id_N, logits_NV.shape[1])
+    )
 
+
+def _last_of(logits_NV: Logits, count_N: Array) -> tuple[Array, Array]:
+    """Value and id of the last of the `count_N` largest logits; at most `MAX_CANDIDATES`."""
+    if isinstance(logits_NV, Resident):
+        return _search_stored(
+            logits_NV,
+            value=lambda block: block,
+            weight=None,
+            top_N=vocab.maximum(logits_NV),
+            mass_N=jnp.zeros(count_N.shape, jnp.float32),
+            count_N=count_N.astype(jnp.float32),
+        )
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
-
-    def keep_few(x_NV):
-        # Denormals are treated as 0, so that the order is the same as in other passes.
-        seen_NV = vocab.flushed(x_NV)
-        seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
-        # Lower ids come first among equals, so the last kept id determines which are kept.
-        last_N1 = jnp.clip(min_keep_N, 1, size)[:, None] - 1
-        least_N1, id_N1 = (jnp.take_along_axis(x, last_N1, axis=1) for x in (seen_NK, ids_NK))
-        ids_1V = jnp.arange(x_NV.shape[1], dtype=jnp.int32)[None]
-        stays_NV = (seen_NV > least_N1) | ((seen_NV == least_N1) & (ids_1V <= id_N1))
-        return jnp.where(stays_NV | ~is_short_N[:, None], x_NV, -jnp.inf)
-
-    kept_NV = jax.lax.cond(is_short_N.any(), keep_few, lambda x: x, logits_NV)
-    is_kept_NV = (logits_NV >= floor_N[:, None]) | (~is_active_N | is_short_N)[:, None]
-    return jnp.where(is_kept_NV, kept_NV, -jnp.inf)
+    # Denormals are treated as 0, so that the order is the same as in other passes.
+    found_NK = jax.lax.top_k(vocab.flushed(logits_NV), size)
+    # Lower ids come first among equals, so the last kept id determines which are kept.
+    last_N1 = jnp.clip(count_N, 1, size)[:, None] - 1
+    least_N, id_N = (jnp.take_along_axis(x, last_N1, axis=1)[:, 0] for x in found_NK)
+    return least_N, id_N
 
 
-def _sums(logits_NV: Array, fn: Callable[[Array], Array]) -> tuple[Array, Array]:
+def _sums(logits_NV: Logits, fn: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Number of candidates, and the sum of `fn` over the candidates; `[N]` each."""
 
     def step(acc, block_NC, ids_1C):
@@ -557,26 +595,20 @@ def _sums(logits_NV: Array, fn: Callable[[Array], Array]) -> tuple[Array, Array]
     return count_NC.sum(-1), sum_NC.sum(-1)
 
 
-def _half_range(logits_NV: Array) -> tuple[Array, Array]:
+def _half_range(logits_NV: Logits) -> tuple[Array, Array]:
     """Half the largest logit, and half the range of the candidates (1 where they are equal)."""
 
     def fn(least_NC, block_NC, ids_1C):
         return jnp.minimum(least_NC, jnp.where(block_NC > -jnp.inf, block_NC, jnp.inf))
 
-    half_max_N = logits_NV.max(-1) * 0.5
+    half_max_N = vocab.maximum(logits_NV) * 0.5
     least_NC = vocab.accumulate(fn, vocab.columns(logits_NV, jnp.inf), logits_NV)
     range_N = half_max_N - least_NC.min(-1) * 0.5
     return half_max_N, jnp.where(range_N > 0, range_N, 1.0)
 
 
-def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
+def _count_or_all(transform: Any, logits_NV: Logits, at: At) -> Array:
     """`min_keep` in active rows, and the vocabulary size in other rows, which ends the search."""
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
-
-
-def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Sets the logits of dropped tokens to -inf in rows where the transform is active."""
-    is_off_N1 = ~transform.is_active()[at.row_N][:, None]
-    return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)

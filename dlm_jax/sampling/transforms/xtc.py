@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.transform import At, is_greedy, is_steered
-from dlm_jax.sampling.transforms.truncate import MIN_KEEP, Truncation, masked
+from dlm_jax.sampling.transforms.transform import At, Change, is_greedy, is_steered
+from dlm_jax.sampling.transforms.truncate import MIN_KEEP, Truncation
+from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
 _XTC_SALT = 0x7863
@@ -46,7 +47,12 @@ class Xtc(Truncation):
     def is_active(self) -> Array:
         return (self.probability_B > 0) & (self.threshold_B <= 0.5)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def given(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """The uniform number that decides at each position."""
+        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
+        return jax.vmap(jax.random.uniform)(keys_N)
+
+    def change(self, given: Array, logits_NV: Logits, at: At) -> Change:
         max_N, weight_NC = vocab.exp_columns(logits_NV)
         floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * weight_NC.sum(-1))
 
@@ -63,14 +69,16 @@ class Xtc(Truncation):
         num_top_NC, num_NC, least_NC = vocab.accumulate(fn, start, logits_NV)
         num_top_N, least_N1 = num_top_NC.sum(-1), least_NC.min(-1)[:, None]
         num_left_N = num_NC.sum(-1) - num_top_N + 1
-        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
-        uniform_N = jax.vmap(jax.random.uniform)(keys_N)
         does_drop_N = (
-            (uniform_N < self.probability_B[at.row_N])
+            self.is_active()[at.row_N]
+            & (given < self.probability_B[at.row_N])
             & (num_top_N >= 2)
             & (num_left_N >= self.min_keep_B[at.row_N])
         )
-        id_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]
         stays_N = vocab.lowest_id(lambda block: block == least_N1, logits_NV)
-        is_kept_NV = (logits_NV < least_N1) | (id_1V == stays_N[:, None])
-        return masked(is_kept_NV | ~does_drop_N[:, None], logits_NV, self, at)
+
+        def keep(block, ids):
+            is_kept_NC = (block < least_N1) | (ids == stays_N[:, None]) | ~does_drop_N[:, None]
+            return jnp.where(is_kept_NC, block, -jnp.inf)
+
+        return keep

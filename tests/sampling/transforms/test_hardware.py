@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ import transform_cases as tc
 
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms import resident
+from dlm_jax.sampling.transforms.chain import run_all
 
 SIZE = 6007  # several blocks of columns with a narrower last one, and more than are sorted first
 FORMS = {
@@ -72,3 +76,32 @@ def test_what_is_behind_the_sorted_values_is_searched(monkeypatch):
         before = (np.cumsum(mass) - mass) / mass.sum()
         assert abs(int(kept.sum()) - int((before < np.float32(0.9)).sum())) <= 1
         assert kept.sum() > 1024 and kept[order[: kept.sum()]].all()
+
+
+@pytest.mark.slow
+def test_a_kernel_keeps_and_draws_the_tokens_of_separate_transforms(monkeypatch):
+    size = 2503  # a prime, so that the columns of all passes are as wide as a block of the kernel
+    few = tf.MirostatV2(tc.real(1.5, 0.1, 9.0), tc.real(0.1), tc.flags(True), tc.whole(1, 9, 1))
+    chain = tf.chain(*(make(True, size) for make in tc.CASES.values()), few)
+
+    def draw(logits_NV, place):
+        prepared = chain.prepare(chain.init(tc.NUM_ROWS), tc.context(0, size))
+        steps = list(zip(chain.transforms, prepared, strict=True))
+        final_NV = run_all(steps, logits_NV, place, is_drawn=True)
+        return final_NV, chain.draw_and_score(prepared, logits_NV, place)
+
+    def compiled():
+        shape = jax.ShapeDtypeStruct((tc.NUM_POSITIONS, size), jnp.float32)
+        return jax.jit(lambda *args: draw(*args)).lower(shape, jax.eval_shape(tc.at)).compile()
+
+    plain = compiled()
+    monkeypatch.setattr(resident, "runs_here", lambda vocab_size: vocab_size == size)
+    monkeypatch.setattr(resident, "run", functools.partial(resident.run, interpret=True))
+    fused = compiled()
+    for seed, kind in enumerate(tc.KINDS):
+        x = tc.logits(kind, seed, (tc.NUM_POSITIONS, size))
+        got, want = (jax.tree.map(np.asarray, fn(x, tc.at(seed))) for fn in (fused, plain))
+        np.testing.assert_array_equal(np.isfinite(got[0]), np.isfinite(want[0]), kind)
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-6, err_msg=kind)
+        np.testing.assert_array_equal(got[1][0], want[1][0], kind)
+        np.testing.assert_allclose(got[1][1], want[1][1], rtol=1e-5, atol=1e-6, err_msg=kind)
