@@ -55,12 +55,15 @@ class Row:
     fsdp: int = 16
     tensor: int = 1
     remat: str = "attention"
+    context: int = 1
+    block_length: int = 0
 
     @property
     def name(self) -> str:
         """The row's name in the file."""
-        values = dataclasses.asdict(self).values()
-        return " ".join(str(value) for value in values)
+        *values, context, block = dataclasses.asdict(self).values()
+        streams = [f"context {context} blocks {block}"] if block else []
+        return " ".join([*map(str, values), *streams])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Sampled:
         values = dataclasses.asdict(self).values()
         return " ".join(["sampling", *map(str, values)])
 
+
+_LONG = "attention+query+key+value+middle+gate+up"
 
 ROWS: list[Row | Sampled] = [
     # Models and optimisers on a cube of 64 chips.
@@ -105,6 +110,9 @@ ROWS: list[Row | Sampled] = [
     # Split matrices, and long rows.
     Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
     Row("1.3B", "v5p:4x4x4", 64, 32768),
+    # Two streams over very long rows.
+    Row("1.3B", "v5p:4x4x4", 4, 131072, fsdp=4, remat=_LONG, context=16, block_length=32),
+    Row("8B", "v5p:4x4x4", 4, 131072, fsdp=4, context=16, block_length=32),
     # Sampling with a cache.
     Sampled("8B", "v6e:4x4", 128, fsdp=4),
     Sampled("8B", "v5e:4x4", 256, fsdp=16),
@@ -118,13 +126,17 @@ def model_of(row: Row | Sampled) -> dict[str, Any]:
 
 def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
     """The config of a row's run, with these ``mesh.compiler_options``."""
-    model = model_of(row)
+    model = model_of(row) | {"remat": row.remat, "block_length": row.block_length}
+    if row.block_length:
+        model["attention_type"] = "block_causal"
     return Config(
-        model=ModelConfig(**model, remat=row.remat),  # type: ignore[arg-type]
+        model=ModelConfig(**model),  # type: ignore[arg-type]
         data=DataConfig(seq_len=row.positions),
         optim=OptimConfig(name=row.optimizer, weight_decay=0.1),  # type: ignore[arg-type]
         train=TrainConfig(batch_size=row.rows),
-        mesh=MeshConfig(fsdp=row.fsdp, tensor=row.tensor, compiler_options=options),
+        mesh=MeshConfig(
+            fsdp=row.fsdp, tensor=row.tensor, context=row.context, compiler_options=options
+        ),
     )
 
 
@@ -311,7 +323,9 @@ def table(results: dict[str, Any]) -> list[str]:
     for one in results.values():
         what = (
             f"| {one['model']} | {one['topology']} | {one['rows']} x {one['positions']} | "
-            f"{one['optimizer']} | fsdp {one['fsdp']}, tensor {one['tensor']} | {one['remat']} | "
+            f"{one['optimizer']} | fsdp {one['fsdp']}, tensor {one['tensor']}"
+            + (f", context {one['context']}" if one.get("block_length") else "")
+            + f" | {one['remat']} | "
         )
         if "refused" in one:
             lines.append(what + "does not fit | | | |")

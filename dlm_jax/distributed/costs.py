@@ -12,8 +12,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from dlm_jax.distributed.mesh import Chip
@@ -494,10 +495,18 @@ _KERNEL_SHARE = 0.55
 # Number of matrix products of an attention kernel, by its name. The forward pass has two products.
 # The backward pass has five products in a single kernel, or four and three in two kernels.
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+_SHARES = re.compile(r"\bscores_(\d+)_(\d+)_of_10000\b")
 _UNTIMED = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "optimization-barrier", "copy-start", "copy-done", "iota",
 })  # fmt: skip
+
+
+def shares_scope(forward: float, backward: float) -> Any:
+    """A scope of attention kernels that compute only these shares of their scores."""
+    return jax.named_scope(
+        "scores_{}_{}_of_10000".format(*(round(1e4 * x) for x in (forward, backward)))
+    )
 
 
 @dataclass
@@ -730,7 +739,9 @@ class _Timeline:
         ]
         if which == "dkv" and len(whole) >= 3:
             count = 5
-        flops = 2.0 * count * queries * keys * width
+        shares = _SHARES.search(operation.source)
+        share = int(shares.group(1 if which == "fwd" else 2)) / 1e4 if shares else 1.0
+        flops = 2.0 * count * queries * keys * width * share
         for size in heads:
             flops *= size
         seconds = flops / (self.torus.chip.flops * _KERNEL_SHARE)

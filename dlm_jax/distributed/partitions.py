@@ -101,7 +101,7 @@ def on_own_share(
     if mesh is None:
         return compute(params, *arrays)
     lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
-    spec = _with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
+    spec = with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
     leaves, structure = jax.tree.flatten(params)
     read = _leaves_read(compute, leaves, structure, arrays)
 
@@ -117,7 +117,7 @@ def on_own_share(
     return split([leaves[place] for place in read], *arrays)
 
 
-def _with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
+def with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
     """`spec` with all mesh axes of size one added.
 
     Gradients would otherwise be summed over these axes. Such sums move no data but prevent fusion.

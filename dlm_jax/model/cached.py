@@ -10,12 +10,14 @@ position before a window predicts the first position of the window.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax.config import ModelConfig
@@ -27,6 +29,7 @@ from dlm_jax.model.attention import (
     rotary_angles,
     seen_keys,
 )
+from dlm_jax.model.context import attend_beside_gathered, noisy_in_order, paired, pieces_of
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
@@ -263,21 +266,33 @@ class _Pieces:
         *,
         block_length: int = 0,
     ) -> jax.Array:
+        num_positions = shown_BL.shape[1]
         block_length = block_length or self.block_length
+        pieces = pieces_of(num_positions, block_length)
+        angles, attend, keys = self.angles(num_positions), attend_beside_clean, "keys"
+        if pieces is None:
+            tokens = jnp.concatenate([shown_BL, clean_BL])
+        else:
+            tokens = paired(shown_BL, clean_BL, pieces)
+            position_L = pieces.position(np.arange(num_positions))
+            angles = tuple(table_LK[position_L] for table_LK in angles)
+            attend = functools.partial(attend_beside_gathered, pieces=pieces)
+            keys = "queries"
 
         def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
             length_B, turns = context
             return self.block(block).around(
                 x, turns,
-                lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
+                lambda q, k, v: attend(q, k, v, length_B, block_length=block_length),
+                keys,
             )  # fmt: skip
 
         layer = rematerialised(layer, self.config)
-        x = self.embed(params, jnp.concatenate([shown_BL, clean_BL]))
-        context = (length_B, self.angles(shown_BL.shape[1]))
+        x = self.embed(params, tokens)
         for blocks in stacks(params):
-            x = cpu.run_blocks(layer, x, blocks, context)
-        x_BLD = self.norm(params, x[: shown_BL.shape[0]])
+            x = cpu.run_blocks(layer, x, blocks, (length_B, angles))
+        x = x[: shown_BL.shape[0]] if pieces is None else noisy_in_order(x, pieces)
+        x_BLD = self.norm(params, x)
         return one_later(x_BLD) if self.is_shifted else x_BLD
 
     def ready(self, params: Params) -> Params:

@@ -59,10 +59,17 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
             f"mesh.expert={experts} splits experts, but the model of the config has "
             f"{model.experts or 'none'}; use 1 or a divisor of their number"
         )
-    if mesh.shape.get("context", 1) > 1 and model.attention_type != "bidirectional":
+    context, kind = mesh.shape.get("context", 1), model.attention_type
+    if context > 1 and kind not in ("bidirectional", "block_causal"):
         raise ValueError(
-            f"mesh.context={mesh.shape['context']} requires model.attention_type='bidirectional', "
-            f"not {model.attention_type!r}; use 1"
+            f"mesh.context={context} requires model.attention_type='bidirectional' or "
+            f"'block_causal', not {kind!r}; use 1"
+        )
+    if context > 1 and kind == "block_causal" and positions % (2 * context * model.block_length):
+        raise ValueError(
+            f"mesh.context={context} splits data.seq_len={positions} into {2 * context} pieces, "
+            f"which must be multiples of model.block_length={model.block_length}; use another "
+            f"mesh.context, or a data.seq_len that {2 * context * model.block_length} divides"
         )
 
 

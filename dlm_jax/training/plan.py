@@ -32,7 +32,8 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
     Each matrix parameter costs 6 FLOPs per token that uses it. Attention costs 12 FLOPs per layer,
     head feature and visible pair of positions. A causal model has half the pairs (PaLM, Chowdhery
-    et al. 2022, appendix B). A tied embedding table is counted once, as the LM head.
+    et al. 2022, appendix B). A block-causal model reads a noisy and a clean stream. A tied
+    embedding table is counted once, as the LM head.
 
     Args:
       params: arrays or their shapes.
@@ -40,12 +41,17 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
       num_rows: number of rows per step.
       num_positions: number of tokens per row.
     """
+    kind = config.attention_type
     in_products = sum(
-        math.prod(leaf.shape) * _share_met(path, leaf, config)
+        math.prod(leaf.shape)
+        * _share_met(path, leaf, config)
+        * (2 if kind == "block_causal" and "blocks" in path_name(path).split("/")[0] else 1)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     )
     inner = config.heads * config.size_of_head
-    pairs = num_positions / 2 if config.attention_type == "causal" else num_positions
+    pairs = num_positions / 2 if kind == "causal" else num_positions
+    # Each stream has half of the pairs, and both have the pairs inside blocks.
+    pairs += config.block_length if kind == "block_causal" else 0
     per_token = 6 * in_products + 12 * config.depth * inner * pairs
     return float(num_rows * num_positions * per_token)
 

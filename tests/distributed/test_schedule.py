@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
-from dlm_jax.distributed.costs import Torus, cost, first_group, moved
+from dlm_jax.distributed.costs import Torus, cost, first_group, moved, shares_scope
 from dlm_jax.distributed.mesh import Chip
 
 # One FLOP, byte or cycle a second, so that figures are seconds.
@@ -181,3 +182,20 @@ def test_a_splash_kernel_counts_its_products_at_the_share_that_kernels_reach():
     found = cost(text, RING)
     assert found.flops == 2 * 2 * (2 * 4) * 128 * 256 * 64
     assert found.seconds == pytest.approx(found.flops / 0.55)
+
+
+@pytest.mark.parametrize(("kernel", "share", "products"), [("fwd", 0.5, 2), ("dkv", 0.25, 4)])
+def test_a_kernel_that_skips_scores_counts_the_share_that_its_scope_names(kernel, share, products):
+    body = (
+        "  %q = bf16[4,128,64]{2,1,0} parameter(0)\n  %k = bf16[4,256,64]{2,1,0} parameter(1)\n"
+        f"  ROOT %splash_{kernel}.1 = bf16[4,256,64]{{2,1,0}} custom-call(%q, %k), "
+        'custom_call_target="tpu_custom_call", metadata={op_name="f/SCOPE/splash"}'
+    )
+
+    def scoped(x):
+        with shares_scope(0.5, 0.25):
+            return x + 1
+
+    scope = str(jax.make_jaxpr(scoped)(1.0).eqns[0].source_info.name_stack)
+    found = cost(_main(body.replace("SCOPE", scope)), RING)
+    assert found.flops == 2 * products * 4 * 128 * 256 * 64 * share

@@ -80,7 +80,7 @@ from dlm_jax.training.plan import plan
 # No width of a kernel, nor its share of a chip, may equal the number of rows or positions.
 rows, positions, vocabulary = 48, 384, 3000
 sizes = layout.Sizes(rows, positions, vocabulary, rows // 16)
-def step(optimizer="adamw", heads=None, fsdp=16, vocab_size=vocabulary, **model):
+def step(optimizer="adamw", heads=None, fsdp=16, vocab_size=vocabulary, mesh=None, **model):
     config = Config(
         model=ModelConfig(depth=2, width=512, heads=4, vocab_size=vocab_size,
                           compute_dtype="bfloat16", remat="attention", **model),
@@ -88,7 +88,7 @@ def step(optimizer="adamw", heads=None, fsdp=16, vocab_size=vocabulary, **model)
         heads=heads or HeadsConfig(),
         train=TrainConfig(batch_size=rows),
     )
-    return plan(config, make_mesh(MeshConfig(fsdp=fsdp), devices))
+    return plan(config, make_mesh(mesh or MeshConfig(fsdp=fsdp), devices))
 def check(found):
     for search in (layout.whole_activations, layout.moved_activations):
         assert not search(found.text, sizes), search(found.text, sizes)
@@ -153,4 +153,36 @@ def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
         "assert not layout.whole_activations(text, sizes), layout.whole_activations(text, sizes)\n"
         "assert not layout.moved_activations(text, sizes), layout.moved_activations(text, sizes)\n"
         "assert 'splash' in text\n"
+    )
+
+
+@pytest.mark.slow
+def test_for_a_tpu_no_noisy_key_or_value_of_two_streams_leaves_its_chip():
+    _for_tpu(
+        "import math\n"
+        "from collections import Counter\n"
+        "from dlm_jax.distributed.costs import KINDS, parse\n"
+        "rows, positions = 8, 1024\n"
+        "found = step(mesh=MeshConfig(data=4, context=4), attention_type='block_causal',\n"
+        "             block_length=32)\n"
+        "assert 'splash' in found.text\n"
+        "moved = {}\n"
+        "for body in parse(found.text).computations.values():\n"
+        "    for x in body:\n"
+        "        kind = x.kind.removesuffix('-start')\n"
+        "        if kind in KINDS:\n"
+        "            dims = [n for n in x.shapes[0].dims if n > 1]\n"
+        # Permutations share a channel; a gather may be split into several operations of one.
+        "            channel = x.attribute(r'channel_id=(\\d+)') or x.name\n"
+        "            is_permuted = kind == 'collective-permute'\n"
+        "            moved[x.name if is_permuted else channel] = kind, *dims\n"
+        # A chip has two rows of both streams, with 256 positions in two pieces and width 512.
+        "permuted = Counter(x[1:] for x in moved.values() if x[0] == 'collective-permute')\n"
+        "assert permuted.pop((2, 128, 512)) == 4, moved  # hidden vectors, there and back\n"
+        # Clean keys and values come from three chips, twice with recomputation, and go back once.
+        "size = sum(math.prod(dims) * count for dims, count in permuted.items())\n"
+        "assert size == 3 * 2 * 3 * 2 * 256 * 512, moved\n"
+        "others = {x for x in moved.values() if x[0] != 'collective-permute'}\n"
+        "others = {x for x in others if {1024, 256} & set(x[1:])}\n"
+        "assert others <= {('all-gather', 2, 2, 1024), ('all-gather', 2, 1024)}, others\n"
     )

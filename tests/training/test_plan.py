@@ -36,6 +36,17 @@ def test_an_untied_head_counts_instead_of_the_table_and_a_causal_model_sees_half
     assert work(tied) - work(causal) == 2 * 8 * 12 * 2 * 16 * 4
 
 
+def test_a_block_causal_model_passes_two_streams_through_its_layers_and_one_through_its_head():
+    config = toy.config(attention_type="block_causal", block_length=4)
+    shapes = jax.eval_shape(toy.build(config).init, jax.random.key(0))
+    found = model_flops(shapes, config, num_rows=1, num_positions=8)
+    layers = 16 * 16 * 4 + 2 * 16 * config.inner_width
+    # Queries of two blocks of four: clean 4 and 8, noisy 4 and 4 + 4 visible keys.
+    pairs = 4 * (4 + 8 + 4 + 8)
+    head = 16 * toy.VOCAB_SIZE
+    assert found == 6 * 8 * (2 * 2 * layers + head) + 12 * 2 * 16 * pairs
+
+
 class _Chip:
     platform, device_kind, slice_index = "tpu", "TPU v5 lite", 0
 

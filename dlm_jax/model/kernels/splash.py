@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     Mask,
     MultiHeadMask,
     SegmentIds,
-    make_splash_mha_single_device,
+    make_splash_mha,
 )
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import (
+    MaskInfo,
+    process_mask,
+    process_mask_dkv,
+)
+from jax.sharding import PartitionSpec as P
 
 from dlm_jax.devices import mesh_in_use
+from dlm_jax.distributed.costs import shares_scope
 from dlm_jax.distributed.partitions import PLACES, fitting
 
 _LANES = 128
@@ -58,6 +66,9 @@ def splash_attention(
         num_shared = q_BLHK.shape[2] // k_BMGK.shape[2]
         k_BMGK, v_BMGK = (jnp.repeat(x, num_shared, axis=2) for x in (k_BMGK, v_BMGK))
     queries = fitting(PLACES["queries"], q_BLHK.shape, mesh)
+    if may_see is not None:
+        # The mask is that of whole rows.
+        queries = P(queries[0], None, *queries[2:])
     keys = fitting(PLACES["keys"], k_BMGK.shape, mesh)
     rows = fitting(PLACES["rows"], is_live_BM.shape, mesh)
     split = jax.shard_map(
@@ -76,17 +87,45 @@ def _of_rows(
     saved: str | None,
     interpret: bool,
 ) -> jax.Array:
-    num_queries, num_heads, head_size = q_BLHK.shape[1:]
+    _, num_queries, num_heads, _ = q_BLHK.shape
+    q_BLHK, k_BMGK, v_BMGK, is_live_BM = map(_padded, (q_BLHK, k_BMGK, v_BMGK, is_live_BM))
+    shape = (q_BLHK.shape[1], k_BMGK.shape[1])
+    mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
+    block_q, block_k = map(_block, shape)
+    sizes = BlockSizes(
+        block_q=block_q,
+        block_kv=block_k,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_k,
+        use_fused_bwd_kernel=True,
+    )
+    kernel = _kernel(MultiHeadMask([mask] * num_heads), sizes, saved, interpret)
+    return with_kernel(kernel, q_BLHK, k_BMGK, v_BMGK, is_live_BM)[:, :num_queries]
+
+
+def with_kernel(
+    kernel: Any,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    *,
+    shares: tuple[float, float] = (1.0, 1.0),
+) -> jax.Array:
+    """The attention that a splash kernel computes on one device, ``[B, L, H, K]``.
+
+    `shares` are the shares of the scores that the kernel computes in the forward and in the
+    backward pass; they are used only in the estimates of `dlm_jax.distributed.costs`.
+    """
     # The kernel does not scale the scores, so the queries are scaled, in float32.
-    q_BLHK = (q_BLHK.astype(jnp.float32) * head_size**-0.5).astype(q_BLHK.dtype)
-    q_BHLK, k_BGMK, v_BGMK = (_padded(x).swapaxes(1, 2) for x in (q_BLHK, k_BMGK, v_BMGK))
-    kernel = _kernel(num_heads, q_BHLK.shape[2], k_BGMK.shape[2], may_see, saved, interpret)
+    q_BLHK = (q_BLHK.astype(jnp.float32) * q_BLHK.shape[-1] ** -0.5).astype(q_BLHK.dtype)
+    q_BHLK, k_BGMK, v_BGMK = (x.swapaxes(1, 2) for x in (q_BLHK, k_BMGK, v_BMGK))
     segments = SegmentIds(
         q=jnp.ones((q_BHLK.shape[0], q_BHLK.shape[2]), jnp.int32),
-        kv=_padded(is_live_BM).astype(jnp.int32),
+        kv=is_live_BM.astype(jnp.int32),
     )
-    y_BHLK = jax.vmap(kernel)(q_BHLK, k_BGMK, v_BGMK, segments)
-    return y_BHLK.swapaxes(1, 2)[:, :num_queries]
+    with shares_scope(*shares):
+        return jax.vmap(kernel)(q_BHLK, k_BGMK, v_BGMK, segments).swapaxes(1, 2)
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -97,26 +136,72 @@ def _padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
 
-def _kernel(
-    num_heads: int,
+def split_kernel(
     num_queries: int,
     num_keys: int,
-    may_see: Callable[[Any, Any], Any] | None,
+    may_see: Callable[[Any, Any], Any],
+    *,
+    num_devices: int,
+    multiple: int,
+    unit: int = 1,
+    saved: str | None = None,
+    interpret: bool = False,
+) -> tuple[Any, tuple[float, float]]:
+    """A kernel for queries that are split evenly over devices, and the shares of the blocks of
+    scores that a device computes in the forward and in the backward pass.
+
+    The kernel must be sharded like the queries.
+
+    Args:
+      num_queries: number of queries of all devices.
+      num_keys: number of keys, the same on all devices.
+      may_see: as in `splash_attention`, for queries of all devices.
+      num_devices: number of devices.
+      multiple: a common divisor of the numbers of queries per device and of keys; a multiple of
+        128.
+      unit: squares of so many queries and keys, which need not divide `multiple`, are equal in the
+        mask.
+      saved: as in `splash_attention`.
+      interpret: as in `splash_attention`.
+    """
+    block = _block(multiple)
+    # All heads share one mask.
+    mask = MultiHeadMask([_Places((num_queries, num_keys), may_see, math.gcd(block, unit))])
+    # Short blocks of queries need less on-chip memory for masks.
+    block_q = block // 2 if block == _MAX_BLOCK else block
+    sizes = BlockSizes(
+        block_q=block_q,
+        block_kv=block,
+        block_q_dkv=block_q,
+        block_kv_dkv=block,
+        use_fused_bwd_kernel=True,
+    )
+    kernel = _kernel(mask, sizes, saved, interpret, num_devices)
+    given = {"downcast_smem_data": True, "head_shards": 1, "q_seq_shards": num_devices}
+    # Both are in the cache of JAX.
+    forward, _ = process_mask(mask, (block_q, block), **given)
+    backward, _ = process_mask_dkv(mask, (block_q, block), **given, shrink_grid=False)
+
+    def share(info: MaskInfo) -> float:
+        is_computed_DN = np.asarray(info.block_mask).reshape(num_devices, -1) > 0
+        most = int(is_computed_DN.sum(axis=1).max())
+        return most * block_q * block * num_devices / (num_queries * num_keys)
+
+    return kernel, (share(forward), share(backward))
+
+
+def _kernel(
+    mask: MultiHeadMask,
+    sizes: BlockSizes,
     saved: str | None,
     interpret: bool,
+    num_devices: int = 1,
 ) -> Any:
-    shape = (num_queries, num_keys)
-    mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
-    block_q, block_k = _block(num_queries), _block(num_keys)
-    return make_splash_mha_single_device(
-        mask=MultiHeadMask([mask] * num_heads),
-        block_sizes=BlockSizes(
-            block_q=block_q,
-            block_kv=block_k,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_k,
-            use_fused_bwd_kernel=True,
-        ),
+    return make_splash_mha(
+        mask=mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=num_devices,
         residual_checkpoint_name=saved,
         interpret=interpret,
     )
@@ -129,23 +214,44 @@ def _block(num_positions: int) -> int:
 
 
 class _Places(Mask):
-    """The mask that `may_see` defines; only partially masked blocks are materialised."""
+    """The mask that `may_see` defines; only partially masked blocks are materialised.
 
-    def __init__(self, shape: tuple[int, int], may_see: Callable[[Any, Any], Any]):
-        self._shape, self._may_see = shape, may_see
+    Squares of `unit` queries and keys are known to be equal.
+    """
+
+    def __init__(self, shape: tuple[int, int], may_see: Callable[[Any, Any], Any], unit: int = 1):
+        self._shape, self._may_see, self._unit = shape, may_see, unit
+        # JAX reads each block several times.
+        self._uniform: dict[tuple[range, range], np.ndarray] = {}
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        query, key = (np.arange(size)[at] for size, at in zip(self._shape, index, strict=True))
-        return np.asarray(self._may_see(query[:, None], key[None]))
+        query, key = (
+            range(*at.indices(size)[:2], self._unit)
+            for size, at in zip(self._shape, index, strict=True)
+        )
+        if (query, key) in self._uniform:
+            return self._uniform[query, key]
+        is_seen = np.asarray(self._may_see(np.array(query)[:, None], np.array(key)[None]))
+        if is_seen.any() and not is_seen.all():
+            return is_seen.repeat(self._unit, axis=0).repeat(self._unit, axis=1)
+        shape = len(query) * self._unit, len(key) * self._unit
+        return self._uniform.setdefault((query, key), _full(shape, bool(is_seen.any())))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Places):
-            return NotImplemented
-        return (self._shape, self._may_see) == (other._shape, other._may_see)
+        return isinstance(other, _Places) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self._shape, self._may_see))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self._shape, self._may_see, self._unit
+
+
+@functools.cache
+def _full(shape: tuple[int, int], value: bool) -> np.ndarray:
+    return np.full(shape, value)
