@@ -222,7 +222,13 @@ class Counts(NamedTuple):
 
 
 def repaired(
-    model: Model, text: str, settings: dict[str, Any], share: float, number: int, seed: int
+    model: Model,
+    text: str,
+    settings: dict[str, Any],
+    share: float,
+    number: int,
+    seed: int,
+    batch_size: int = 64,
 ) -> Counts:
     """What becomes of the last windows of a text with random tokens at that share of positions."""
     rng, length = np.random.default_rng(seed), model.max_length
@@ -236,10 +242,10 @@ def repaired(
     prompts = [
         {"tokens": row[:1].tolist(), "draft": model.tokenizer.decode(row[1:])} for row in shown_NL
     ]
-    order = "random" if model.process.is_masked else "posterior"
+    order: dict[str, Any] = {"order": "random" if model.process.is_masked else "posterior"}
     made = dlm_jax.generate(
         model, prompts, seed=seed, ignore_eos=True, max_length=length, fill="parallel",
-        order=order, **settings,
+        batch_size=batch_size, **(order | settings),
     )  # fmt: skip
     found_NL = np.array([model.tokenizer.encode(text) for text in made.texts])
     return Counts(

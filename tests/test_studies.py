@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import dlm_jax
-from benchmarks import head_rivals, sampler_head, second_judge
+from benchmarks import head_rivals, sampler_head, second_judge, which_process
+from benchmarks.processes import Counts
 from dlm_jax.inference.request import settings_of_call
 
 TEXT = "The quick brown fox jumps over a lazy dog, and then\nanother one comes along slowly. " * 40
@@ -63,3 +64,21 @@ def test_agreement_is_one_of_the_same_order_and_minus_one_of_the_reverse():
     values = np.array([0.1, 5.0, 2.0, 2.5])
     assert second_judge.agreement(values, np.exp(values)) == pytest.approx(1.0)
     assert second_judge.agreement(values, -(values**3)) == pytest.approx(-1.0)
+
+
+def test_the_temperature_of_equal_entropy_can_be_reached_by_every_process():
+    entropies = {
+        "masked": {1.0: 4.8, 0.8: 4.4, 0.6: 4.1},
+        "uniform": {1.0: 4.3, 0.8: 4.1, 0.6: 4.0},
+        "mixed": {1.0: 4.6, 0.8: 4.2, 0.6: 3.9},
+        "other": {1.0: 5.0, 0.8: 4.9, 0.6: 4.7},
+    }
+    found = {name: which_process.equal_entropy(name, entropies) for name in entropies}
+    assert found == {"masked": 0.8, "uniform": 1.0, "mixed": 0.8, "other": 0.6}
+
+
+def test_repair_settings_are_selected_by_wrong_tokens_and_by_repairs():
+    tuned = [(Counts(100, 10, 0, 0), "idle"), (Counts(100, 10, 5, 3), "careful"),
+             (Counts(100, 10, 8, 30), "bold")]  # fmt: skip
+    found = which_process.selected(tuned)
+    assert found == {"fewest wrong": "careful", "most repaired": "bold"}
