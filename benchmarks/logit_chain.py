@@ -136,9 +136,10 @@ def main() -> None:
         if args.only and name not in args.only:
             continue
         text, seconds = compiled(fn, device, *given)
+        ways: tuple[tuple[costs.Mode, int], ...] = (("roof", 0), ("cycles", 0), ("cycles", 1))
         roof, usual, worst = (
             costs.cost(text, torus, mode, kernels={key: x[place] for key, x in kernels.items()})
-            for mode, place in (("roof", 0), ("cycles", 0), ("cycles", 1))
+            for mode, place in ways
         )
         columns = [f"{1e3 * cost.seconds:.2f}" for cost in (roof, usual, worst)]
         print(f"| {name} | {seconds:.1f} | {' | '.join(columns)} |", flush=True)

@@ -315,6 +315,8 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.sampling_pods",
     ("scaling.md", "What a training step saves"):
         "the compiler for TPUs: python -m benchmarks.remat_search",
+    ("scaling.md", "Kernels of attention"):
+        "the compiler for TPUs: python -m benchmarks.kernel_search",
     ("scaling.md", "The logit chain"):
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",

@@ -81,6 +81,7 @@ STEPS = [
     *(Step("1.3B", "v6e:4x4", 256, 1, kind) for kind in KINDS),
     *(Step("8B", "v6e:4x4", 128, 4, kind) for kind in KINDS),
     *(Step("8B", "v5e:4x4", 64, 16, kind) for kind in KINDS),
+    Step("8B", "v5e:4x4", 256, 16, "whole"),
 ]
 
 
@@ -229,7 +230,7 @@ def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return dataclasses.asdict(step) | {"refused": str(error)[:300]}
+        return dataclasses.asdict(step) | {"refused": str(error)[:300], "options": list(options)}
     seconds, text = time.perf_counter() - began, program.as_text()
     memory, model = program.memory_analysis(), model_of(step)
     assert text is not None and memory is not None
@@ -315,19 +316,30 @@ def main() -> None:
         print("\n".join(step.name for step in STEPS))
         return
     lines = args.json.read_text().splitlines() if args.json and args.json.exists() else []
-    results = {Step(*(one[f.name] for f in dataclasses.fields(Step))).name: one
-               for one in map(json.loads, lines)}  # fmt: skip
+    results = {_key(one): one for one in map(json.loads, lines)}
+    options = args.compiler_options
     for step in STEPS:
         is_asked = args.only is None or any(part in step.name for part in args.only)
-        if step.name in results or not is_asked:
+        if (step.name, *options) in results or not is_asked:
             continue
         flags = ["--row", step.name]
-        options = args.compiler_options
-        results[step.name] = measured_apart("benchmarks.sampling_pods", flags, options)
+        results[step.name, *options] = measured_apart("benchmarks.sampling_pods", flags, options)
+        results = _in_order(results)
         if args.json:
-            kept = [results[one.name] for one in STEPS if one.name in results]
-            args.json.write_text("".join(json.dumps(one) + "\n" for one in kept))
-    print("\n".join(table([results[step.name] for step in STEPS if step.name in results])))
+            args.json.write_text("".join(json.dumps(one) + "\n" for one in results.values()))
+    print("\n".join(table(list(results.values()))))
+
+
+def _key(one: dict[str, Any]) -> tuple[str, ...]:
+    """The name of a row and its compiler options."""
+    name = Step(*(one[field.name] for field in dataclasses.fields(Step))).name
+    return name, *one.get("options", [])
+
+
+def _in_order(results: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """The results in the order of `STEPS`."""
+    order = {step.name: i for i, step in enumerate(STEPS)}
+    return dict(sorted(results.items(), key=lambda pair: order[pair[0][0]]))
 
 
 if __name__ == "__main__":

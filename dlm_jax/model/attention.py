@@ -31,6 +31,10 @@ SAVED = "attention"
 # Below this length, XLA's fusions are as fast as the kernel, which has blocks of at least 128
 # positions.
 _LEAST_FOR_SPLASH = 256
+# Shorter rows have few scores.
+_LEAST_FOR_TRITON = 128
+# Triton requires powers of two.
+_TRITON_SIZES = (16, 32, 64, 128, 256)
 # With fewer queries, the TPU compiler computes products on the vector units.
 _LEAST_FOR_PRODUCTS = 8
 _LANES = 128
@@ -77,9 +81,9 @@ def attention(
 ) -> jax.Array:
     """Attention output ``[B, L, H, K]``; each query attends to the live keys that `may_see` allows.
 
-    TPUs use the splash kernel, and GPUs use cuDNN in half precision. All other cases use the plain
-    formula. The keys of several streams of the same rows can be concatenated; `may_see` then
-    distinguishes the streams.
+    TPUs use the splash kernel. GPUs use cuDNN in half precision, or a Triton kernel if cuDNN has no
+    kernel for `may_see`. All other cases use the plain formula. The keys of several streams of the
+    same rows can be concatenated; `may_see` then distinguishes the streams.
     """
     num_positions, platform = q_BLHK.shape[1], devices.platform()
     # A row of length 0 attends to its first key, so that the result is finite.
@@ -95,9 +99,20 @@ def attention(
     is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0 and may_see in (None, causal):
         y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, is_causal=may_see is not None)
+    elif platform == "gpu" and is_half and may_see is not None and _has_masked_kernel(q_BLHK):
+        from dlm_jax.model.kernels.triton import triton_attention
+
+        return triton_attention(*given, may_see=may_see, saved=SAVED)
     else:
         y_BLHK = plain_attention(*given, may_see=may_see)
     return checkpoint_name(y_BLHK, SAVED)
+
+
+def _has_masked_kernel(q_BLHK: jax.Array) -> bool:
+    """Whether GPUs have a kernel for masked attention of queries of this shape."""
+    mesh, size = devices.mesh_in_use(), q_BLHK.shape[-1]
+    is_split = mesh is not None and mesh.shape.get("context", 1) > 1
+    return not is_split and q_BLHK.shape[1] >= _LEAST_FOR_TRITON and size in _TRITON_SIZES
 
 
 def cudnn_attention(

@@ -29,7 +29,7 @@ _GROUPS = 8
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RowPieces:
     """The positions of each device along ``context``: one piece of the front half of a row and the
     mirrored piece of the back half.
 
@@ -66,7 +66,7 @@ class BesideGathered:
     """
 
     block_length: int
-    pieces: Pieces
+    pieces: RowPieces
 
     def __call__(self, query: Any, key: Any) -> Any:
         pieces = self.pieces
@@ -79,7 +79,7 @@ class BesideGathered:
         return is_seen | ((key_block == query_block) & (is_noisy_query ^ is_clean_key))
 
 
-def pieces_of(num_positions: int, block_length: int) -> Pieces | None:
+def pieces_of(num_positions: int, block_length: int) -> RowPieces | None:
     """The pieces of rows on the mesh in use; None if the mesh does not split rows or if the pieces
     are not multiples of the block length.
     """
@@ -87,10 +87,10 @@ def pieces_of(num_positions: int, block_length: int) -> Pieces | None:
     count = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     if count == 1 or num_positions % (2 * count * block_length):
         return None
-    return Pieces(num_positions, count)
+    return RowPieces(num_positions, count)
 
 
-def paired(noisy_BL: jax.Array, clean_BL: jax.Array, pieces: Pieces) -> jax.Array:
+def paired(noisy_BL: jax.Array, clean_BL: jax.Array, pieces: RowPieces) -> jax.Array:
     """Both streams as alternating rows ``[2 B, L]`` of arranged positions.
 
     A device has both streams of its rows.
@@ -100,7 +100,7 @@ def paired(noisy_BL: jax.Array, clean_BL: jax.Array, pieces: Pieces) -> jax.Arra
     return streams_B2L.reshape(-1, pieces.num_positions)
 
 
-def noisy_in_order(x_PLD: jax.Array, pieces: Pieces) -> jax.Array:
+def noisy_in_order(x_PLD: jax.Array, pieces: RowPieces) -> jax.Array:
     """The noisy rows of `paired` rows, with positions in the order of the row, ``[B, L, D]``.
 
     Each device sends its two pieces to the devices that have them in this order.
@@ -132,7 +132,7 @@ def attend_beside_gathered(
     length_B: jax.Array,
     *,
     block_length: int,
-    pieces: Pieces,
+    pieces: RowPieces,
 ) -> jax.Array:
     """`dlm_jax.model.attention.attend_beside_clean` for `paired` rows, ``[2 B, L, H, K]``."""
     mesh, num_heads = devices.mesh_in_use(), q_PLHK.shape[2]
@@ -153,11 +153,11 @@ def attend_beside_gathered(
         is_live_BM = pieces.position(key_M)[None] < jnp.maximum(length_B, 1)[:, None]
 
         def of_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            keys = (
+            k, v = (
                 jnp.concatenate([*_from_all(x[:, 1], pieces.count), x[:, 0]], axis=1)
                 for x in (k, v)
             )
-            given = (q.reshape(q.shape[0], -1, *q.shape[3:]), *keys, is_live_BM)
+            given = q.reshape(q.shape[0], -1, *q.shape[3:]), k, v, is_live_BM
             if kernel is None:
                 y = checkpoint_name(_formula(*given, device, may_see), SAVED)
             else:

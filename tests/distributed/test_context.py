@@ -20,7 +20,7 @@ from dlm_jax.model import context
 from dlm_jax.model.attention import attend_beside_clean
 from dlm_jax.model.context import (
     BesideGathered,
-    Pieces,
+    RowPieces,
     attend_beside_gathered,
     paired,
     pieces_of,
@@ -45,7 +45,7 @@ def _streams(positions: int):
     ]
 
 
-def _gathered(mesh, pieces: Pieces, length_B, block_length: int):
+def _gathered(mesh, pieces: RowPieces, length_B, block_length: int):
     """The attention of paired rows and its gradients, as a function of one dictionary."""
 
     def run(given):
@@ -61,7 +61,7 @@ def _gathered(mesh, pieces: Pieces, length_B, block_length: int):
     return jax.jit(run)
 
 
-def _inputs(mesh, streams, pieces: Pieces):
+def _inputs(mesh, streams, pieces: RowPieces):
     """The streams as paired rows that are split over the mesh."""
     spec = NamedSharding(mesh, P("data", "context"))
     return {
@@ -72,7 +72,7 @@ def _inputs(mesh, streams, pieces: Pieces):
     }  # fmt: skip
 
 
-def _in_order(x_PLHK, pieces: Pieces):
+def _in_order(x_PLHK, pieces: RowPieces):
     """Paired rows as the rows of `attend_beside_clean`: all noisy, then all clean."""
     order = np.argsort(pieces.position(np.arange(pieces.num_positions)))
     return np.concatenate([x_PLHK[::2], x_PLHK[1::2]])[:, order]
@@ -80,7 +80,7 @@ def _in_order(x_PLHK, pieces: Pieces):
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_every_position_is_on_one_device_and_all_devices_see_as_many_pairs(count):
-    pieces = Pieces(48 * count, count)
+    pieces = RowPieces(48 * count, count)
     position = pieces.position(np.arange(pieces.num_positions))
     assert sorted(position) == list(range(pieces.num_positions))
     may_see = BesideGathered(4, pieces)
@@ -116,7 +116,7 @@ def test_a_model_has_the_outputs_and_gradients_of_one_device_on_a_mesh():
 
 
 def test_only_clean_keys_and_values_are_gathered_and_only_their_gradients_are_summed():
-    mesh, pieces = _mesh(data=2, context=4), Pieces(24, 4)
+    mesh, pieces = _mesh(data=2, context=4), RowPieces(24, 4)
     inputs = _inputs(mesh, _streams(24), pieces)
     module = parse(_gathered(mesh, pieces, LENGTH, BLOCK).lower(inputs).compile().as_text())
     found = [
@@ -131,7 +131,7 @@ def test_only_clean_keys_and_values_are_gathered_and_only_their_gradients_are_su
 @pytest.mark.slow
 def test_the_kernel_on_split_positions_has_the_values_and_gradients_of_the_formula(monkeypatch):
     positions, block = 512, 64
-    mesh, pieces = _mesh(data=1, context=2), Pieces(positions, 2)
+    mesh, pieces = _mesh(data=1, context=2), RowPieces(positions, 2)
     kernel = functools.partial(context._splash_kernel, interpret=True)
     monkeypatch.setattr(context, "_kernel", kernel)
     streams, length_B = _streams(positions), jnp.array([positions, 17])

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 from dlm_jax.model import attention
 from dlm_jax.model import attention as forms
-from dlm_jax.model.attention import InBlocks, attend, attend_beside_clean, causal, plain_attention
-from dlm_jax.model.kernels import cpu
+from dlm_jax.model.attention import (
+    BesideClean,
+    InBlocks,
+    attend,
+    attend_beside_clean,
+    causal,
+    plain_attention,
+)
+from dlm_jax.model.kernels import cpu, splash
 from dlm_jax.model.kernels.splash import splash_attention
+from dlm_jax.model.kernels.triton import TILE, triton_attention, visible_tiles
 from dlm_jax.types import live_positions
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
@@ -49,17 +61,24 @@ def _forms():
         "cpu": exact,
         "plain": plain_attention,
         "splash": lambda *a, **k: splash_attention(*a, **k, interpret=True),
+        "triton": lambda *a, **k: triton_attention(*a, **k, interpret=True),
     }
 
 
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("num_groups", [4, 2])
-def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(mask, num_groups):
+def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
+    mask, num_groups, monkeypatch
+):
+    # Several tiles of the splash kernel, of twice as many keys as queries without a mask.
+    monkeypatch.setattr(splash, "_MAX_BLOCK", 128)
     inputs, length_B, g = _inputs(num_groups)
     expected = _oracle(*inputs, length_B, MASKS[mask])
     is_live = live_positions(jnp.maximum(length_B, 1), POSITIONS)
     gradients = {}
     for name, form in _forms().items():
+        if name == "triton" and mask != "blocks":
+            continue
 
         @jax.jit
         def run(*inputs, form=form):
@@ -68,7 +87,7 @@ def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(mask, n
 
         y, gradients[name] = run(*inputs)
         np.testing.assert_allclose(y, expected, rtol=2e-4, atol=2e-5, err_msg=name)
-    for name in ("plain", "splash"):
+    for name in gradients:
         for mine, theirs in zip(gradients[name], gradients["cpu"], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4, err_msg=name)
 
@@ -93,16 +112,91 @@ def test_the_plain_form_computes_some_queries_at_a_time_where_all_scores_would_n
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def _traced(platform: str, dtype, positions: int = 256, size: int = 64) -> str:
+# Masks of rows of four tiles, the number of streams of keys, and the number of visible tiles.
+SPARSE = {
+    "causal": (lambda tile: causal, 1, 4 * 5 // 2),
+    "blocks": (lambda tile: InBlocks(tile // 32), 1, 4 * 5 // 2),
+    "a block per tile": (InBlocks, 1, 4 * 5 // 2),
+    # Noisy tiles of the diagonal, and clean ones below it; on it if they hold earlier blocks.
+    "two streams": (lambda tile: BesideClean(tile // 32, 4 * tile), 2, 4 + 4 * 5 // 2),
+    "streams of tiles": (lambda tile: BesideClean(tile, 4 * tile), 2, 4 + 4 * 3 // 2),
+}
+
+
+def _tiles_of_splash(monkeypatch, may_see, streams: int = 1, dtype: Any = jnp.bfloat16):
+    """Numbers of tiles that the kernel computes for 4096 queries, forward and backward."""
+    found = []
+
+    def recorded(process):
+        def run(*args, **more):
+            found.append(process(*args, **more))
+            return found[-1]
+
+        return run
+
+    for name in ("process_mask", "process_mask_dkv"):
+        monkeypatch.setattr(
+            splash_attention_mask_info, name, recorded(getattr(splash_attention_mask_info, name))
+        )
+    q = jax.ShapeDtypeStruct((1, 4096, 1, 128), dtype)
+    k = jax.ShapeDtypeStruct((1, 4096 * streams, 1, 128), dtype)
+    is_live = jax.ShapeDtypeStruct(k.shape[:2], bool)
+    run = functools.partial(splash_attention, may_see=may_see, interpret=True)
+    jax.eval_shape(run, q, k, k, is_live)
+    return [np.count_nonzero(info.block_mask) for info, _ in found]
+
+
+@pytest.mark.parametrize("what", list(SPARSE))
+def test_kernels_compute_only_tiles_with_a_visible_pair(what, monkeypatch):
+    """In tiles of 1024 on TPUs and of `TILE` on GPUs."""
+    masked, streams, expected = SPARSE[what]
+    assert visible_tiles(4 * TILE, streams * 4 * TILE, masked(TILE)).sum() == expected
+    assert _tiles_of_splash(monkeypatch, masked(1024), streams) == [expected, expected]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 4 * 2), ("float32", 4 * 4)])
+def test_tiles_without_a_mask_are_long_if_they_fit(dtype, expected, monkeypatch):
+    assert _tiles_of_splash(monkeypatch, None, dtype=dtype) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "expected"),
+    [(1, 4, 2, (2, 2)), (3, 4, 4, (6, 2)), (2, 4, 2, (2, 4)), (1, 4, 1, (1, 4)), (1, 3, 3, (1, 3))],
+)
+def test_two_cores_share_odd_rows_by_halves_of_the_heads(
+    rows, heads, groups, expected, monkeypatch
+):
+    """The values are those of the formula, above, where the number of rows is odd."""
+    found = []
+
+    def computed(q, *_, **__):
+        found.append((q.shape[0], q.shape[2]))
+        return q
+
+    monkeypatch.setattr(splash, "_of_rows", computed)
+    q, k = (jax.random.normal(jax.random.key(0), (rows, 128, h, 8)) for h in (heads, groups))
+    y = splash_attention(q, k, k, jnp.ones((rows, 128), bool))
+    assert found == [expected]
+    np.testing.assert_array_equal(y, q)
+
+
+_BIDIRECTIONAL = functools.partial(attend, is_causal=False)
+_IN_BLOCKS = functools.partial(attention.attend_in_blocks, block_length=32)
+_TWO_STREAMS = functools.partial(attend_beside_clean, block_length=32)
+
+
+def _on(platform: str) -> jax.sharding.AbstractMesh:
     device = jax.sharding.AbstractDevice(device_kind="any", num_cores=None, platform=platform)
-    mesh = jax.sharding.AbstractMesh(
+    return jax.sharding.AbstractMesh(
         (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
     )
+
+
+def _traced(platform: str, dtype, positions: int = 256, size: int = 64, form=_BIDIRECTIONAL) -> str:
     shape = jax.ShapeDtypeStruct((2, positions, 2, size), dtype)
     length = jax.ShapeDtypeStruct((2,), jnp.int32)
-    with jax.sharding.use_abstract_mesh(mesh):
-        run = functools.partial(attend, is_causal=False)
-        return str(jax.make_jaxpr(run)(shape, shape, shape, length))
+    with jax.sharding.use_abstract_mesh(_on(platform)):
+        return str(jax.make_jaxpr(form)(shape, shape, shape, length))
 
 
 def test_the_devices_in_use_choose_the_form(monkeypatch):
@@ -114,7 +208,11 @@ def test_the_devices_in_use_choose_the_form(monkeypatch):
     monkeypatch.setattr(forms, "cudnn_attention", cudnn)
     assert "pallas_call" in _traced("tpu", jnp.bfloat16)
     assert "name=<lambda>" in _traced("gpu", jnp.bfloat16)
+    assert "pallas_call" in _traced("gpu", jnp.bfloat16, form=_IN_BLOCKS)
     for text in (
+        _traced("gpu", jnp.float32, form=_IN_BLOCKS),
+        _traced("gpu", jnp.bfloat16, positions=64, form=_IN_BLOCKS),
+        _traced("gpu", jnp.bfloat16, size=24, form=_IN_BLOCKS),
         _traced("tpu", jnp.bfloat16, positions=64),
         _traced("gpu", jnp.float32),
         _traced("gpu", jnp.bfloat16, size=12),
@@ -122,6 +220,26 @@ def test_the_devices_in_use_choose_the_form(monkeypatch):
     ):
         assert "pallas_call" not in text
         assert "name=<lambda>" not in text
+
+
+def test_on_a_gpu_no_array_of_masked_attention_has_all_pairs():
+    """Of two streams, the second of which is block-causal."""
+    positions = 1024
+    shape = jax.ShapeDtypeStruct((2, positions, 1, 16), jnp.bfloat16)
+    length = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def run(q, k, v, g, length):
+        y, pull = jax.vjp(lambda *a: _TWO_STREAMS(*a, length), q, k, v)
+        return y, pull(g)
+
+    with jax.sharding.use_abstract_mesh(_on("gpu")):
+        traced = jax.jit(run).trace(shape, shape, shape, shape, length)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in text
+    sizes = [
+        math.prod(map(int, x[:-1].split("x"))) for x in re.findall(r"tensor<((?:\d+x)+)", text)
+    ]
+    assert max(sizes) < positions**2 / 4
 
 
 @pytest.mark.parametrize("what", ["causal", "blocks", "two streams"])

@@ -172,7 +172,10 @@ def test_for_a_tpu_no_noisy_key_or_value_of_two_streams_leaves_its_chip():
         "        kind = x.kind.removesuffix('-start')\n"
         "        if kind in KINDS:\n"
         "            dims = [n for n in x.shapes[0].dims if n > 1]\n"
-        "            moved[x.attribute(r'channel_id=(\\d+)') or x.name] = kind, *dims\n"
+        # Permutations share a channel; a gather may be split into several operations of one.
+        "            channel = x.attribute(r'channel_id=(\\d+)') or x.name\n"
+        "            is_permuted = kind == 'collective-permute'\n"
+        "            moved[x.name if is_permuted else channel] = kind, *dims\n"
         # A chip has two rows of both streams, with 256 positions in two pieces and width 512.
         "permuted = Counter(x[1:] for x in moved.values() if x[0] == 'collective-permute')\n"
         "assert permuted.pop((2, 128, 512)) == 4, moved  # hidden vectors, there and back\n"

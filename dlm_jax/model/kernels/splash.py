@@ -23,16 +23,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
     process_mask,
     process_mask_dkv,
 )
-from jax.sharding import PartitionSpec as P
 
-from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.costs import shares_scope
-from dlm_jax.distributed.partitions import PLACES, fitting
+from dlm_jax.model.kernels.split import by_device
 
 _LANES = 128
-# Of 512, 1024 and 2048 positions per block, 1024 is fastest according to the TPU compiler's
-# estimates.
+# Tiles by the schedules of the TPU compiler (`benchmarks.kernel_search`). Tiles have twice as many
+# keys without a mask: the kernel writes one partial gradient of the queries per tile of keys.
 _MAX_BLOCK = 1024
+_MAX_BYTES = 256
 
 
 def splash_attention(
@@ -58,23 +57,34 @@ def splash_attention(
       saved: name under which rematerialisation may save the residuals.
       interpret: whether Pallas interprets the kernel, which works on any device; for tests.
     """
-    mesh = mesh_in_use()
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
-    if mesh is None:
+    return by_device(
+        functools.partial(_on_cores, compute), q_BLHK, k_BMGK, v_BMGK, is_live_BM,
+        splits_queries=may_see is None,
+    )  # fmt: skip
+
+
+def _on_cores(
+    compute: Callable[..., jax.Array],
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+) -> jax.Array:
+    """``compute(q, k, v, is_live)`` of an even number of rows: half the heads make a row if needed.
+
+    The two cores of a chip split the rows, and in the backward pass nothing else.
+    """
+    num_rows, num_heads = q_BLHK.shape[0], q_BLHK.shape[2]
+    if num_rows % 2 == 0 or num_heads % 2 or k_BMGK.shape[2] % 2:
         return compute(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
-    if k_BMGK.shape[2] % mesh.shape.get("tensor", 1):
-        num_shared = q_BLHK.shape[2] // k_BMGK.shape[2]
-        k_BMGK, v_BMGK = (jnp.repeat(x, num_shared, axis=2) for x in (k_BMGK, v_BMGK))
-    queries = fitting(PLACES["queries"], q_BLHK.shape, mesh)
-    if may_see is not None:
-        # The mask is that of whole rows.
-        queries = P(queries[0], None, *queries[2:])
-    keys = fitting(PLACES["keys"], k_BMGK.shape, mesh)
-    rows = fitting(PLACES["rows"], is_live_BM.shape, mesh)
-    split = jax.shard_map(
-        compute, in_specs=(queries, keys, keys, rows), out_specs=queries, check_vma=False
-    )
-    return split(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+
+    def halves(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], 2, -1, x.shape[3])
+        return jnp.moveaxis(x, 2, 1).reshape(2 * num_rows, x.shape[1], *x.shape[3:])
+
+    y = compute(*map(halves, (q_BLHK, k_BMGK, v_BMGK)), jnp.repeat(is_live_BM, 2, axis=0))
+    return jnp.moveaxis(y.reshape(num_rows, 2, *y.shape[1:]), 1, 2).reshape(q_BLHK.shape)
 
 
 def _of_rows(
@@ -87,16 +97,21 @@ def _of_rows(
     saved: str | None,
     interpret: bool,
 ) -> jax.Array:
-    _, num_queries, num_heads, _ = q_BLHK.shape
+    num_queries, num_heads, head_size = q_BLHK.shape[1:]
     q_BLHK, k_BMGK, v_BMGK, is_live_BM = map(_padded, (q_BLHK, k_BMGK, v_BMGK, is_live_BM))
     shape = (q_BLHK.shape[1], k_BMGK.shape[1])
     mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
     block_q, block_k = map(_block, shape)
+    # Longer tiles of wider keys exceed the on-chip memory of the compiler's default options.
+    is_long = may_see is None and head_size * k_BMGK.dtype.itemsize <= _MAX_BYTES
+    block_keys = 2 * block_k if is_long and shape[1] % (2 * block_k) == 0 else block_k
     sizes = BlockSizes(
         block_q=block_q,
-        block_kv=block_k,
+        block_kv=block_keys,
+        block_kv_compute=block_k,
         block_q_dkv=block_q,
-        block_kv_dkv=block_k,
+        block_kv_dkv=block_keys,
+        block_kv_dkv_compute=block_k,
         use_fused_bwd_kernel=True,
     )
     kernel = _kernel(MultiHeadMask([mask] * num_heads), sizes, saved, interpret)
@@ -229,10 +244,8 @@ class _Places(Mask):
         return self._shape
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        query, key = (
-            range(*at.indices(size)[:2], self._unit)
-            for size, at in zip(self._shape, index, strict=True)
-        )
+        ends = (at.indices(size) for size, at in zip(self._shape, index, strict=True))
+        query, key = (range(start, stop, self._unit) for start, stop, _ in ends)
         if (query, key) in self._uniform:
             return self._uniform[query, key]
         is_seen = np.asarray(self._may_see(np.array(query)[:, None], np.array(key)[None]))

@@ -1,0 +1,267 @@
+"""Masked attention for GPUs in tiles; only tiles with a visible pair are computed.
+
+cuDNN has no kernel for block-causal and two-stream masks. These kernels never write the scores to
+main memory. They follow Dao 2023, FlashAttention-2, section 3.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from dlm_jax.model.kernels.split import by_device
+
+TILE = 64
+"""Number of queries and of keys in a tile."""
+_HIDDEN = -1e30
+_LOG2_E = math.log2(math.e)
+
+MaySee = Callable[[Any, Any], Any]
+
+
+def triton_attention(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    *,
+    may_see: MaySee,
+    saved: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
+
+    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`.
+
+    Args:
+      q_BLHK: queries.
+      k_BMGK: keys.
+      v_BMGK: values.
+      is_live_BM: True at live keys.
+      may_see: as in `attention`.
+      saved: name under which rematerialisation may save the residuals.
+      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
+    """
+
+    def of_rows(*given: jax.Array) -> jax.Array:
+        q, k, v, is_live = (_padded(x) for x in given)
+        y: jax.Array = _attend(q, k, v, is_live.astype(jnp.int32), may_see, saved, interpret)
+        return y[:, : given[0].shape[1]]
+
+    return by_device(of_rows, q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    missing = -x.shape[1] % TILE
+    return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
+
+
+@functools.lru_cache(maxsize=64)
+def visible_tiles(num_queries: int, num_keys: int, may_see: MaySee) -> np.ndarray:
+    """True at the tiles that contain a visible pair, ``[queries / TILE, keys / TILE]``."""
+    key_M = np.arange(num_keys)
+    rows = []
+    for begin in range(0, num_queries, TILE):
+        is_seen_NM = np.asarray(may_see(np.arange(begin, begin + TILE)[:, None], key_M[None]))
+        rows.append(is_seen_NM.reshape(TILE, -1, TILE).any(axis=(0, 2)))
+    return np.stack(rows)
+
+
+def _listed(is_visible: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """The visible tiles of each row of tiles, in order, and their number."""
+    count = is_visible.sum(axis=1)
+    order = np.argsort(~is_visible, axis=1, kind="stable")[:, : count.max()]
+    return jnp.asarray(order, jnp.int32), jnp.asarray(count, jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(q, k, v, is_live, may_see, saved, interpret):
+    return _attend_forward(q, k, v, is_live, may_see, saved, interpret)[0]
+
+
+def _attend_forward(q, k, v, is_live, may_see, saved, interpret):
+    num_rows, num_queries, num_heads, _ = q.shape
+    lists = _listed(visible_tiles(num_queries, k.shape[1], may_see))
+    lse_BHL = jax.ShapeDtypeStruct((num_rows, num_heads, num_queries), jnp.float32)
+    shared = num_heads // k.shape[2]
+    y, lse = _call(
+        _forward_kernel, may_see, interpret, q.shape,
+        [*_lists(lists), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)],
+        [_tile(q), _numbers()],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), lse_BHL],
+    )(*lists, q, k, v, is_live)  # fmt: skip
+    if saved is not None:
+        y, lse = checkpoint_name(y, saved), checkpoint_name(lse, saved)
+    return y, (q, k, v, is_live, y, lse)
+
+
+def _attend_backward(may_see, saved, interpret, residuals, g):
+    del saved
+    q, k, v, is_live, y, lse = residuals
+    num_heads, shared = q.shape[2], q.shape[2] // k.shape[2]
+    # The mean of the gradients of a query's scores.
+    mean = jnp.einsum("blhk,blhk->bhl", y.astype(jnp.float32), g.astype(jnp.float32))
+    is_visible = visible_tiles(q.shape[1], k.shape[1], may_see)
+    lists = _listed(is_visible)
+    g_q = _call(
+        _queries_kernel, may_see, interpret, q.shape,
+        [*_lists(lists), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live),
+         _tile(g), _numbers(), _numbers()],
+        [_tile(q)], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+    )(*lists, q, k, v, is_live, g, lse, mean)[0]  # fmt: skip
+    lists = _listed(is_visible.T)
+    of_heads = (*k.shape[:2], num_heads, k.shape[3])
+    per_head = jax.ShapeDtypeStruct(of_heads, jnp.float32 if shared > 1 else k.dtype)
+    g_k, g_v = _call(
+        _keys_kernel, may_see, interpret, of_heads,
+        [*_lists(lists), _whole(q), _tile(k, shared), _tile(v, shared), _row(is_live, TILE),
+         _whole(g), _numbers(q.shape[1]), _numbers(q.shape[1])],
+        [_tile(q), _tile(q)], [per_head, per_head],
+    )(*lists, q, k, v, is_live, g, lse, mean)  # fmt: skip
+    if shared > 1:
+        g_k, g_v = (x.reshape(*k.shape[:3], shared, -1).sum(axis=3) for x in (g_k, g_v))
+    return g_q, g_k.astype(k.dtype), g_v.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _call(
+    kernel: Any, may_see: MaySee, interpret: bool, shape: tuple[int, ...], in_specs: Any,
+    out_specs: Any, out_shape: Any,
+) -> Any:  # fmt: skip
+    """The kernel on a grid of the tiles, rows and heads of an array ``[B, L, H, K]``."""
+    return pl.pallas_call(
+        functools.partial(kernel, may_see=may_see),
+        grid=(shape[1] // TILE, shape[0], shape[2]),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="masked_attention" + kernel.__name__.removesuffix("_kernel"),
+    )
+
+
+def _lists(lists: tuple[jax.Array, jax.Array]) -> list[pl.BlockSpec]:
+    width = lists[0].shape[1]
+    return [
+        pl.BlockSpec((None, width), lambda i, b, h: (i, 0)),
+        pl.BlockSpec((1,), lambda i, b, h: (i,)),
+    ]
+
+
+def _tile(x: jax.Array, shared: int = 1) -> pl.BlockSpec:
+    """A tile of one head of ``[B, L, H / shared, K]``."""
+    size = x.shape[3]
+    return pl.BlockSpec((None, TILE, None, size), lambda i, b, h: (b, i, h // shared, 0))
+
+
+def _whole(x: jax.Array, shared: int = 1) -> pl.BlockSpec:
+    """All positions of one head of ``[B, L, H / shared, K]``."""
+    shape = (None, x.shape[1], None, x.shape[3])
+    return pl.BlockSpec(shape, lambda i, b, h: (b, 0, h // shared, 0))
+
+
+def _row(x: jax.Array, size: int | None = None) -> pl.BlockSpec:
+    """All positions, or a tile, of ``[B, L]``."""
+    return pl.BlockSpec((None, size or x.shape[1]), lambda i, b, h: (b, i if size else 0))
+
+
+def _numbers(whole: int | None = None) -> pl.BlockSpec:
+    """A tile, or all `whole` positions, of one head of ``[B, H, L]``."""
+    return pl.BlockSpec((None, None, whole or TILE), lambda i, b, h: (b, h, 0 if whole else i))
+
+
+def _positions(tile: Any) -> jax.Array:
+    return tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+
+
+def _scores(
+    q_NK: jax.Array, k_MK: jax.Array, is_live_M: jax.Array, query_N: jax.Array, key_M: jax.Array,
+    may_see: MaySee,
+) -> jax.Array:  # fmt: skip
+    """Scaled scores ``[N, M]`` of a tile in units of log 2, float32."""
+    scores_NM = pl.dot(q_NK, k_MK.T) * (_LOG2_E * q_NK.shape[1] ** -0.5)
+    is_seen_NM = may_see(query_N[:, None], key_M[None]) & (is_live_M > 0)[None]
+    return jnp.where(is_seen_NM, scores_NM, _HIDDEN)
+
+
+def _forward_kernel(
+    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, y_ref, lse_ref, *, may_see
+):  # fmt: skip
+    q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
+
+    def of_tile(n, carry):
+        y_NK, top_N, total_N = carry
+        tile = order_ref[n]
+        at = pl.ds(tile * TILE, TILE)
+        scores_NM = _scores(q_NK, k_ref[at, :], live_ref[at], query_N, _positions(tile), may_see)
+        new_N = jnp.maximum(top_N, jnp.max(scores_NM, axis=1))
+        weights_NM, fade_N = jnp.exp2(scores_NM - new_N[:, None]), jnp.exp2(top_N - new_N)
+        v_MK = v_ref[at, :]
+        y_NK = y_NK * fade_N[:, None] + pl.dot(weights_NM.astype(v_MK.dtype), v_MK)
+        return y_NK, new_N, total_N * fade_N + jnp.sum(weights_NM, axis=1)
+
+    nothing = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(TILE, _HIDDEN), jnp.zeros(TILE)
+    y_NK, top_N, total_N = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
+    y_ref[...] = (y_NK / total_N[:, None]).astype(y_ref.dtype)
+    lse_ref[...] = top_N + jnp.log2(total_N)
+
+
+def _gradients(scores_NM, g_NK, v_MK, lse_N, mean_N):
+    """The weights of a tile, and the gradients of its scaled scores."""
+    weights_NM = jnp.exp2(scores_NM - lse_N[:, None])
+    return weights_NM, weights_NM * (pl.dot(g_NK, v_MK.T) - mean_N[:, None])
+
+
+def _queries_kernel(
+    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, g_ref, lse_ref, mean_ref, g_q_ref, *,
+    may_see
+):  # fmt: skip
+    q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
+    g_NK, lse_N, mean_N = g_ref[...], lse_ref[...], mean_ref[...]
+
+    def of_tile(n, g_q_NK):
+        tile = order_ref[n]
+        at = pl.ds(tile * TILE, TILE)
+        k_MK = k_ref[at, :]
+        scores_NM = _scores(q_NK, k_MK, live_ref[at], query_N, _positions(tile), may_see)
+        _, g_NM = _gradients(scores_NM, g_NK, v_ref[at, :], lse_N, mean_N)
+        return g_q_NK + pl.dot(g_NM.astype(k_MK.dtype), k_MK)
+
+    nothing = jnp.zeros(q_NK.shape, jnp.float32)
+    g_q_NK = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
+    g_q_ref[...] = (g_q_NK * q_NK.shape[1] ** -0.5).astype(g_q_ref.dtype)
+
+
+def _keys_kernel(
+    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, g_ref, lse_ref, mean_ref, g_k_ref,
+    g_v_ref, *, may_see
+):  # fmt: skip
+    k_MK, v_MK, is_live_M = k_ref[...], v_ref[...], live_ref[...]
+    key_M = _positions(pl.program_id(0))
+
+    def of_tile(n, carry):
+        g_k_MK, g_v_MK = carry
+        tile = order_ref[n]
+        at = pl.ds(tile * TILE, TILE)
+        q_NK, g_NK = q_ref[at, :], g_ref[at, :]
+        scores_NM = _scores(q_NK, k_MK, is_live_M, _positions(tile), key_M, may_see)
+        weights_NM, g_NM = _gradients(scores_NM, g_NK, v_MK, lse_ref[at], mean_ref[at])
+        g_k_MK += pl.dot(g_NM.astype(q_NK.dtype).T, q_NK)
+        return g_k_MK, g_v_MK + pl.dot(weights_NM.astype(g_NK.dtype).T, g_NK)
+
+    nothing = jnp.zeros(k_MK.shape, jnp.float32)
+    g_k_MK, g_v_MK = jax.lax.fori_loop(0, count_ref[0], of_tile, (nothing, nothing))
+    g_k_ref[...] = (g_k_MK * k_MK.shape[1] ** -0.5).astype(g_k_ref.dtype)
+    g_v_ref[...] = g_v_MK.astype(g_v_ref.dtype)
