@@ -39,6 +39,12 @@ def platform() -> str:
     return _platform_of(mesh)
 
 
+def kind() -> str:
+    """The kind of the target devices, such as ``TPU v5 lite``; by default, that of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def mesh_in_use() -> AbstractMesh | None:
     """The mesh of the target devices; None for a single device and inside ``jax.shard_map``."""
     mesh = jax.sharding.get_abstract_mesh()

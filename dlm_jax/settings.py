@@ -82,7 +82,8 @@ class Setting:
       activates: whether a value other than the default activates the rule.
       parse: converts and validates a given value, replacing the checks of `checked`.
       hint: type of the values if it differs from the type of `default`.
-      resets: settings that a given value returns to their defaults, unless they are given with it.
+      resets: settings that a value returns to their defaults if no value is given with it; see
+        `dlm_jax.config.layered`.
     """
 
     name: str

@@ -54,7 +54,7 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_error
 from dlm_jax.cli.sample_file import sample_file
-from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
+from dlm_jax.config import RowSettings, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import num_shares, spans_processes, split_rows
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize)
         if mesh is not None:
             check_batch(model.params, args.batch_size)
-        settings = (model.preset(args.preset) if args.preset else {}) | settings
+        settings = layered(model.preset(args.preset) if args.preset else None, settings)
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:

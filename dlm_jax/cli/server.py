@@ -41,7 +41,7 @@ from dlm_jax.cli.common import (
     whole,
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
-from dlm_jax.config import parse_flags, sample_settings
+from dlm_jax.config import layered, parse_flags, sample_settings
 from dlm_jax.inference.decisions import ORDERS, Scale, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
@@ -188,7 +188,7 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
     if not own:
         return settings
     try:
-        settings = settings | sample_settings(own)
+        settings = layered(settings, sample_settings(own))
         settings_of_call(model, settings)
     except ValueError as error:
         why = re.sub("^(command line: )?--", "", str(error))

@@ -31,6 +31,7 @@ from dlm_jax.config.schema import (
     Trait,
     declared,
     keys,
+    layered,
     resolve,
     sections,
 )
@@ -39,7 +40,7 @@ __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MOVED", "MeshConfig", "ModelConfig",
     "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
-    "differing", "from_dict", "keys", "load", "override", "parse_flags", "resolve",
+    "differing", "from_dict", "keys", "layered", "load", "override", "parse_flags", "resolve",
     "sample_settings", "sections", "shipped",
     "to_dict", "to_toml",
 ]  # fmt: skip

@@ -95,6 +95,10 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
             values[key] = _from_text(f"--{key}", text, known[key])
         except ValueError as error:
             raise ValueError(f"command line: {error}") from None
+        section, _, _ = key.partition(".")
+        for other in known[key].resets:
+            if f"{section}.{other}" not in overrides:
+                values.pop(f"{section}.{other}", None)
     try:
         return _build(values)
     except ValueError as error:

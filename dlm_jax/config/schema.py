@@ -406,27 +406,35 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Presets for every model: keyword arguments of `dlm_jax.generate`; see ``--preset NAME``."""
 
 
+def layered(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> dict[str, Any]:
+    """Layers of settings in one mapping. Later layers take precedence, and None is an empty layer.
+
+    A value also removes the settings in its `Setting.resets` from earlier layers.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for name in layer or {}:
+            for other in table.settings[name].resets if name in table.settings else ():
+                merged.pop(other, None)
+        merged |= layer or {}
+    return merged
+
+
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
-    """Merges layers of settings. Later layers take precedence, and None is an empty layer. Pass a
-    checkpoint's recommendations first and explicit values last. A value overrides earlier layers
-    even if it equals the built-in default, and returns the settings in its `Setting.resets` to
-    their defaults.
+    """Merges layers of settings as `layered` does. Pass a checkpoint's recommendations first and
+    explicit values last. A value overrides earlier layers even if it equals the built-in default.
 
     Raises:
       ValueError: a name is unknown (the message suggests the nearest known name), or a value is out
           of range.
     """
     known = tuple(table.settings)
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in (layer or {}).items():
-            if name not in table.settings:
-                raise ValueError(
-                    f"{name}={value!r} is not a sampling setting; {nearest(name, known, value)}"
-                )
-            for other in table.settings[name].resets:
-                merged.pop(other, None)
-        merged |= layer or {}
+    merged = layered(*layers, table=table)
+    for name, value in merged.items():
+        if name not in table.settings:
+            raise ValueError(
+                f"{name}={value!r} is not a sampling setting; {nearest(name, known, value)}"
+            )
     return settings_of(table)(**merged)  # type: ignore[return-value]
 
 
@@ -905,13 +913,6 @@ class Config:
                 value == needed, "objective.process", kind, f"is not supported with {name}",
                 "use 'masked'", name,
             )  # fmt: skip
-        require(
-            getattr(self.heads, "sampler_reveal", 0) > 0
-            or not getattr(model, "add_sampler_head", False),
-            "objective.process", kind,
-            "shows the sampler head no neighbours with heads.sampler_reveal=0",
-            "use heads.sampler_reveal=0.5", "heads.sampler_reveal",
-        )  # fmt: skip
 
     def _check_policy(self) -> None:
         rows, group, model = self.train.batch_size, self.rl.group, self.model

@@ -716,7 +716,7 @@ class _Timeline:
 
     def _kernel(self, operation: Operation) -> None:
         """Adds the cost of a known kernel, or of an attention kernel's matrix products."""
-        if (known := self.kernels.get(operation.name.rpartition(".")[0])) is not None:
+        if (known := self.kernels.get(re.sub(r"\.\d+$", "", operation.name))) is not None:
             given = sum(_in_memory(self.types[x]) for x in operation.operands if x in self.types)
             size = given + _in_memory(operation.type)
             self.cost.memory_bytes += size
@@ -724,7 +724,8 @@ class _Timeline:
             self.cost.seconds += seconds if self.mode == "roof" else max(seconds, known)
             return
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
-        dims = [shapes[0].dims for shapes in given if shapes]
+        # Integers describe masks.
+        dims = [shapes[0].dims for shapes in given if shapes and "f" in shapes[0].dtype]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]
         if "splash" not in operation.name + operation.attributes or not matrices:
             return

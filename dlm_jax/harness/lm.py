@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
@@ -481,7 +482,7 @@ class Evaluated:
         if likelihood not in ("bound", "chain"):
             raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
         self._is_chain = likelihood == "chain" and not self.model.is_causal
-        self._settings = (self.model.preset(preset) if preset else {}) | settings
+        self._settings = layered(self.model.preset(preset) if preset else None, settings)
         settings_of_call(self.model, self._settings)
         self._likelihoods = Likelihoods(
             self.model, num_draws=int(draws), batch_size=self._batch_size, seed=self._seed

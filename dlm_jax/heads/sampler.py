@@ -12,7 +12,7 @@ from dlm_jax.diffusion.losses import Loss, cross_entropy_of, divergence, hidden_
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.settings import setting
+from dlm_jax.settings import SettingError, setting
 from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
@@ -89,6 +89,12 @@ def sampler_head(setup: Any) -> Head:
     settings, mask_id = setup.config.heads, setup.mask_id
     is_masked = setup.config.objective.noise_process.is_masked
     share = settings.sampler_trunk_share
+    if not is_masked and settings.sampler_reveal == 0:
+        raise SettingError(
+            "objective.process", setup.config.objective.process,
+            "trains the sampler head without neighbours if heads.sampler_reveal=0",
+            "use heads.sampler_reveal=0.5", ("heads.sampler_reveal",),
+        )  # fmt: skip
 
     def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
         """True at holes in the divergence: those that are supervised and not revealed."""

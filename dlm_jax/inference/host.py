@@ -20,6 +20,8 @@ import numpy as np
 import regex
 from jax import Array
 
+from dlm_jax import devices
+from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.candidates import (
     Accepting,
     Candidates,
@@ -180,7 +182,8 @@ class HostLoop:
         """Returns the bytes of temporary memory in the first half of a step, without its arguments.
         The call compiles this half.
         """
-        plan: Any = self._look.lower(params, state).compile().memory_analysis()
+        with devices.used(split_rows(params)):
+            plan: Any = self._look.lower(params, state).compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
 
     def step(
@@ -214,7 +217,8 @@ class HostLoop:
             raise SettingError("max_candidates", max_candidates, "must be at least 1")
         named = range(state.step_B.shape[0]) if names is None else names
         self._reset(state, samplers, named, failed)
-        state, inputs = self._look(params, state)
+        with devices.used(split_rows(params)):
+            state, inputs = self._look(params, state)
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
             wanted = sorted(set(samplers) | set(read_back))
@@ -227,7 +231,8 @@ class HostLoop:
                 found += written
         if failed:
             inputs = _without(inputs, failed)
-        state, is_committed_BL = self._write(params, state, inputs)
+        with devices.used(split_rows(params)):
+            state, is_committed_BL = self._write(params, state, inputs)
         self.has_run = True
         follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
         asked = sorted({*read_back, *follow})
@@ -278,7 +283,8 @@ class HostLoop:
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
-        left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
+        with devices.used(split_rows(params)):
+            left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
         # At padding positions of the chunk, the token can have probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
@@ -302,9 +308,10 @@ class HostLoop:
             written = Written(candidates, int(ids[number]), probability, place.index)
             found.append((place.slot, written))
         if is_hosted.any():
-            inputs = self._choose(
-                params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
-            )
+            with devices.used(split_rows(params)):
+                inputs = self._choose(
+                    params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
+                )
         return inputs, found
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax.config import layered
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
@@ -70,9 +71,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
     classes = [cls for layer in layers for cls in classes_of(layer.get("rules"))]
     classes += [type(given) for _, objects in found for kind, given in objects if kind in _KINDS]
     table = with_rules(tuple(dict.fromkeys(classes)))
-    settings: dict[str, Any] = {}
-    for layer, objects in found:
-        settings |= _settings(table, layer, objects)
+    settings = layered(*(_settings(table, *one) for one in found), table=table)
     rows = {name for name, value in settings.items() if _holds_rows(table, name, value)}
     settings |= {name: list(settings[name]) for name in rows}
     for name in sorted(rows):

@@ -34,7 +34,7 @@ _LEAST_FOR_SPLASH = 256
 # Shorter rows have few scores.
 _LEAST_FOR_TRITON = 128
 # Triton requires powers of two.
-_TRITON_SIZES = (16, 32, 64, 128, 256)
+_TRITON_SIZES = (16, 32, 64, 128)
 # With fewer queries, the TPU compiler computes products on the vector units.
 _LEAST_FOR_PRODUCTS = 8
 _LANES = 128

@@ -7,6 +7,7 @@ block (Arriola et al. 2025, Block diffusion, section 3.1).
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -80,14 +81,28 @@ class BesideGathered:
 
 
 def pieces_of(num_positions: int, block_length: int) -> RowPieces | None:
-    """The pieces of rows on the mesh in use; None if the mesh does not split rows or if the pieces
-    are not multiples of the block length.
+    """The pieces of rows on the mesh in use; None if the mesh does not split rows, if the pieces
+    are not multiples of the block length, or if the kernel cannot split the mask.
     """
     mesh = devices.mesh_in_use()
     count = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     if count == 1 or num_positions % (2 * count * block_length):
         return None
-    return RowPieces(num_positions, count)
+    pieces = RowPieces(num_positions, count)
+    return pieces if _has_partial_tile(pieces, block_length) else None
+
+
+def _has_partial_tile(pieces: RowPieces, block_length: int) -> bool:
+    """False if no tile of the splash kernel is partially visible; JAX cannot split such a mask."""
+    if not _is_splash(pieces):
+        return True
+    from dlm_jax.model.kernels.splash import tile_of
+
+    return block_length % tile_of(pieces.own // 2) != 0
+
+
+def _is_splash(pieces: RowPieces) -> bool:
+    return devices.platform() == "tpu" and pieces.own // 2 % _LANES == 0
 
 
 def paired(noisy_BL: jax.Array, clean_BL: jax.Array, pieces: RowPieces) -> jax.Array:
@@ -161,13 +176,13 @@ def attend_beside_gathered(
             if kernel is None:
                 y = checkpoint_name(_formula(*given, device, may_see), SAVED)
             else:
-                from dlm_jax.model.kernels.splash import with_kernel
+                from dlm_jax.model.kernels.splash import on_cores, with_kernel
 
-                y = with_kernel(kernel, *given, shares=shares)
+                y = on_cores(functools.partial(with_kernel, kernel, shares=shares), *given)
             return y.reshape(q.shape)
 
         # The keys of a group of heads travel while the previous group is computed.
-        num_groups = 1 if kernel is None else math.gcd(k.shape[3], _GROUPS)
+        num_groups = 1 if kernel is None else math.gcd(k.shape[3] // 2 or 1, _GROUPS)
         groups = (jnp.split(x, num_groups, axis=3) for x in (q, k, v))
         return jnp.concatenate([*map(of_heads, *groups)], axis=3)
 
@@ -193,9 +208,7 @@ def _from_all(x: jax.Array, count: int) -> list[jax.Array]:
 
 def _kernel(may_see: BesideGathered) -> tuple[Any, tuple[float, float]]:
     """The splash kernel (None where the plain formula is used) and the shares of its scores."""
-    if devices.platform() != "tpu" or may_see.pieces.own // 2 % _LANES:
-        return None, (1.0, 1.0)
-    return _splash_kernel(may_see)
+    return _splash_kernel(may_see) if _is_splash(may_see.pieces) else (None, (1.0, 1.0))
 
 
 def _splash_kernel(

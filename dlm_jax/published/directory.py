@@ -133,6 +133,8 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
     """A directory's settings; a length without steps keeps the number of tokens per step."""
+    if "temperature" in said:
+        said = {"temperature_end": -1.0} | dict(said)
     sample = dataclasses.replace(implied, **said)
     if "gen_length" in said and "steps" not in said:
         tokens = implied.gen_length or implied.steps

@@ -147,6 +147,9 @@ def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, An
         fields |= {"do_sample": does_sample, "temperature": sample.temperature}
         if not does_sample:
             del fields["temperature"]
+    # A reader takes a temperature without its end for that of all steps.
+    if {"temperature", "do_sample"} & fields.keys() and sample.temperature_end != -1:
+        own["temperature_end"] = sample.temperature_end
     return fields | ({OWN: own} if own else {})
 
 

@@ -175,7 +175,7 @@ class RuleTable:
         chosen = (
             _choice("order", "random", "rule for the holes that a step commits", self.commit),
             _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
-                AUTO: "wavefront for a model with a trained sampler head, with "
+                AUTO: "wavefront for a model of masked noise with a trained sampler head, with "
                 "order=random_filled unless an order is given; parallel for other models"}),
             _choice("remask", "none", "rule for the tokens that become holes after a step",
                     self.remask, {"none": ""}),

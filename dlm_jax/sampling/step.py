@@ -116,8 +116,12 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     )
     filled = _propose(program, params, (*rows, commit.preference_BL))
     if state.rules.commit.reads_head:
-        wrong_BL, asks_B = _doubts(program, params, state, output, filled.proposal.tokens_BL)
-        commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + asks_B
+        wrong_BL, extra_B = _wrong_by_head(
+            program, params, state, output, filled.proposal.tokens_BL, is_open_BL
+        )
+        is_known_B = jnp.all(jnp.isfinite(wrong_BL) | ~is_open_BL, axis=1)
+        filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
+        commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + extra_B
     return StepInputs(
         is_open_BL, is_read_BL, commit, context, output, cache, forwards_B, positions_B,
         draw_key_B, remask_key_B, filled,
@@ -647,32 +651,37 @@ def _wrongness(
 
     def ask() -> jax.Array:
         hidden_BLD = hidden(program.network, params, filled_BL, state.canvas.length_B)
-        return _asked(program, params, remask.reads_head, hidden_BLD)
+        return _head_sigmoid(program, params, remask.reads_head, hidden_BLD)
 
     nothing_BL = jnp.zeros(filled_BL.shape, jnp.float32)
     return jax.lax.cond(jnp.any(goes_on_B & remask.is_active()), ask, lambda: nothing_BL)
 
 
-def _doubts(
-    program: Program, params: Params, state: State, output: TrunkOutput, candidate_BL: jax.Array
+def _wrong_by_head(
+    program: Program,
+    params: Params,
+    state: State,
+    output: TrunkOutput,
+    candidate_BL: jax.Array,
+    is_open_BL: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The sigmoid of the head that the commit rule reads, and True ``[B]`` for rows that require
     another forward pass, which reads the candidates at MASK.
     """
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
-    is_filled_BL = is_free(state) & (tokens_BL == program.mask_id)
-    asks_B = jnp.any(is_filled_BL, axis=1) & is_stepping(state)
+    is_filled_BL = is_open_BL & (tokens_BL == program.mask_id)
+    extra_B = jnp.any(is_filled_BL, axis=1) & is_stepping(state)
     filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
     hidden_BLD = jax.lax.cond(
-        jnp.any(asks_B),
+        jnp.any(extra_B),
         lambda: hidden(program.network, params, filled_BL, length_B),
         lambda: output.hidden_BLD,
     )
-    hidden_BLD = jnp.where(asks_B[:, None, None], hidden_BLD, output.hidden_BLD)
-    return _asked(program, params, state.rules.commit.reads_head, hidden_BLD), asks_B
+    hidden_BLD = jnp.where(extra_B[:, None, None], hidden_BLD, output.hidden_BLD)
+    return _head_sigmoid(program, params, state.rules.commit.reads_head, hidden_BLD), extra_B
 
 
-def _asked(program: Program, params: Params, name: str, hidden_BLD: jax.Array) -> jax.Array:
+def _head_sigmoid(program: Program, params: Params, name: str, hidden_BLD: jax.Array) -> jax.Array:
     """The sigmoid of a head at every position, ``[B, L]``."""
     logit_P = returned(
         program.network.heads[name](params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])),

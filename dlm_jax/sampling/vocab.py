@@ -333,35 +333,35 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
 def divider(logits_NV: Logits, divisor_N: Array) -> Callable[[Array], Array]:
     """`divide` as a function of a block of these logits."""
     is_resident = isinstance(logits_NV, Resident)
-    scale_N1 = 1.0 / divisor_N[:, None] if is_resident else _reciprocal(divisor_N)
-    return lambda block: _times(block, scale_N1)
+    scale_N = 1.0 / divisor_N if is_resident else reciprocal(divisor_N)
+    return lambda block: times(block, scale_N[:, None])
 
 
-def _reciprocal(divisor_N: Array) -> Array:
-    """Reciprocal `[N, 1]` of the divisor.
+def reciprocal(divisor_N: Array) -> Array:
+    """Reciprocal of the divisor.
 
     XLA converts only some divisions by a per-row divisor to products. All quotients are therefore
     computed as products, so that the largest logit gives the largest quotient.
     """
-    return jax.lax.optimization_barrier(1.0 / divisor_N)[:, None]
+    return jax.lax.optimization_barrier(1.0 / divisor_N)
 
 
 @jax.custom_jvp
-def _times(logits_NV: Array, scale_N1: Array) -> Array:
+def times(logits_NV: Array, scale_N1: Array) -> Array:
     product_NV = jnp.clip(logits_NV * scale_N1, -_LARGEST, _LARGEST)
     return jnp.where((logits_NV == -jnp.inf) | (scale_N1 == 1), logits_NV, product_NV)
 
 
-@_times.defjvp
+@times.defjvp
 def _slope_of_times(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Slope of `_times`; 0 where the product of its arguments is not finite or was clipped."""
+    """Slope of `times`; 0 where the product of its arguments is not finite or was clipped."""
     (logits_NV, scale_N1), (change_NV, change_N1) = primals, tangents
     is_free_NV = jnp.abs(logits_NV * scale_N1) <= _LARGEST
     finite_NV = jnp.where(is_free_NV, logits_NV, 0.0)
     slope_NV = change_NV * jnp.where(is_free_NV, scale_N1, 0.0) + finite_NV * change_N1
-    return _times(logits_NV, scale_N1), slope_NV
+    return times(logits_NV, scale_N1), slope_NV
 
 
 def exp_columns(logits_NV: Logits, divisor_N: Array | None = None) -> tuple[Array, Array]:
@@ -372,15 +372,15 @@ def exp_columns(logits_NV: Logits, divisor_N: Array | None = None) -> tuple[Arra
     which logit is the largest.
     """
     max_N = maximum(logits_NV)
-    scale_N1 = None if divisor_N is None else _reciprocal(divisor_N)
+    scale_N1 = None if divisor_N is None else reciprocal(divisor_N)[:, None]
     if scale_N1 is not None:
-        max_N = _times(max_N[:, None], scale_N1)[:, 0]
+        max_N = times(max_N[:, None], scale_N1)[:, 0]
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
 
     def fn(acc_NC, block_NC, ids_1C):
         if scale_N1 is None:
             return acc_NC + jnp.exp(block_NC - max_N[:, None])
-        # The special case of `_times` for scale 1 is not needed, because a product with 1 changes
+        # The special case of `times` for scale 1 is not needed, because a product with 1 changes
         # only denormals, which does not affect the weights.
         product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
         weight_NC = jnp.exp(product_NC - max_N[:, None])

@@ -21,6 +21,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from dlm_jax.config import layered
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference import decisions
@@ -885,7 +886,7 @@ class Planner:
                 self._settings[name].checked(value)
             except ValueError as error:
                 raise of_value(error, name, asked.named) from None
-        return self._defaults | given
+        return layered(self._defaults, given)
 
     def _holding(self, asked: SamplingFields, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns default settings with which a request with a structure can run."""

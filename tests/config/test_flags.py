@@ -58,3 +58,12 @@ def test_a_flag_of_a_number_still_wants_one():
         _parse("--model.depth")
     with pytest.raises(ValueError, match="--model.qkv_bias='perhaps' is not true or false"):
         _parse("--model.qkv_bias", "perhaps")
+
+
+def test_a_flag_of_the_temperature_drops_the_end_that_the_file_recommends(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[sample]\ntemperature = 1.0\ntemperature_end = 0.3\n")
+    given = {"sample.temperature": "0"}
+    both = given | {"sample.temperature_end": "0.5"}
+    for flags, end in (({}, 0.3), (given, -1.0), (both, 0.5)):
+        assert configs.load(str(path), flags).sample.temperature_end == end

@@ -174,9 +174,10 @@ def test_the_dearest_branch_of_a_conditional_counts():
 
 def test_a_splash_kernel_counts_its_products_at_the_share_that_kernels_reach():
     text = _main(
+        "  %mask = s8[1,16,66]{2,1,0} parameter(2)\n"
         "  %q = bf16[2,4,128,64]{3,2,1,0} parameter(0)\n"
         "  %k = bf16[2,4,256,64]{3,2,1,0} parameter(1)\n"
-        "  ROOT %splash_fwd.1 = bf16[2,4,128,64]{3,2,1,0} custom-call(%q, %k), "
+        "  ROOT %splash_fwd.1 = bf16[2,4,128,64]{3,2,1,0} custom-call(%mask, %q, %k), "
         'custom_call_target="tpu_custom_call"'
     )
     found = cost(text, RING)

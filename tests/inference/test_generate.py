@@ -120,6 +120,10 @@ def test_a_given_temperature_holds_at_all_steps_unless_its_end_is_given():
     assert (asked.temperature, asked.temperature_end) == (0.5, 1.5)
     both = resolve({"temperature_end": 2}, {"temperature_end": 3, "temperature": 0.5})
     assert (both.temperature, both.temperature_end) == (0.5, 3)
+    # The settings of a prompt are a layer above those of the call.
+    call = {"temperature": 0.5, "temperature_end": 2.0}
+    (made,) = make_requests(MODEL, {"prompt": PROMPT, "temperature": 0.0}, call)
+    assert (made.sample.temperature, made.sample.temperature_end) == (0.0, -1.0)
 
 
 def test_greedy_texts_do_not_depend_on_the_seed_unless_the_order_does():

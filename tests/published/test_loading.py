@@ -17,11 +17,12 @@ from oracles.published import Oracle
 
 import dlm_jax
 from dlm_jax import devices
-from dlm_jax.config import MeshConfig
+from dlm_jax.config import MeshConfig, SampleConfig
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.request import settings_of_call
+from dlm_jax.published.directory import _recommended
 from dlm_jax.published.families import family_for
-from dlm_jax.published.special import read_settings
+from dlm_jax.published.special import read_settings, settings_fields
 from dlm_jax.published.tensors import Shards
 
 FAMILIES = list(cases.CONFIGS)
@@ -298,6 +299,19 @@ def test_a_directory_recommends_what_its_generation_config_says(tmp_path):
     sample = dlm_jax.load(greedy).sample
     # A text longer than the canvas takes the room that its prompt leaves.
     assert (sample.temperature, sample.gen_length) == (0.0, 0)
+
+
+def test_a_temperature_of_a_directory_holds_at_all_steps_and_an_end_is_kept(tmp_path):
+    implied = SampleConfig(temperature=0.8, temperature_end=0.4)
+    for sample in (
+        implied,
+        dataclasses.replace(implied, temperature=0.0, temperature_end=-1.0, top_k=5),
+        dataclasses.replace(implied, temperature=0.7),
+        dataclasses.replace(implied, temperature_end=0.2, top_k=5),
+    ):
+        fields = settings_fields(sample, implied)
+        (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+        assert _recommended(implied, read_settings(tmp_path, 64, lambda said: {})) == sample
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dlm_jax.data.setup import Setup
 from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage
 from dlm_jax.heads.critic import critic_head
+from dlm_jax.heads.sampler import SAMPLER_HEAD
 from dlm_jax.model.transformer import build
 
 
@@ -118,10 +119,6 @@ def test_the_critic_is_asked_which_tokens_are_random():
             },
             "is not supported with heads.sampler_trunk_share",
         ),
-        (
-            {"model": ModelConfig(add_sampler_head=True)},
-            "shows the sampler head no neighbours with heads.sampler_reveal=0",
-        ),
         ({"model": ModelConfig(mode="sequence_scorer")}, "is not supported with model.mode"),
         ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "is not supported with rl.reward"),
     ],
@@ -130,3 +127,14 @@ def test_what_reads_holes_is_refused_beside_another_process(changes, line):
     with pytest.raises(ValueError, match="^objective.process='uniform' [^\n]+$") as refusal:
         Config(objective=ObjectiveConfig(process="uniform"), **changes)
     assert line in str(refusal.value)
+
+
+def test_a_sampler_head_trains_beside_another_process_only_with_revealed_neighbours():
+    config = Config(
+        objective=ObjectiveConfig(process="uniform"), model=toy.config(add_sampler_head=True)
+    )
+    setup = Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh())
+    with pytest.raises(
+        ValueError, match=r"^objective.process='uniform' trains the sampler head .*;"
+    ):
+        SAMPLER_HEAD(setup)

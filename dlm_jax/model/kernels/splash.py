@@ -59,12 +59,12 @@ def splash_attention(
     """
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
     return by_device(
-        functools.partial(_on_cores, compute), q_BLHK, k_BMGK, v_BMGK, is_live_BM,
+        functools.partial(on_cores, compute), q_BLHK, k_BMGK, v_BMGK, is_live_BM,
         splits_queries=may_see is None,
     )  # fmt: skip
 
 
-def _on_cores(
+def on_cores(
     compute: Callable[..., jax.Array],
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
@@ -101,7 +101,7 @@ def _of_rows(
     q_BLHK, k_BMGK, v_BMGK, is_live_BM = map(_padded, (q_BLHK, k_BMGK, v_BMGK, is_live_BM))
     shape = (q_BLHK.shape[1], k_BMGK.shape[1])
     mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
-    block_q, block_k = map(_block, shape)
+    block_q, block_k = map(tile_of, shape)
     # Longer tiles of wider keys exceed the on-chip memory of the compiler's default options.
     is_long = may_see is None and head_size * k_BMGK.dtype.itemsize <= _MAX_BYTES
     block_keys = 2 * block_k if is_long and shape[1] % (2 * block_k) == 0 else block_k
@@ -179,11 +179,11 @@ def split_kernel(
       saved: as in `splash_attention`.
       interpret: as in `splash_attention`.
     """
-    block = _block(multiple)
-    # All heads share one mask.
-    mask = MultiHeadMask([_Places((num_queries, num_keys), may_see, math.gcd(block, unit))])
+    block = tile_of(multiple)
     # Short blocks of queries need less on-chip memory for masks.
     block_q = block // 2 if block == _MAX_BLOCK else block
+    # All heads share one mask.
+    mask = MultiHeadMask([_Places((num_queries, num_keys), may_see, math.gcd(block_q, unit))])
     sizes = BlockSizes(
         block_q=block_q,
         block_kv=block,
@@ -222,7 +222,7 @@ def _kernel(
     )
 
 
-def _block(num_positions: int) -> int:
+def tile_of(num_positions: int) -> int:
     """The largest multiple of `_LANES`, at most `_MAX_BLOCK`, that divides `num_positions`."""
     lanes = num_positions // _LANES
     return _LANES * max(n for n in range(1, _MAX_BLOCK // _LANES + 1) if lanes % n == 0)

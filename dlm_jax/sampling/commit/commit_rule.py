@@ -136,7 +136,13 @@ class CommitRule(Rule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Raises if the rule reads attention maps and the row has a cache."""
+        """Raises if the rule reads attention maps or a head and the row has a cache."""
+        if cls.reads_head and row.cache != "none":
+            raise SettingError(
+                "cache", row.cache,
+                f"is not supported with order={cls.name!r}, which reads whole rows",
+                "use cache='none'",
+            )  # fmt: skip
         if cls.map_blocks and row.cache != "none":
             raise SettingError(
                 "cache", row.cache,
@@ -146,7 +152,12 @@ class CommitRule(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the rule reads attention maps and the network returns none."""
+        """Raises if the network lacks the head or the attention maps that the rule reads."""
+        if cls.reads_head and cls.reads_head not in facts.heads:
+            raise SettingError(
+                "order", cls.name, f"requires a {cls.reads_head} head, which this model lacks",
+                f"train one with model.add_{cls.reads_head}_head",
+            )  # fmt: skip
         if cls.map_blocks and not facts.shows_maps:
             raise SettingError(
                 "order", cls.name, "requires attention maps, which this network does not return",

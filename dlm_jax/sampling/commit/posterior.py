@@ -47,8 +47,9 @@ CORRECTOR_SHARE = Setting(
 
 RENEW_BY = Setting(
     "renew_by", "probability",
-    "order=posterior: what decides whether a token is wrong: its probability under the network "
-    "(probability), or the critic head (critic), which costs a forward pass if the canvas has MASK",
+    "order=posterior: source of the probability that a token is wrong: the network's probability "
+    "of the token (probability), or the critic head (critic), which costs a forward pass if the "
+    "canvas has MASK",
     choices={"probability": "", "critic": "critic"}, activates=False,
 )  # fmt: skip
 
@@ -160,9 +161,10 @@ class Posterior(Renewing):
     These are the weights of ``q(z_s | z_t, x)``, averaged over a token x whose posterior is derived
     from p. Two options draw x first and use the weights for this x, where p(z) is 1 if x is z, and
     otherwise 0. With a fill in waves, the candidates are a joint draw of x. With the critic, which
-    predicts the probability w that z is wrong, x is the candidate with probability ``w / (1 -
-    p(z))``, and otherwise z, so x differs from z with probability w. If the critic is exact,
-    outcomes have the same distribution as without it. Corrector steps do not use the critic.
+    predicts the probability w that z is wrong, x is the candidate with probability ``min(1, w /
+    (1 - p(z)))``, and otherwise z. If w is at most ``1 - p(z)``, x differs from z with probability
+    w. If the critic is exact, outcomes have the same distribution as without it. Corrector steps do
+    not use the critic, but count its forward pass.
 
     Of the S steps of a block, the first and the last are reverse steps, and at most
     ``corrector_steps_B`` corrector steps precede every reverse step but the first.

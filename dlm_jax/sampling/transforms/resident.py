@@ -15,20 +15,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.devices import platform
+from dlm_jax.devices import kind, mesh_in_use, platform
 from dlm_jax.sampling.transforms.transform import At, Pointwise
 from dlm_jax.sampling.vocab import RESIDENT_WIDTH, Resident
 
 POSITIONS = 8
 _LANES = 128
 _MAX_VOCAB = 1 << 18
+# They cannot gather sublanes.
+_WITHOUT = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
 # In bytes, beside the double buffers of the logits.
 _MEMORY = 1 << 23
 
 
 def runs_here(vocab_size: int) -> bool:
-    """True if the program is for TPUs, and the vocabulary is larger than a block and fits."""
-    return platform() == "tpu" and RESIDENT_WIDTH < vocab_size <= _MAX_VOCAB
+    """True if the program is for a TPU with the instructions of the kernel, the vocabulary is
+    larger than a block and fits, and no array is split over devices.
+    """
+    fits = RESIDENT_WIDTH < vocab_size <= _MAX_VOCAB
+    return fits and platform() == "tpu" and kind() not in _WITHOUT and mesh_in_use() is None
 
 
 def has_kernel(transform: Any) -> bool:
@@ -60,18 +65,21 @@ def run(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    N, V = logits_NV.shape
+    num_given, V = logits_NV.shape
     own = [
         (jax.tree.map(lambda x_B: x_B[at.row_N], t), _given(t, prepared, logits_NV, at))
         for t, prepared in steps
     ]
     here = (own, at.is_real_N, at.is_grown_N)
     leaves, tree = jax.tree.flatten(here)
-    table_NP = _packed(leaves)
+    # Whole tiles: the added rows are not real, so no transform is applied to them.
+    missing = ((0, -num_given % POSITIONS), (0, 0))
+    table_NP, logits_NV = (jnp.pad(x, missing) for x in (_packed(leaves), logits_NV))
+    N = logits_NV.shape[0]
     width = -(-V // RESIDENT_WIDTH) * RESIDENT_WIDTH
     body = functools.partial(_body, tree=tree, dtypes=[leaf.dtype for leaf in leaves], vocab_size=V)
     size = POSITIONS
-    return pl.pallas_call(
+    found_NV = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((N, V), jnp.float32),
         grid=(-(-N // size),),
@@ -85,6 +93,7 @@ def run(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY + 24 * width * size),
         name=name_of(steps),
     )(table_NP, logits_NV)
+    return found_NV[:num_given]
 
 
 def _given(transform: Pointwise, prepared: Any, logits_NV: Array, at: At) -> Any:

@@ -97,9 +97,12 @@ class Temperature(_Moving):
     def divisor(self) -> Array:
         return jnp.where(self.is_active(), self.temperature_B, 1.0)
 
-    def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
-        divide = vocab.divider(logits_NV, self.divisor()[at.row_N])
-        return lambda block, ids: divide(block)
+    def given(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        # Computed outside of kernels, so that all forms of a draw use the same number.
+        return vocab.reciprocal(self.divisor()[at.row_N])
+
+    def change(self, given: Array, logits_NV: Logits, at: At) -> Change:
+        return lambda block, ids: vocab.times(block, given[:, None])
 
 
 @rule
