@@ -310,6 +310,7 @@ UNCHECKED = {
         "trainings: python -m benchmarks.distillation texts",
     ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
+    ("scaling.md", "Very long rows"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Passes of sampling steps"):
         "the compiler for TPUs: python -m benchmarks.sampling_pods",
