@@ -8,8 +8,8 @@
 ``costs``: the processor time of a training step of each model compared with `masked`, in
 alternating steps. ``train``: every model with three seeds, for numbers of steps that cost the same,
 and a causal judge. ``measure``: the bound, the texts at each number of forwards and the repairs;
-temperatures are selected on other seeds, and repair settings on the first half of the held-out
-text. Existing measurements and finished runs are kept.
+temperatures are selected on texts of the first model with another seed of sampling, and repair
+settings on the first half of the held-out text. Existing measurements and finished runs are kept.
 """
 
 from __future__ import annotations
