@@ -11,7 +11,7 @@ from dlm_jax.sampling.rules import BUILT_IN
 ORDERS = tuple(BUILT_IN.settings["order"].choices or ())
 ORDERS = tuple(order for order in ORDERS if order != "entropy_renoise")
 MORE = [
-    {"order": "low_confidence", "temperature": 0.0, "confidence": "max"},
+    {"order": "low_confidence", "temperature": 0.0, "temperature_end": 0.25, "confidence": "max"},
     {"order": "low_confidence", "remask": "scheduled", "remask_randomness": 0.0},
     {"order": "low_confidence", "fill": "wavefront", "sampler_spread_seeds": True,
      "sampler_min_neighbors_ratio": 0.2},
@@ -50,7 +50,7 @@ def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings, prompt
     is_main = settings in MORE or settings["order"] in ("low_confidence", "random", "threshold")
     settings = {"fill": "parallel"} | settings
     whole = _texts(64, prompt, 64, **settings)
-    # Greedy rows differ only where their seeds settle ties.
+    # Rows that begin greedily differ less.
     assert len(set(whole)) > (16 if settings.get("temperature") == 0.0 else 32)
     for size in (2, 7, 24) if is_main else (7,):
         assert _texts(24, prompt, size, **settings) == whole[:24]
