@@ -45,6 +45,12 @@ def kind() -> str:
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
+def num_cores() -> int:
+    """The number of cores of a target TPU chip that share the programs of one device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(jax.devices()[0] if device is None else device, "num_cores", None) or 1
+
+
 def mesh_in_use() -> AbstractMesh | None:
     """The mesh of the target devices; None for a single device and inside ``jax.shard_map``."""
     mesh = jax.sharding.get_abstract_mesh()

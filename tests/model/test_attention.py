@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
+from dlm_jax import devices
 from dlm_jax.model import attention
 from dlm_jax.model import attention as forms
 from dlm_jax.model.attention import (
@@ -72,6 +73,7 @@ def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
 ):
     # Several tiles of the splash kernel, of twice as many keys as queries without a mask.
     monkeypatch.setattr(splash, "_MAX_BLOCK", 128)
+    monkeypatch.setattr(devices, "num_cores", lambda: 2)
     inputs, length_B, g = _inputs(num_groups)
     expected = _oracle(*inputs, length_B, MASKS[mask])
     is_live = live_positions(jnp.maximum(length_B, 1), POSITIONS)
@@ -163,8 +165,9 @@ def test_tiles_without_a_mask_are_long_if_they_fit(dtype, expected, monkeypatch)
     ("rows", "heads", "groups", "expected"),
     [(1, 4, 2, (2, 2)), (3, 4, 4, (6, 2)), (2, 4, 2, (2, 4)), (1, 4, 1, (1, 4)), (1, 3, 3, (1, 3))],
 )
+@pytest.mark.parametrize("num_cores", [1, 2])
 def test_two_cores_share_odd_rows_by_halves_of_the_heads(
-    rows, heads, groups, expected, monkeypatch
+    rows, heads, groups, expected, num_cores, monkeypatch
 ):
     """The values are those of the formula, above, where the number of rows is odd."""
     found = []
@@ -175,8 +178,11 @@ def test_two_cores_share_odd_rows_by_halves_of_the_heads(
 
     monkeypatch.setattr(splash, "_of_rows", computed)
     q, k = (jax.random.normal(jax.random.key(0), (rows, 128, h, 8)) for h in (heads, groups))
-    y = splash_attention(q, k, k, jnp.ones((rows, 128), bool))
-    assert found == [expected]
+    device = jax.sharding.AbstractDevice("any", num_cores, "tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        y = splash_attention(q, k, k, jnp.ones((rows, 128), bool))
+    assert found == [expected if num_cores == 2 else (rows, heads)]
     np.testing.assert_array_equal(y, q)
 
 

@@ -24,6 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
     process_mask_dkv,
 )
 
+from dlm_jax import devices
 from dlm_jax.distributed.costs import shares_scope
 from dlm_jax.model.kernels.split import by_device
 
@@ -71,12 +72,13 @@ def on_cores(
     v_BMGK: jax.Array,
     is_live_BM: jax.Array,
 ) -> jax.Array:
-    """``compute(q, k, v, is_live)`` of an even number of rows: half the heads make a row if needed.
+    """``compute(q, k, v, is_live)``, with rows of half the heads where two cores have odd rows.
 
-    The two cores of a chip split the rows, and in the backward pass nothing else.
+    The cores of a chip split the rows, and in the backward pass nothing else.
     """
     num_rows, num_heads = q_BLHK.shape[0], q_BLHK.shape[2]
-    if num_rows % 2 == 0 or num_heads % 2 or k_BMGK.shape[2] % 2:
+    is_even = devices.num_cores() == 1 or num_rows % 2 == 0
+    if is_even or num_heads % 2 or k_BMGK.shape[2] % 2:
         return compute(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
 
     def halves(x: jax.Array) -> jax.Array:
