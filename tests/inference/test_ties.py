@@ -5,6 +5,8 @@ import functools
 import pytest
 
 import dlm_jax
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.generate import all_requests
 from dlm_jax.sampling.rules import BUILT_IN
 
 # The shipped model fills MASK, and this order needs one of random noise.
@@ -29,31 +31,42 @@ CASES = [{"order": order, "fill": "parallel"} for order in ORDERS]
 CASES += [{"order": order, "fill": "wavefront"} for order in ORDERS if order not in DECODERS]
 
 
+PROMPTS = ["", "ROMEO:\n"]
+
+
 @functools.cache
 def _model():
     return dlm_jax.load("shakespeare")
 
 
-def _texts(count, prompt, batch_size, **settings):
-    asked = {"steps": 5, "gen_length": 14, "seed": 40, "max_length": 64} | settings
-    return dlm_jax.generate(
-        _model(), [prompt], num_samples=count, batch_size=batch_size, **asked
-    ).texts
+def _requests(settings):
+    """32 requests of each prompt, in turn."""
+    common = {"steps": 5, "gen_length": 14, "seed": 40, "fill": "parallel"} | settings
+    made = all_requests(_model(), PROMPTS, 32, common)
+    return [request for pair in zip(made[:32], made[32:], strict=True) for request in pair]
+
+
+def _texts(requests, batch_size, canvas=64):
+    """The tokens of the requests, in a program of `batch_size` rows of `canvas` positions."""
+    with Engine(_model(), sizes=(batch_size,), canvases=(canvas,)) as engine:
+        rows = dict(engine.results(requests))
+        assert engine.report().programs == (f"rows={batch_size} canvas={canvas}",)
+    return [tuple(rows[index].tokens) for index in range(len(requests))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", ["", "ROMEO:\n"])
 @pytest.mark.parametrize(
     "settings", [*CASES, *MORE], ids=lambda settings: "-".join(map(str, settings.values()))
 )
-def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings, prompt):
+def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings):
     is_main = settings in MORE or settings["order"] in ("low_confidence", "random", "threshold")
-    settings = {"fill": "parallel"} | settings
-    whole = _texts(64, prompt, 64, **settings)
+    requests = _requests(settings)
+    whole = _texts(requests, 64)
     # Rows that begin greedily differ less.
     assert len(set(whole)) > (16 if settings.get("temperature") == 0.0 else 32)
     for size in (2, 7, 24) if is_main else (7,):
-        assert _texts(24, prompt, size, **settings) == whole[:24]
-    alone = [_texts(1, prompt, 1, **settings | {"seed": 40 + n})[0] for n in range(12)]
-    assert tuple(alone) == whole[:12]
-    assert _texts(7, prompt, 7, **settings | {"max_length": 128}) == whole[:7]
+        assert _texts(requests[:24], size) == whole[:24]
+    assert _texts(requests[:12], 1, 128) == whole[:12]
+    if is_main:
+        assert _texts(requests[:12], 1) == whole[:12]
+        assert _texts(requests[:7], 7, 128) == whole[:7]

@@ -1,6 +1,8 @@
 """The laws of docs/design.md for commit rules with remask rules, blocks, guidance and drafts."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import canvases
 import jax
@@ -20,6 +22,8 @@ PARAMS = [
     pytest.param(name, marks=() if name in rule_cases.QUICK else pytest.mark.slow)
     for name in rule_cases.CASES
 ] + [rule_cases.OWN]
+OTHER_CANVAS = 37
+NOISE = OTHER_CANVAS, toy.config().width
 _step = jax.jit(step, static_argnums=0)
 
 
@@ -28,10 +32,60 @@ def _slots(name, seed=0):
     return list(zip(rows, rule_cases.samples(name, ROWS, seed), strict=True))
 
 
-def _run(name, slots):
-    state = rule_cases.advance(name)(
-        rule_cases.params(name), rule_cases.make_state(name, slots), FOREVER
+def _jittered(network):
+    """The network with hidden vectors and maps that differ by rounding from place to place."""
+
+    def of_model(function):
+        return lambda params, *rest: function(params["model"], *rest)
+
+    def trunk(params, *rest):
+        hidden_BLD, cache = network.trunk(params["model"], *rest)
+        return hidden_BLD * _factor(params, hidden_BLD.shape[1])[None], cache
+
+    def inside(params, *rest):
+        found = network.inside(params["model"], *rest)
+        factor_LD = _factor(params, found.final_BLD.shape[1])
+        return found._replace(
+            final_BLD=found.final_BLD * factor_LD[None],
+            attention_BEHLL=found.attention_BEHLL * factor_LD[None, None, None, None, :, 0],
+        )
+
+    known = {name: getattr(network, name) for name in ("embed", "readout", "logits_of")}
+    wrapped = {name: fn and of_model(fn) for name, fn in known.items()}
+    heads = {name: of_model(head) for name, head in network.heads.items() if name != "sampler"}
+    if "sampler" in network.heads:
+        sampler = network.heads["sampler"]
+        parts = {name: of_model(getattr(sampler, name))
+                 for name in ("readout", "sides", "from_sides")}  # fmt: skip
+        heads["sampler"] = dataclasses.replace(sampler, **parts)
+    return dataclasses.replace(
+        network, trunk=trunk, inside=inside, heads=heads, cached=None, **wrapped
     )
+
+
+def _factor(params, positions):
+    return 1.0 + 1e-7 * params["noise_LD"][:positions]
+
+
+def _program(name, **more):
+    program = rule_cases.program(name, **more)
+    return dataclasses.replace(program, network=_jittered(program.network))
+
+
+@functools.cache
+def _advance(name) -> Any:
+    """One loop for all laws; the noise is 0 where it does not matter."""
+    return make_advance(_program(name))
+
+
+def _params(name, noise_LD=None):
+    noise_LD = np.zeros(NOISE, np.float32) if noise_LD is None else noise_LD
+    return {"model": rule_cases.params(name), "noise_LD": noise_LD}
+
+
+def _run(name, slots, noise_LD=None):
+    state = rule_cases.make_state(name, slots)
+    state = _advance(name)(_params(name, noise_LD), state, FOREVER)
     return canvases.results(jax.block_until_ready(state))
 
 
@@ -50,7 +104,7 @@ def test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(n
     state = rule_cases.make_state(name, slots)
     # One more for rows whose draft is looked at before the first step.
     for _ in range(1 + max(row.steps for row, _ in slots)):
-        state = rule_cases.advance(name)(rule_cases.params(name), state, 1)
+        state = _advance(name)(_params(name), state, 1)
     assert canvases.results(state) == together
 
 
@@ -60,7 +114,7 @@ def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
     before = rule_cases.make_state(name, slots)
     frozen = np.asarray(before.canvas.frozen_BL).copy()
     given = np.asarray(before.canvas.tokens_BL).copy()
-    state = rule_cases.advance(name)(rule_cases.params(name), before, FOREVER)
+    state = _advance(name)(_params(name), before, FOREVER)
     still = np.asarray(state.canvas.frozen_BL)
     for slot, ((row, sample), result) in enumerate(
         zip(slots, canvases.results(state), strict=True)
@@ -112,7 +166,7 @@ def _check_edited(row, sample, result, frozen_now):
 
 @pytest.mark.parametrize("name", [rule_cases.FEW[1], list(rule_cases.EDITS)[0]])
 def test_no_setting_of_a_row_compiles_again(name):
-    advance = rule_cases.advance(name)
+    advance = _advance(name)
     _run(name, _slots(name))
     before = len(advance.compiled), advance._jitted._cache_size()
     for seed in (1, 2):
@@ -126,9 +180,9 @@ def test_no_setting_of_a_row_compiles_again(name):
 def test_compiled_loop_equals_a_python_loop_over_the_step(name):
     slots = _slots(name, seed=2)
     state = rule_cases.make_state(name, slots)
-    program = rule_cases.program(name)
+    program = _program(name)
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state, _ = _step(program, rule_cases.params(name), state)
+        state, _ = _step(program, _params(name), state)
     assert canvases.results(state) == _run(name, slots)
 
 
@@ -143,14 +197,14 @@ def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     here = _run(name, slots)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
-    params = jax.device_put(rule_cases.params(name), NamedSharding(mesh, PartitionSpec()))
-    advance = make_advance(rule_cases.program(name, rows=by_rows))
+    params = jax.device_put(_params(name), NamedSharding(mesh, PartitionSpec()))
+    advance = make_advance(_program(name, rows=by_rows))
     state = jax.device_put(rule_cases.make_state(name, slots), by_rows)
     forever = jax.device_put(np.int32(FOREVER), NamedSharding(mesh, PartitionSpec()))
     _same_up_to_rounding(canvases.results(advance(params, state, forever, forever)), here)
-    state = rule_cases.make_state(name, slots[:3], positions=37)
+    state = rule_cases.make_state(name, slots[:3], positions=OTHER_CANVAS)
     _same_up_to_rounding(
-        canvases.results(rule_cases.advance(name)(rule_cases.params(name), state, FOREVER)),
+        canvases.results(_advance(name)(_params(name), state, FOREVER)),
         here[:3],
     )
 
@@ -159,54 +213,12 @@ def _emptied(row):
     return dataclasses.replace(row, tokens=(toy.MASK,) * len(row.tokens), is_draft=None)
 
 
-def _jittered(network):
-    """The network with hidden vectors and maps that differ by rounding from place to place."""
-
-    def of_model(function):
-        return lambda params, *rest: function(params["model"], *rest)
-
-    def trunk(params, *rest):
-        hidden_BLD, cache = network.trunk(params["model"], *rest)
-        return hidden_BLD * (1.0 + 1e-7 * params["noise"][None]), cache
-
-    def inside(params, *rest):
-        found, factor_LD = network.inside(params["model"], *rest), 1.0 + 1e-7 * params["noise"]
-        return found._replace(
-            final_BLD=found.final_BLD * factor_LD[None],
-            attention_BEHLL=found.attention_BEHLL * factor_LD[None, None, None, None, :, 0],
-        )
-
-    known = {name: getattr(network, name) for name in ("embed", "readout", "logits_of")}
-    wrapped = {name: fn and of_model(fn) for name, fn in known.items()}
-    heads = {name: head if name == "sampler" else of_model(head)
-             for name, head in network.heads.items()}  # fmt: skip
-    if "sampler" in heads:
-        readout = of_model(heads["sampler"].readout)
-        heads["sampler"] = dataclasses.replace(
-            heads["sampler"], readout=readout, sides=None, from_sides=None
-        )
-    return dataclasses.replace(
-        network, trunk=trunk, inside=inside, heads=heads, cached=None, **wrapped
-    )
-
-
-JITTERED = ["low_confidence-scheduled", "low_confidence-scheduled-wavefront-critic"]
-JITTERED += [
-    pytest.param(name, marks=pytest.mark.slow) for name in rule_cases.CASES if name not in JITTERED
-]
-
-
-@pytest.mark.parametrize("name", JITTERED)
+@pytest.mark.parametrize("name", PARAMS, scope="module")
 def test_no_decision_on_an_empty_canvas_hangs_on_rounding(name):
     slots = [(_emptied(row), sample) for row, sample in _slots(name, seed=4)]
-    program = rule_cases.program(name)
-    advance = make_advance(dataclasses.replace(program, network=_jittered(program.network)))
-    found = []
     rng = np.random.default_rng(0)
-    for _ in range(3):
-        noise_LD = rng.standard_normal((canvases.POSITIONS, toy.config().width))
-        params = {"model": rule_cases.params(name), "noise": noise_LD.astype(np.float32)}
-        found.append(canvases.results(advance(params, rule_cases.make_state(name, slots), FOREVER)))
+    noises = [rng.standard_normal(NOISE).astype(np.float32) for _ in range(3)]
+    found = [_run(name, slots, noise_LD) for noise_LD in noises]
     _same_up_to_rounding(found[1], found[0])
     _same_up_to_rounding(found[2], found[0])
 
