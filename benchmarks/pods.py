@@ -84,7 +84,7 @@ class Sampled:
         return " ".join(["sampling", *map(str, values)])
 
 
-_LONG = "attention+query+key+value+middle+gate+up"
+_LONG = "attention+query+key+value+gathered+middle+gate+up"
 
 ROWS: list[Row | Sampled] = [
     # Models and optimisers on a cube of 64 chips.

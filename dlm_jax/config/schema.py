@@ -455,7 +455,7 @@ def _adapted(given: Any) -> tuple[str, ...]:
 REMATS = ("none", "block", "attention", "dots", "offload", "auto")
 """Values of ``model.remat`` besides names joined by ``+``."""
 
-NAMED = ("attention", "query", "key", "value", "middle", "gate", "up")
+NAMED = ("attention", "query", "key", "value", "gathered", "middle", "gate", "up")
 """Values inside a block that ``model.remat`` may name."""
 
 

@@ -54,7 +54,7 @@ class RowPieces:
 
     def key_index(self, device: Any, key: Any) -> Any:
         """The index in an arranged row of each key of a device; see `BesideGathered`."""
-        return (device - key // self.own) % self.count * self.own + key % self.own
+        return key + (key >= self.num_positions) * (device - self.count) * self.own
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class BesideGathered:
     """Which keys the queries of a device attend to; a `dlm_jax.model.attention.MaySee`.
 
     The queries of a device are its noisy positions followed by its clean positions; those of all
-    devices are concatenated. The keys are the clean positions of all devices, from the query's
-    device backwards, followed by the noisy positions of the query's device.
+    devices are concatenated. The keys are the clean positions of all devices, followed by the
+    noisy positions of the query's device.
     """
 
     block_length: int
@@ -169,7 +169,7 @@ def attend_beside_gathered(
 
         def of_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             k, v = (
-                jnp.concatenate([*_from_all(x[:, 1], pieces.count), x[:, 0]], axis=1)
+                checkpoint_name(jnp.concatenate([_from_all(x[:, 1]), x[:, 0]], axis=1), "gathered")
                 for x in (k, v)
             )
             given = q.reshape(q.shape[0], -1, *q.shape[3:]), k, v, is_live_BM
@@ -197,13 +197,28 @@ def attend_beside_gathered(
     return y.reshape(q_PLHK.shape)
 
 
-def _from_all(x: jax.Array, count: int) -> list[jax.Array]:
-    """The parts of `x` of all devices along ``context``, from this device backwards."""
-    sent = (
-        jax.lax.ppermute(x, AXIS, [(at, (at + step) % count) for at in range(count)])
-        for step in range(1, count)
-    )
-    return [x, *sent]
+@jax.custom_vjp
+def _from_all(x_BCGK: jax.Array) -> jax.Array:
+    """The positions of all devices along ``context``, in the order of the devices."""
+    return jax.lax.all_gather(x_BCGK, AXIS, axis=1, tiled=True)
+
+
+def _summed(_: None, g_BMGK: jax.Array) -> tuple[jax.Array]:
+    """The sum of the gradients of all devices at the positions of this device.
+
+    One head at a time, along the first axis: the TPU compiler reduces other arrays to all devices.
+    """
+    count = jax.lax.axis_size(AXIS)
+
+    def of_head(g_BMK: jax.Array) -> jax.Array:
+        g_BNCK = g_BMK.reshape(g_BMK.shape[0], count, -1, g_BMK.shape[2])
+        return jax.lax.psum_scatter(jnp.moveaxis(g_BNCK, 1, 0), AXIS)
+
+    heads = [of_head(g_BMGK[:, :, head]) for head in range(g_BMGK.shape[2])]
+    return (jnp.stack(heads, axis=2),)
+
+
+_from_all.defvjp(lambda x_BCGK: (_from_all(x_BCGK), None), _summed)
 
 
 def _kernel(may_see: BesideGathered) -> tuple[Any, tuple[float, float]]:

@@ -124,8 +124,10 @@ def test_only_clean_keys_and_values_are_gathered_and_only_their_gradients_are_su
         for body in module.computations.values() for x in body
         if x.kind.removesuffix("-start") in KINDS and "f32[" in x.type
     ]  # fmt: skip
-    # Three other devices, keys and values, there and back.
-    assert found == [("collective-permute", f"f32[1,6,{GROUPS},{SIZE}]")] * 12
+    # Keys and values, and their gradients one head at a time.
+    gathered = ("all-gather", f"f32[1,24,{GROUPS},{SIZE}]")
+    summed = ("reduce-scatter", f"f32[1,1,6,{SIZE}]")
+    assert sorted(found) == [gathered] * 2 + [summed] * 2 * GROUPS
 
 
 @pytest.mark.slow
