@@ -313,11 +313,14 @@ def sampled_table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+_MOVED = ("all-reduce", "all-gather", "reduce-scatter")
+
+
 def table(results: dict[str, Any]) -> list[str]:
     """The results as a Markdown table."""
     lines = [
         "| model | topology | rows x L | optimiser | mesh | remat | memory GiB (temporaries) | "
-        "all-reduce + all-gather GiB | step ms (roof / cycles) | utilisation |",
+        "all-reduce + all-gather (+ reduce-scatter) GiB | step ms (roof / cycles) | utilisation |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in results.values():
@@ -333,8 +336,10 @@ def table(results: dict[str, Any]) -> list[str]:
         memory, moved = one["memory_gib"], one["moved_gib"]
         roof, cycles = one["roof"], one["cycles"]
         lines.append(
-            what + f"{sum(memory.values()):.1f} ({memory['temporaries']:.1f}) | "
-            f"{moved.get('all-reduce', 0):.1f} + {moved.get('all-gather', 0):.1f} | "
+            what
+            + f"{sum(memory.values()):.1f} ({memory['temporaries']:.1f}) | "
+            + " + ".join(f"{moved[kind]:.1f}" for kind in _MOVED if kind in moved)
+            + " | "
             f"{roof['ms']:.0f} / {cycles['ms']:.0f} | "
             f"{100 * roof['utilisation']:.1f}% / {100 * cycles['utilisation']:.1f}% |"
         )

@@ -46,7 +46,7 @@ def kind() -> str:
 
 
 def num_cores() -> int:
-    """The number of cores of a target TPU chip that share the programs of one device."""
+    """The number of cores of a target TPU device, which run its programs together; 1 if unknown."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return getattr(jax.devices()[0] if device is None else device, "num_cores", None) or 1
 

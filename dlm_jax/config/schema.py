@@ -456,7 +456,10 @@ REMATS = ("none", "block", "attention", "dots", "offload", "auto")
 """Values of ``model.remat`` besides names joined by ``+``."""
 
 NAMED = ("attention", "query", "key", "value", "gathered", "middle", "gate", "up")
-"""Values inside a block that ``model.remat`` may name."""
+"""Values inside a block that ``model.remat`` may name.
+
+``gathered`` are the keys and values of all devices along the mesh axis ``context``.
+"""
 
 
 def _remat(given: Any) -> str:
@@ -679,8 +682,7 @@ class ModelConfig(Section):
         "values that the backward pass recomputes to save memory: none, block (everything), "
         "attention (all except the output of attention), dots (all except matrix products), "
         "offload (everything; inputs of blocks are kept in host memory), or all except the names "
-        "joined by +: attention, query, key, value, middle, gate, up; auto: attention, or block "
-        "if a TPU lacks memory",
+        f"joined by +: {', '.join(NAMED)}; auto: attention, or block if a TPU lacks memory",
         _HEAD | Trait.FREE,
         parse=_remat,
     )

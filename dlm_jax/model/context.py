@@ -199,14 +199,18 @@ def attend_beside_gathered(
 
 @jax.custom_vjp
 def _from_all(x_BCGK: jax.Array) -> jax.Array:
-    """The positions of all devices along ``context``, in the order of the devices."""
+    """The positions of all devices along ``context``, in the order of the devices.
+
+    It has its own gradient because of the TPU compiler; see `_summed`.
+    """
     return jax.lax.all_gather(x_BCGK, AXIS, axis=1, tiled=True)
 
 
 def _summed(_: None, g_BMGK: jax.Array) -> tuple[jax.Array]:
     """The sum of the gradients of all devices at the positions of this device.
 
-    One head at a time, along the first axis: the TPU compiler reduces other arrays to all devices.
+    Heads are summed one at a time, with the devices along the first axis. The TPU compiler turns
+    other reduce-scatters into all-reduces, which send twice as much.
     """
     count = jax.lax.axis_size(AXIS)
 

@@ -158,7 +158,7 @@ def chosen(config: ModelConfig, num_positions: float, memory: float) -> str:
 def saved_bytes(config: ModelConfig, names: str, num_positions: float) -> float:
     """Bytes of the inputs of all blocks and of the values with these names, joined by ``+``.
 
-    ``block`` names none.
+    ``block`` names none. ``gathered``, whose size depends on the mesh, is not counted.
     """
     heads, groups = config.heads, config.kv_heads or config.heads
     widths = {

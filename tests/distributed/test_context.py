@@ -27,18 +27,18 @@ from dlm_jax.model.context import (
 )
 from dlm_jax.training.checks import check_model_fits
 
-BLOCK, ROWS, HEADS, GROUPS, SIZE = 3, 2, 4, 2, 8
-LENGTH = jnp.array([24, 17])
+BLOCK, ROWS, HEADS, GROUPS, SIZE = 3, 4, 4, 2, 8
+LENGTH = jnp.array([24, 17, 5, 24])
 
 
 def _mesh(**axes):
     return make_mesh(MeshConfig(**axes), jax.devices()[: int(np.prod(list(axes.values())))])
 
 
-def _streams(positions: int):
+def _streams(positions: int, rows: int = ROWS):
     """Queries, keys and values of a noisy and a clean stream, and a gradient: ``[B, L, ...]``."""
     keys = jax.random.split(jax.random.key(0), 8)
-    shapes = [(ROWS, positions, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    shapes = [(rows, positions, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [
         [jax.random.normal(key, shape) for key in pair]
         for shape, *pair in zip(shapes, keys[::2], keys[1::2], strict=True)
@@ -125,9 +125,28 @@ def test_only_clean_keys_and_values_are_gathered_and_only_their_gradients_are_su
         if x.kind.removesuffix("-start") in KINDS and "f32[" in x.type
     ]  # fmt: skip
     # Keys and values, and their gradients one head at a time.
-    gathered = ("all-gather", f"f32[1,24,{GROUPS},{SIZE}]")
-    summed = ("reduce-scatter", f"f32[1,1,6,{SIZE}]")
+    gathered = ("all-gather", f"f32[2,24,{GROUPS},{SIZE}]")
+    summed = ("reduce-scatter", f"f32[1,2,6,{SIZE}]")
     assert sorted(found) == [gathered] * 2 + [summed] * 2 * GROUPS
+
+
+@pytest.mark.parametrize(("remat", "times"), [("attention", 2), ("attention+gathered", 1)])
+def test_gathered_keys_are_kept_for_the_backward_pass_if_named(remat, times):
+    kind = {"attention_type": "block_causal", "block_length": BLOCK}
+    network = toy.build(toy.config(depth=1, remat=remat, **kind))
+    mesh = _mesh(data=2, context=4)
+    params = jax.device_put(toy.random_params(network), shardings(toy.random_params(network), mesh))
+
+    def total(params):
+        with devices.used(mesh):
+            tokens_BL = jnp.zeros((ROWS, 24), jnp.int32)
+            return network.cached.beside_clean(params, tokens_BL, tokens_BL, LENGTH).sum()
+
+    text = jax.jit(jax.grad(total)).lower(params).compile().as_text()
+    keys = f"f32[2,24,{GROUPS},{SIZE}]"
+    found = [x for body in parse(text).computations.values() for x in body
+             if x.kind.removesuffix("-start") == "all-gather" and keys in x.type]  # fmt: skip
+    assert len(found) == 2 * times
 
 
 @pytest.mark.slow
@@ -136,7 +155,7 @@ def test_the_kernel_on_split_positions_has_the_values_and_gradients_of_the_formu
     mesh, pieces = _mesh(data=1, context=2), RowPieces(positions, 2)
     kernel = functools.partial(context._splash_kernel, interpret=True)
     monkeypatch.setattr(context, "_kernel", kernel)
-    streams, length_B = _streams(positions), jnp.array([positions, 17])
+    streams, length_B = _streams(positions, 2), jnp.array([positions, 17])
     y, pull = jax.vjp(
         lambda *qkv: attend_beside_clean(*qkv, length_B, block_length=block),
         *(jnp.concatenate(pair) for pair in streams[:3]),

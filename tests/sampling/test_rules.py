@@ -32,6 +32,7 @@ def _slots(name, seed=0):
     return list(zip(rows, rule_cases.samples(name, ROWS, seed), strict=True))
 
 
+@functools.cache
 def _jittered(network):
     """The network with hidden vectors and maps that differ by rounding from place to place."""
 
@@ -72,9 +73,8 @@ def _program(name, **more):
     return dataclasses.replace(program, network=_jittered(program.network))
 
 
-@functools.cache
 def _advance(name) -> Any:
-    """One loop for all laws; the noise is 0 where it does not matter."""
+    """One loop for all laws, and for all rules of a network. One law has noise."""
     return make_advance(_program(name))
 
 

@@ -72,13 +72,14 @@ def on_cores(
     v_BMGK: jax.Array,
     is_live_BM: jax.Array,
 ) -> jax.Array:
-    """``compute(q, k, v, is_live)``, with rows of half the heads where two cores have odd rows.
+    """``compute(q, k, v, is_live)``. With an odd number of rows on two cores, half the heads of a
+    row make a row.
 
     The cores of a chip split the rows, and in the backward pass nothing else.
     """
     num_rows, num_heads = q_BLHK.shape[0], q_BLHK.shape[2]
-    is_even = devices.num_cores() == 1 or num_rows % 2 == 0
-    if is_even or num_heads % 2 or k_BMGK.shape[2] % 2:
+    is_shared = devices.num_cores() == 1 or num_rows % 2 == 0
+    if is_shared or num_heads % 2 or k_BMGK.shape[2] % 2:
         return compute(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
 
     def halves(x: jax.Array) -> jax.Array:
