@@ -31,6 +31,7 @@ def test_its_picture_is_there_and_small():
     assert (ROOT / pictures[0]).stat().st_size < 500_000
 
 
+@pytest.mark.slow
 def test_the_example_samples_both_ways_with_as_many_forwards(capsys, monkeypatch):
     tokenizer = toy_model.TOKENIZER
     network = build(toy.config(vocab_size=tokenizer.vocab_size, add_sampler_head=True))

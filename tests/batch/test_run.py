@@ -439,6 +439,7 @@ def hosted(tmp_path_factory):
     return _run(path, HOSTED, host_samplers=_sampler)
 
 
+@pytest.mark.slow
 def test_rows_with_a_host_sampler_are_in_a_file_what_they_are_alone(hosted):
     firsts = [0, 1, 2, 5, 6, 7]
     kept = [[row for row in hosted if row["id"] == request["id"]] for request in HOSTED]

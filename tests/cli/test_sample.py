@@ -214,6 +214,7 @@ def test_bad_flag_ends_with_code_2_and_one_line(run_dir, capsys, flags, said):
 TINY = [*SHORT, "--ignore-eos"]
 
 
+@pytest.mark.slow
 def test_texts_and_files_on_a_mesh_are_those_of_one_device(run_dir, capsys, tmp_path):
     flags = [*TINY, "--prompt", "The ", "--num-samples", "3"]
     mesh = ["--mesh.data", "4", "--mesh.tensor", "2", "--batch-size", "8"]
@@ -248,6 +249,7 @@ def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_pa
     assert "<html" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_draft_is_edited_and_its_page_plays_the_edits(run_dir, capsys, tmp_path):
     flags = ["--prompt", "The ", "--draft", "cat sat", "--preset", "variable_length",
              "--insert-ratio-start", "0.4", "--ignore-eos",
@@ -301,6 +303,7 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert target.read_text() == first
 
 
+@pytest.mark.slow
 def test_a_file_takes_host_samplers_of_allowed_modules_samples_and_read_back(
     run_dir, tmp_path, capsys, monkeypatch
 ):
@@ -347,6 +350,7 @@ def test_a_file_takes_host_samplers_of_allowed_modules_samples_and_read_back(
     assert (tmp_path / "out.jsonl").read_bytes() == written
 
 
+@pytest.mark.slow
 def test_results_that_hold_every_kind_of_line_end_as_text_are_read_back(run_dir, tmp_path):
     """JSON lines end at a line feed alone; Python's own `splitlines` knows ten more ends."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -477,6 +481,7 @@ def test_a_warning_of_the_library_is_one_plain_line(capsys):
     assert "DeprecationWarning: of others" in others[0]
 
 
+@pytest.mark.slow
 def test_read_back_of_a_model_that_recommends_waves_falls_back_with_a_plain_line(capsys):
     flags = ["--gen-length", "6", "--steps", "3", "--read-back", "2"]
     with warnings.catch_warnings():

@@ -83,6 +83,7 @@ def test_defaults_are_checked_by_name_before_it_listens(capsys, run_dir, default
     assert told in _refused(capsys, "--checkpoint", str(run_dir), "--port", "0", *flags)
 
 
+@pytest.mark.slow
 def test_it_tells_its_address_asks_for_the_key_and_ends_on_a_signal(run_dir):
     env = os.environ | {"PYTHONPATH": str(ROOT), "DLM_JAX_API_KEY": "secret"}
     command = [sys.executable, "-m", "dlm_jax.serve", "--checkpoint", str(run_dir), "--port", "0",

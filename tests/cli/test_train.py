@@ -56,7 +56,13 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
     assert names == ["best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path, number):
     tiny_run.needs(number)
     arguments = _arguments(tmp_path, train__steps=100_000, train__eval_every=0)
@@ -144,7 +150,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
     assert message in _refusal(capsys, tmp_path / "run", *more)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, capsys, elsewhere):
     where = {"train__checkpoint_dir": str(tmp_path / "elsewhere")} if elsewhere else {}
     with pytest.MonkeyPatch.context() as patch:

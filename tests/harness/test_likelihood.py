@@ -49,6 +49,7 @@ def test_the_seed_and_the_request_decide():
     assert ((one == other) == is_single).all()
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_a_plain_loop():
     found = Likelihoods(MODEL, num_draws=6).nats(PAIRS)
     for pair, nats in zip(PAIRS, found, strict=True):

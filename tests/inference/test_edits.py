@@ -362,6 +362,7 @@ def _read_back():
     return shown
 
 
+@pytest.mark.slow
 def test_read_back_changes_nothing_of_rows_that_are_edited_and_overwritten():
     made = dlm_jax.generate(MODEL, PROMPTS, batch_size=4, **OVERWRITTEN)
     for index, rows in enumerate(_read_back()):

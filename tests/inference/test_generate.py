@@ -293,6 +293,7 @@ def test_a_host_sampler_sees_the_temperature_of_its_step():
     assert seen[3] == pytest.approx(2 * seen[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_hosted_rows_that_wait_for_a_slot_come_out_the_same():
     prompts = [{"prompt": PROMPT, "host_sampler": ONLY_VOWELS, "read_back": True}] * 3
     waiting = dlm_jax.generate(SHORT, prompts, seed=30, batch_size=2)
@@ -367,6 +368,7 @@ def test_report_says_where_each_part_of_a_chain_runs():
     assert report == [*parts, "choice among the remaining candidates: host (matching '[ae]{5}')"]
 
 
+@pytest.mark.slow
 def test_a_hosted_row_on_eight_devices_is_the_same():
     everywhere = NamedSharding(make_mesh(MeshConfig(fsdp=2)), PartitionSpec())
     spread = dataclasses.replace(SHORT, params=jax.device_put(SHORT.params, everywhere))

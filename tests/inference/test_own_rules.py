@@ -62,6 +62,7 @@ def test_rule_objects_are_the_settings_that_name_them():
     assert ours.texts != recommended.texts
 
 
+@pytest.mark.slow
 def test_values_of_rows_are_those_of_rows_one_by_one():
     temperatures, thresholds = np.array([0.3, 0.9, 1.5, 0.6]), jnp.array([0.1, 0.2, 0.9, 0.4])
     together = dlm_jax.generate(
@@ -188,6 +189,7 @@ def test_a_commit_rule_of_ones_own_is_a_setting_of_a_call_of_a_prompt_and_of_a_s
     assert objects.texts[0] == made.texts[0]
 
 
+@pytest.mark.slow
 def test_a_transform_of_ones_own_joins_the_recommended_chain():
     prompts = [{"prompt": "A ", "shift": shift, "seed": 3} for shift in (0.0, 1e6)]
     plain, shifted = dlm_jax.generate(MODEL, prompts, rules=[Shift]).texts

@@ -46,7 +46,14 @@ def _same_bits(row, other):
         np.testing.assert_array_equal(getattr(row, name), getattr(other, name))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "block_causal",
+        pytest.param("causal", marks=pytest.mark.slow),
+        pytest.param("shifted", marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without(kind):
     model, settings = _model(kind)
     # The last prompt shares a chunk with the first, but not what precedes it.
@@ -76,6 +83,7 @@ def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without
         assert engine.report().prefix_computed == 0
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_prefixes_go_first_and_texts_stay():
     model, settings = _model("block_causal", width=1024)
     prompts = [letter * 64 for letter in "ach"]
@@ -89,6 +97,7 @@ def test_the_least_recently_used_prefixes_go_first_and_texts_stay():
         _same_bits(row, other)
 
 
+@pytest.mark.slow
 def test_a_guided_row_and_one_without_the_cache_compute_their_own():
     model, settings = _model("block_causal")
     with Engine(model, prefix_mib=1, sizes=(1,), canvases=(256,)) as engine:

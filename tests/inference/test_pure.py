@@ -144,6 +144,7 @@ def test_rows_are_the_same_under_vmap_over_seeds_and_over_parameters():
     assert (found[0] != found[1]).any()
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_under_shard_map():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec

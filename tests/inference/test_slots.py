@@ -163,6 +163,7 @@ def test_a_slot_takes_other_requests_without_compiling_whatever_their_number():
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_what_puts_and_moves_rows_goes_with_its_loop():
     def number_held():
         gc.collect()
@@ -198,6 +199,7 @@ def test_what_the_slots_cannot_run_is_refused():
         Bucket([_request(Row(holes(2, 1)))], FACTS, 2)
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_row_that_ends_before_the_others_is_copied_alone(monkeypatch):
     """Traces of all rows are copied together when most of them end; each is the same."""
     model, common = enumerable.MODEL, {"order": "random", "ignore_eos": True, "trace": True}

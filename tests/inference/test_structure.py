@@ -44,9 +44,12 @@ def _texts(patterns, given=2, **settings):
     "settings",
     [
         {"order": "left_to_right"},
-        {"order": "low_confidence", "block_length": 6},
+        pytest.param({"order": "low_confidence", "block_length": 6}, marks=pytest.mark.slow),
         {"order": "random"},
-        {"order": "left_to_right", "temperature": 0.0, "draw": "gumbel"},
+        pytest.param(
+            {"order": "left_to_right", "temperature": 0.0, "draw": "gumbel"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["left_to_right", "blocks", "any_order", "greedy"],
 )
@@ -80,6 +83,7 @@ def test_a_row_is_the_same_whatever_patterns_run_beside_it():
     assert [texts[place] for place, texts in zip((1, 3), apart, strict=True)] == together[1::2]
 
 
+@pytest.mark.slow
 def test_a_pattern_that_allows_everything_changes_nothing():
     some = {"gen_length": 10, "steps": 10, "seed": 3, "order": "left_to_right"}
     plain = dlm_jax.generate(MODEL, ["ab"], **some)

@@ -67,7 +67,7 @@ def _forms():
 
 
 @pytest.mark.parametrize("mask", list(MASKS))
-@pytest.mark.parametrize("num_groups", [4, 2])
+@pytest.mark.parametrize("num_groups", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
     mask, num_groups, monkeypatch
 ):

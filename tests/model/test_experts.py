@@ -49,9 +49,10 @@ def _tokens(num_rows):
 @pytest.mark.parametrize(
     ("axes", "num_rows"),
     [
-        ({"expert": 4, "tensor": 2}, 8),
+        pytest.param({"expert": 4, "tensor": 2}, 8, marks=pytest.mark.slow),
         ({"data": 2, "fsdp": 2, "expert": 2}, 8),
-        ({"expert": 8}, 3),  # rows that no axis splits
+        # Rows that no axis splits.
+        pytest.param({"expert": 8}, 3, marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients_over_eight_devices_are_those_of_one(axes, num_rows):

@@ -88,6 +88,7 @@ def test_a_config_made_to_hurt_is_refused_in_a_line(tmp_path, content):
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
+@pytest.mark.slow
 def test_errors_of_long_values_are_short():
     for name, setting in BUILT_IN.settings.items():
         for value in ("x" * 10**5, [["x" * 10**5]], ["x"] * 10**5, {"x" * 10**5: 1}):

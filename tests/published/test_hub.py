@@ -68,6 +68,7 @@ def _told(done):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, tmp_path):
     names = ["org/m", "org/m@other", "org/none", "org/m@none", "org/gated", "org/empty"]
     with serving_hub() as hub:
@@ -115,6 +116,7 @@ def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
     assert "train.init_from='org/none' is neither a local path nor a model on the Hub" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])
 def test_the_program_refuses_what_is_not_there_in_one_line(client, name):
     with serving_hub() as hub:

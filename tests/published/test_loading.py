@@ -111,7 +111,7 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
         np.testing.assert_array_equal(ours.read(tensor), theirs.read(tensor))
 
 
-@pytest.mark.parametrize("name", ["llada_moe", "llada2"])
+@pytest.mark.parametrize("name", ["llada_moe", pytest.param("llada2", marks=pytest.mark.slow)])
 def test_experts_that_are_read_onto_several_devices_say_what_they_say_on_one(name, tmp_path):
     directory = cases.write(tmp_path / "model", name)
     mesh = MeshConfig(expert=2, data=4)

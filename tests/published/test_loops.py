@@ -151,7 +151,13 @@ def _compare(model, wanted, *, block=0, batches=(4,), **settings):
             np.testing.assert_array_equal(own, theirs)
 
 
-@pytest.mark.parametrize("switch", [(), (cases.EOS, cases.END), (1, 4, 20)])
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param((), marks=pytest.mark.slow), (cases.EOS, cases.END),
+        pytest.param((1, 4, 20), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_llada_writes_what_its_own_loop_writes(models, switch):
     model, oracle = models("llada")
     common = {"gen_length": 24, "steps": 12, "block_length": 8}
@@ -162,7 +168,7 @@ def test_llada_writes_what_its_own_loop_writes(models, switch):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 def test_dream_writes_what_its_own_loop_writes(models, top_p):
     model, oracle = models("dream")
     common = {"gen_length": 20, "steps": 13}
@@ -173,7 +179,9 @@ def test_dream_writes_what_its_own_loop_writes(models, top_p):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("threshold", "cache"), [(0.9, "exact"), (0.3, "none")])
+@pytest.mark.parametrize(
+    ("threshold", "cache"), [(0.9, "exact"), pytest.param(0.3, "none", marks=pytest.mark.slow)]
+)
 def test_fast_dllm_v2_writes_what_its_own_loop_writes(models, threshold, cache):
     model, oracle = models("fast_dllm")
     _compare(
@@ -209,6 +217,7 @@ def test_llada21_writes_and_rewrites_what_its_own_loop_does(models, patience, ca
     assert sum(rewritten) > 0
 
 
+@pytest.mark.slow
 def test_what_a_family_recommends_is_a_preset_of_its_own(models):
     for name in ("llada", "dream"):
         model, _ = models(name)

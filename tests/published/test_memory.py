@@ -55,7 +55,8 @@ def _write(directory, depth):
     return max(sizes)
 
 
-@pytest.mark.parametrize("how", [pytest.param("whole", marks=pytest.mark.slow), "split"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole", "split"])
 def test_reading_takes_no_more_memory_than_two_of_the_files(tmp_path, how):
     _write(tmp_path / "small", 1)
     largest = _write(tmp_path / "large", DEPTH)

@@ -204,7 +204,7 @@ def test_a_loss_is_what_its_paper_says(name, estimator):
     assert 0 < is_clipped.mean() < 1
 
 
-@pytest.mark.parametrize("name", ["elbo", "spg"])
+@pytest.mark.parametrize("name", [pytest.param("elbo", marks=pytest.mark.slow), "spg"])
 def test_a_row_that_ended_with_holes_changes_no_gradient(name):
     """Such a row is excluded, and MASK has no probability."""
     advantage = np.array([1.0, -1.0, 0.5], np.float32)

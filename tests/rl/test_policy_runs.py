@@ -119,6 +119,7 @@ def _with_total(setup: Setup) -> NetworkObjective:
     return NetworkObjective(inner.draw, loss, anchor)
 
 
+@pytest.mark.slow
 def test_asynchronous_samples_and_their_ratios_are_one_step_behind(tmp_path, monkeypatch):
     make, used, now = Rollouts.make, {}, []
 
@@ -195,6 +196,7 @@ def test_a_warm_up_may_have_more_updates_than_the_run_has_steps(tmp_path):
     assert by_update(one, None, 4)[0].train.steps == 4
 
 
+@pytest.mark.slow
 def test_a_model_learns_what_is_rewarded(folder):
     changes = {"train__steps": 40, "train__batch_size": 64, "train__eval_every": 40}
     outcome = _train(folder / "learns", **changes)

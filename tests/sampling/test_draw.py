@@ -59,6 +59,7 @@ def test_draws_follow_the_softmax(method, kind):
     assert counts[~is_common].sum() <= 5 + 5 * expected[~is_common].sum()
 
 
+@pytest.mark.slow
 def test_far_tail_is_reached_in_proportion():
     # 1,200 tail tokens share mass 1e-3 under one token of mass 0.999; of 400,000 draws about 400
     # fall there, and halves of the tail must share them evenly (5 standard deviations)

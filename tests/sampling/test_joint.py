@@ -35,6 +35,7 @@ def test_a_one_sided_fill_of_everything_keeps_the_joint_whatever_is_committed_of
         assert markov.total_variation(law, markov.joint()) > 0.03
 
 
+@pytest.mark.slow
 def test_ancestral_texts_are_off_by_just_what_their_steps_commit_together():
     """0.0078 at 64 steps; with as many steps as it takes nothing is left."""
     counts = (2, 8, 64, 100_000)
@@ -66,6 +67,7 @@ def test_texts_follow_the_law_of_what_fills_and_commits_them(arm):
         assert _is_of(law, {"steps": 2} | settings, seed=NUMBER) < 0.01
 
 
+@pytest.mark.slow
 def test_blind_candidates_that_are_not_committed_change_nothing():
     some, all_of_them = (
         joint.write({"order": order, "steps": 3}, ROWS, 7, rows=ROWS)

@@ -160,6 +160,7 @@ def test_the_probabilities_of_all_traces_of_the_wavefront_add_up_to_one():
     assert (traces.level > 0).any(where=traces.is_written)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_expected_reward_is_that_by_enumeration():
     traces, texts, _ = _all_traces("random")
     rewards = jnp.array([enumerable.REWARD[text] for text in texts])
@@ -298,12 +299,16 @@ def test_traces_of_other_models_and_settings_are_refused():
         dlm_jax.replay(MODEL.__class__(enumerable.NETWORK, PARAMS, other, 3), PARAMS, trace)
     with pytest.raises(ValueError, match="vocabulary of 6, but the model has 12"):
         dlm_jax.replay(canvases.shared_network(), PARAMS, trace)
+    cut = trace.__class__(**vars(trace) | {"tokens": trace.tokens[:2]})
+    with pytest.raises(ValueError, match="differ in rows"):
+        dlm_jax.replay(MODEL, PARAMS, cut)
+
+
+@pytest.mark.slow
+def test_traces_of_waves_are_refused_without_a_sampler_head_and_beside_others():
     bare = enumerable.NETWORK.__class__(**vars(enumerable.NETWORK) | {"heads": {}})
     waves = _all_traces("random_filled", "wavefront")[0]
     with pytest.raises(ValueError, match="sampler head that the model lacks"):
         dlm_jax.replay(bare, PARAMS, waves)
     with pytest.raises(ValueError, match="different static settings"):
-        joined([trace, waves])
-    cut = trace.__class__(**vars(trace) | {"tokens": trace.tokens[:2]})
-    with pytest.raises(ValueError, match="differ in rows"):
-        dlm_jax.replay(MODEL, PARAMS, cut)
+        joined([_all_traces("random")[0], waves])

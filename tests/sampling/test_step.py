@@ -77,6 +77,7 @@ def test_nothing_a_request_may_change_compiles_again():
     assert advance.compiled[0] == f"rows={ROWS} canvas={POSITIONS}"
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_compiled_again_leaves_nothing_in_the_caches_of_jax():
     """It is traced and lowered: XLA keeps nothing in Python."""
     state, every = canvases.make_state(canvases.mixed_rows()), functools.partial(jnp.full, (ROWS,))
@@ -147,7 +148,7 @@ def test_row_result_does_not_depend_on_its_neighbours_at_a_working_size():
         assert results(alone)[5] == together[place]
 
 
-@pytest.mark.parametrize("rule", ["low_confidence", "random"])
+@pytest.mark.parametrize("rule", ["low_confidence", pytest.param("random", marks=pytest.mark.slow)])
 def test_other_canvases_and_batch_sizes_have_the_same_randomness(rule):
     rows = canvases.mixed_rows()
     here = canvases.run(rows, RULES[rule])
@@ -235,7 +236,7 @@ def test_given_banned_tokens_stay():
 # Reference loop
 
 
-@pytest.mark.parametrize("rule", ["low_confidence", "random"])
+@pytest.mark.parametrize("rule", ["low_confidence", pytest.param("random", marks=pytest.mark.slow)])
 def test_compiled_loop_equals_a_python_loop_over_the_step(rule):
     rows = canvases.mixed_rows(2)
     state = canvases.make_state(rows, RULES[rule])
@@ -464,6 +465,7 @@ class _OddOnly(CommitRule):
 # Feedback
 
 
+@pytest.mark.slow
 def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_chain():
     """The surprise under the clean logits, or before the truncation, is another one."""
     temperatures, tau, eta = [0.5, 1.5] * (ROWS // 2), 2.0, 0.4

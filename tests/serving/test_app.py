@@ -179,6 +179,7 @@ def test_an_infill_of_a_template_is_that_of_generate(running):
     assert [len(text) for text in made["choices"][0]["infills"]] == [3, 2]
 
 
+@pytest.mark.slow
 def test_a_draft_is_refined(running):
     asked = {"prompt": "The ", "draft": "rat ran", "seed": 1, "steps": 3, "remask": "scheduled",
              "schedule": "all", "order": "random"}  # fmt: skip
@@ -487,6 +488,7 @@ def test_what_is_read_back_is_that_of_generate(running):
     assert "read_back" not in post(running, "/v1/completions", body | {"read_back": None}).text
 
 
+@pytest.mark.slow
 def test_a_warm_server_compiles_nothing_for_a_lone_request_whatever_its_format():
     """Neither for the first one, nor for a pattern that no request before it had."""
     with serving(BRACED, warms_up=True) as running:

@@ -77,6 +77,7 @@ def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(running
                 assert len(made.choices) == asked.get("n", 1)
 
 
+@pytest.mark.slow
 def test_every_setting_is_a_field_by_its_name(running):
     asked = {"prompt": "The ", "max_tokens": 8, "seed": 1}
     plain = post(running, "/v1/completions", asked).json()["choices"][0]["text"]
@@ -89,6 +90,7 @@ def test_every_setting_is_a_field_by_its_name(running):
         assert found.json()["choices"][0]["text"] == plain, name
 
 
+@pytest.mark.slow
 def test_each_error_is_one_that_the_client_knows():
     limits = Limits(rows=8, waiting=1, body=2000, seconds=0.5)
     asked = {"model": "toy", "prompt": "A "}

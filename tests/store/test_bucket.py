@@ -108,8 +108,20 @@ def _object(root: str, name: str):
     return next(path for path in files_under(located(root)) if str(path).endswith(name))
 
 
-@pytest.mark.parametrize("name", ["kernel/0.0", "kernel/.zarray", "metadata", "manifest.json"])
-@pytest.mark.parametrize("damage", ["flip", "missing"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        ("flip", "kernel/0.0"),
+        ("missing", "manifest.json"),
+        *(
+            pytest.param(damage, name, marks=pytest.mark.slow)
+            for damage, name in [
+                ("flip", "kernel/.zarray"), ("flip", "metadata"), ("flip", "manifest.json"),
+                ("missing", "kernel/0.0"), ("missing", "kernel/.zarray"), ("missing", "metadata"),
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_damage_is_found_and_the_checkpoint_before_is_used(s3, name, damage):
     with Checkpoints(s3, keep=2) as checkpoints:
         for step in (1, 2):

@@ -494,6 +494,7 @@ with Checkpoints(directory, keep=1) as checkpoints:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_save_what_one_process_restores(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -97,6 +97,7 @@ def test_another_model_may_teach_and_is_the_same_all_along(folder):
         _train(folder / "other", **TAUGHT | changes | {"objective__teacher": ""})
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_vocabulary_is_refused_by_name(folder, tmp_path):
     _base(folder)
     (tmp_path / "text").write_text("abcdefgh\n" * 200)

@@ -100,6 +100,7 @@ def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
     _refused(ours, told, model__width=32)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_finds_a_best_model_of_its_own(ours):
     (before,) = _identities(ours)
     figure = json.dumps(load_meta(ours / "best")["best"])
@@ -110,6 +111,7 @@ def test_a_run_that_begins_anew_finds_a_best_model_of_its_own(ours):
     assert json.dumps(load_meta(ours / "best")["best"]) == figure
 
 
+@pytest.mark.slow
 def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours, monkeypatch):
     """The best model that it found is of a run that died before its first checkpoint."""
     (before,) = _identities(ours)

@@ -86,7 +86,7 @@ def test_a_refused_run_lets_go_of_its_directory(tmp_path):
             _prepare(tmp_path)
 
 
-@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("is_there", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_second_training_of_the_same_checkpoints_is_refused_and_the_first_goes_on(
     tmp_path, is_there
 ):
@@ -176,6 +176,7 @@ def test_where_nothing_can_be_locked_the_last_claim_counts(tmp_path, without_loc
         old.check()
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_locked_a_start_that_trains_nothing_leaves_the_claim_of_a_run(
     tmp_path, without_locks, monkeypatch
 ):

@@ -72,6 +72,7 @@ def test_no_thread_that_would_keep_the_program_alive_is_left(finished):
     assert finished[2] == set()
 
 
+@pytest.mark.slow
 def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(tmp_path):
     clock = [0.0]
 
@@ -255,7 +256,7 @@ def test_parameters_that_overflow_are_not_saved_though_the_loss_before_was_finit
     assert not [*(tmp_path / "checkpoints").iterdir()]
 
 
-@pytest.mark.parametrize("broken", ["folder", "library"])
+@pytest.mark.parametrize("broken", [pytest.param("folder", marks=pytest.mark.slow), "library"])
 def test_a_picture_that_cannot_be_drawn_costs_the_run_nothing_else(tmp_path, capsys, broken):
     with pytest.MonkeyPatch.context() as patch:
         if broken == "folder":

@@ -76,9 +76,14 @@ def test_on_one_device_it_is_optax_bit_for_bit_with_the_same_state():
 @pytest.mark.parametrize(
     ("mesh", "num_devices"),
     [
-        (MeshConfig(data=8), 8), (MeshConfig(data=2, fsdp=2, tensor=2), 8),
-        (MeshConfig(fsdp=2, tensor=4), 8), (MeshConfig(data=2, expert=2), 4),
-        (MeshConfig(expert=2, tensor=2), 4),
+        (MeshConfig(data=2, fsdp=2, tensor=2), 8),
+        *(
+            pytest.param(mesh, num_devices, marks=pytest.mark.slow)
+            for mesh, num_devices in [
+                (MeshConfig(data=8), 8), (MeshConfig(fsdp=2, tensor=4), 8),
+                (MeshConfig(data=2, expert=2), 4), (MeshConfig(expert=2, tensor=2), 4),
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_dealt_out_over_devices_the_updates_are_those_of_one(mesh, num_devices):

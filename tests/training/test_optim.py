@@ -178,7 +178,7 @@ def test_weight_decay_shrinks_block_matrices_and_nothing_else(name):
         np.testing.assert_allclose(decayed[path] - plain[path], expected, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param("muon", marks=pytest.mark.slow), "adamw"])
 def test_a_gradient_above_the_clip_counts_as_one_of_that_norm(name):
     config = OptimConfig(name=name, warmup_steps=0, clip=1.0)
     small, direction = _random(toy.params(), 1, scale=1e-4), _random(toy.params(), 2)

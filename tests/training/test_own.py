@@ -203,6 +203,7 @@ def test_a_loss_that_does_not_add_up_over_the_parts_of_a_batch_is_refused(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains_it(folder):
     def main_of(name: str, *heads: Head):
         params = _train(folder / name, heads=heads).params

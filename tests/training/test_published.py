@@ -70,6 +70,7 @@ def test_a_run_takes_shape_tokenizer_and_parameters_of_the_directory(directories
     jax.tree.map(np.testing.assert_array_equal, again.params, trained.params)
 
 
+@pytest.mark.slow
 def test_prompts_are_shown_as_they_are_and_the_eos_behind_a_response_is_trained(
     directories, tmp_path
 ):
@@ -135,9 +136,8 @@ def test_fresh_adapters_change_nothing_and_targets_must_exist():
         build(wrong).init(key)
 
 
-@pytest.mark.parametrize(
-    "head", [pytest.param("sampler_head", marks=pytest.mark.slow), "critic_head"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["sampler_head", "critic_head"])
 def test_heads_train_on_a_split_trunk_that_has_no_state(directories, tmp_path, head):
     heads = {f"model__add_{head}": "true", "heads__train_main": "false", "mesh__fsdp": 4,
              "heads__critic_alpha": 1, "heads__end_critic_iteration": 1}  # fmt: skip
@@ -156,7 +156,7 @@ def test_heads_train_on_a_split_trunk_that_has_no_state(directories, tmp_path, h
     assert any(jax.tree.leaves(changed))
 
 
-@pytest.mark.parametrize("alignment", ["same", "shifted"])
+@pytest.mark.parametrize("alignment", [pytest.param("same", marks=pytest.mark.slow), "shifted"])
 def test_a_causal_model_is_turned_into_a_diffusion_one(directories, tmp_path, alignment):
     run = _run(directories, tmp_path / alignment, "qwen2", model__logit_alignment=alignment)
     model = run.config.model

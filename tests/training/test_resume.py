@@ -63,7 +63,7 @@ def test_a_run_stopped_at_any_steps_ends_as_the_uninterrupted_one(tmp_path, whol
     _assert_same_run(tmp_path, tiny_run.run(tmp_path), whole)
 
 
-@pytest.mark.parametrize("step", [2, 7])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 7])
 def test_a_run_killed_between_checkpoints_ends_as_the_uninterrupted_one(tmp_path, whole, step):
     with pytest.MonkeyPatch.context() as patch:
         _kill_after(step, patch)
@@ -117,6 +117,7 @@ def _close():
     return functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_devices_to_float_tolerance(tmp_path, whole):
     out_dir = _copy_until(4, whole, tmp_path / "run")
     mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
@@ -152,6 +153,7 @@ def test_a_directory_of_a_run_that_differs_is_refused_by_the_key(whole, key, val
     assert _listing(whole[0]) == before
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_for_more_steps_and_says_what_that_means(tmp_path, whole):
     """The steps are those of a run of as many from there on; the schedule is the longer one's."""
     changes = {"train__eval_every": 0, "optim__learning_rate": 0.01}

@@ -72,6 +72,7 @@ def _descended(parts: int, devices: int = 1):
     return jax.device_get(step(state, BATCH, jax.random.key(5)))
 
 
+@pytest.mark.slow
 def test_neither_parts_nor_devices_change_the_step():
     state, metrics = _descended(2, devices=4)
     expected, expected_metrics = _descended(1)

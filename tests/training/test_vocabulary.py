@@ -58,7 +58,7 @@ def test_text_without_new_characters_keeps_the_tokenizer_and_every_parameter(
     assert lines == []
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_new_characters_are_added_and_all_others_keep_their_vectors(tmp_path, other_text, tied):
     own = tmp_path / "untied"
     tiny_run.run(own, **SHORT, model__tied_head=tied)

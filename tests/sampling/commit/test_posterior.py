@@ -72,7 +72,13 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return chisquare(counts[is_text], law[is_text] / law.sum() * counts.sum()).pvalue
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "uniform" else pytest.param(name, marks=pytest.mark.slow)
+        for name in PROCESSES
+    ],
+)
 def test_texts_follow_the_law_of_the_enumerated_chain(name):
     empty = (MASK,) * enumerable.LENGTH
     for steps, temperature in ((2, 1.0), (4, 0.7), (8, 1.0), (64, 1.0)):
@@ -266,7 +272,8 @@ def knowing_beside(name: str, v: float):
     return jnp.asarray(np.log(np.maximum(found, 1e-30)), jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["uniform", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["uniform", "mixed"])
 def test_texts_in_waves_follow_the_joint_law_in_any_number_of_steps(name):
     """Candidates are a joint draw of the clean text, which leaves reverse steps without error."""
     model = with_heads()
@@ -341,6 +348,7 @@ def model_of(process: str) -> Model:
     return dataclasses.replace(toy_model.MODEL, config=config)
 
 
+@pytest.mark.slow
 def test_a_uniform_model_writes_by_its_own_order():
     model = model_of("uniform")
     settings = {"steps": 4, "gen_length": 8, "max_length": 16, "ignore_eos": True}

@@ -109,12 +109,13 @@ def test_scores_that_rounding_tells_apart_tie_and_the_row_prefers_one_of_them():
     rng = np.random.default_rng(2)
     rows, length = 400, 12
     exact = rng.choice([-8.0, -0.25, 0.0, 0.5, 1.0], (rows, length))
-    is_open = jnp.asarray(rng.random((rows, length)) < 0.8)
-    count = jnp.asarray(rng.integers(-1, length + 2, rows))
+    is_open = rng.random((rows, length)) < 0.8
+    count = rng.integers(-1, length + 2, rows)
     keys = jax.vmap(jax.random.key)(jnp.arange(rows))
-    choose = jax.jit(lambda x, liked: most(x, is_open, count, liked, 1.0))
+    given = jnp.asarray(is_open), jnp.asarray(count)
+    choose = jax.jit(lambda x, liked: most(x, *given, liked, 1.0))
     for is_lower in (False, True):
-        liked = preferences(keys, jnp.full(rows, is_lower), length)
+        liked = np.asarray(preferences(keys, jnp.full(rows, is_lower), length))
         chosen = []
         for _ in range(3):
             noise = 3e-7 * rng.standard_normal(exact.shape) * np.maximum(np.abs(exact), 1)

@@ -446,6 +446,7 @@ def test_the_edits_of_a_block_stay_in_it():
     assert np.asarray(state.block.count_B).tolist() == [3] * ROWS
 
 
+@pytest.mark.slow
 def test_eight_devices_edit_as_one():
     rows = _drafts(9)
     here = canvases.results(_run(rows))

@@ -192,7 +192,13 @@ def _plain(
     return [cell[0] for cell in cells], forwards, closest
 
 
-@pytest.mark.parametrize(("seed", "num_hidden"), [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)])
+@pytest.mark.parametrize(
+    ("seed", "num_hidden"),
+    [
+        (1, 0), (4, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 0), (3, 0), (5, 2)]),
+    ],
+)  # fmt: skip
 def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed, num_hidden):
     rows = [
         dataclasses.replace(row, capacity=len(row.tokens) if index == 5 else POSITIONS)
@@ -227,7 +233,8 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed, num_hi
     assert compared >= 5 and changed >= 2
 
 
-@pytest.mark.parametrize("num_hidden", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hidden", [0, 2])
 def test_eight_devices_try_the_same_edits_as_one(num_hidden):
     rows = _drafts(1)
     state = _state(rows, _rule(num_hidden))

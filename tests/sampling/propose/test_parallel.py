@@ -95,7 +95,9 @@ def _example(seed=0):
     return jnp.asarray(hidden), jnp.asarray(rng.random((ROWS, POSITIONS)) < 0.6)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5, 20, 21, 64])
+@pytest.mark.parametrize(
+    "chunk", [5, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 20, 64))]
+)
 def test_chunks_of_any_size_propose_what_one_pass_over_all_logits_does(chunk):
     hidden_BLD, is_open_BL = _example()
     ids_BL, logprob_BL, confidence_BL = _all_at_once(hidden_BLD, is_open_BL, _keys())

@@ -123,7 +123,7 @@ def test_one_trace_while_every_parameter_changes(name):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_narrow_logits_give_what_their_float32_upcast_gives(dtype):
     x = jnp.asarray(tc.logits("normal", 3)).astype(dtype)
     wide = x.astype(jnp.float32)
@@ -252,7 +252,13 @@ def few_among(k: tuple[int, int, int], biased: float) -> tf.Chain:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("ties", "peaked") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_a_row_with_few_candidates_is_the_same_among_any_that_keep_many_or_all(kind):
     mine = np.asarray(tc.at().row_N) == 0
     # neighbours that keep few read the logits in place, biased ones through a copy
