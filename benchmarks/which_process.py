@@ -62,7 +62,7 @@ SIZES: dict[str, tuple[str, Flags]] = {
     "small": ("configs/quickstart.toml", {}),
     "large": ("configs/shakespeare.toml", PLAIN),
 }
-STEPS = {"small": 800, "large": 600}
+STEPS = {"small": 800, "large": 1000}
 """Training steps of the masked models."""
 MODELS: dict[str, Flags] = {
     "masked": {},

@@ -682,7 +682,9 @@ class ModelConfig(Section):
         "values that the backward pass recomputes to save memory: none, block (everything), "
         "attention (all except the output of attention), dots (all except matrix products), "
         "offload (everything; inputs of blocks are kept in host memory), or all except the names "
-        f"joined by +: {', '.join(NAMED)}; auto: attention, or block if a TPU lacks memory",
+        f"joined by +: {', '.join(NAMED)}; auto: the first of "
+        "attention+query+key+value+middle+gate+up (from a width of 4096), attention and block that "
+        "fills at most a third of a TPU's memory",
         _HEAD | Trait.FREE,
         parse=_remat,
     )

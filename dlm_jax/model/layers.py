@@ -110,11 +110,15 @@ to host memory.
 """
 
 
-AUTO = ("attention", "block")
-"""Values of ``model.remat`` that ``auto`` considers, fastest first."""
+AUTO = {"attention+query+key+value+middle+gate+up": 4096, "attention": 0, "block": 0}
+"""Values of ``model.remat`` that ``auto`` considers, fastest first, and their least model width.
 
-# Maximum share of a device's memory that ``auto`` fills with saved values.
-_SHARE = 0.25
+By the estimates of `benchmarks.remat_search`, it takes longer to write and read the values of
+narrow models than to compute them again.
+"""
+
+# ``auto`` fills at most a third of a device's memory with saved values.
+_SHARES = 3
 
 
 def rematerialised(
@@ -151,8 +155,14 @@ def chosen(config: ModelConfig, num_positions: float, memory: float) -> str:
       num_positions: number of positions of a batch on one device.
       memory: memory of the device in bytes; 0 if unknown.
     """
-    room = _SHARE * memory or float("inf")
-    return next((x for x in AUTO if saved_bytes(config, x, num_positions) <= room), AUTO[-1])
+    if not memory:
+        return "attention"
+    fitting = (
+        names
+        for names, least in AUTO.items()
+        if config.width >= least and saved_bytes(config, names, num_positions) <= memory / _SHARES
+    )
+    return next(fitting, "block")
 
 
 def saved_bytes(config: ModelConfig, names: str, num_positions: float) -> float:
