@@ -217,8 +217,7 @@ class HostLoop:
             raise SettingError("max_candidates", max_candidates, "must be at least 1")
         named = range(state.step_B.shape[0]) if names is None else names
         self._reset(state, samplers, named, failed)
-        with devices.used(split_rows(params)):
-            state, inputs = self._look(params, state)
+        state, inputs = _call(self._look, params, state)
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
             wanted = sorted(set(samplers) | set(read_back))
@@ -231,8 +230,7 @@ class HostLoop:
                 found += written
         if failed:
             inputs = _without(inputs, failed)
-        with devices.used(split_rows(params)):
-            state, is_committed_BL = self._write(params, state, inputs)
+        state, is_committed_BL = _call(self._write, params, state, inputs)
         self.has_run = True
         follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
         asked = sorted({*read_back, *follow})
@@ -283,8 +281,9 @@ class HostLoop:
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
-        with devices.used(split_rows(params)):
-            left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
+        left = jax.device_get(
+            _call(self._survivors, params, state, inputs, flat, is_real, size=size)
+        )
         ids = left.read.token_N.copy()
         # At padding positions of the chunk, the token can have probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
@@ -308,11 +307,16 @@ class HostLoop:
             written = Written(candidates, int(ids[number]), probability, place.index)
             found.append((place.slot, written))
         if is_hosted.any():
-            with devices.used(split_rows(params)):
-                inputs = self._choose(
-                    params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
-                )
+            inputs = _call(
+                self._choose, params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
+            )
         return inputs, found
+
+
+def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: Any) -> Any:
+    """``compiled(params, ...)``, traced for the devices of the parameters."""
+    with devices.used(split_rows(params)):
+        return compiled(params, *rest, **static)
 
 
 def _call_hook(
