@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.mixing import mixture_of
@@ -28,6 +28,7 @@ from dlm_jax.diffusion.objectives import (
 from dlm_jax.heads import HEADS, MAIN, Head, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
+from dlm_jax.settings import SettingError
 from dlm_jax.training.optimisers import by_update, learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
 from dlm_jax.training.train_step import (
@@ -322,9 +323,11 @@ def make_mixture(setup: Setup) -> Mixture:
     """The mixture of objectives of the config, or next-token prediction for a causal model.
 
     Raises:
-      ValueError: the rows per batch of an objective are rounded to 0.
+      ValueError: the rows per batch of an objective are rounded to 0, or the objective does not fit
+        the model.
     """
     config = setup.config
+    _check_canvases(config)
     if config.model.attention_type == "causal":
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     mixture = mixture_of(
@@ -343,6 +346,22 @@ def make_mixture(setup: Setup) -> Mixture:
             f"{math.ceil(1 / share)}"
         )
     return mixture
+
+
+def _check_canvases(config: Config) -> None:
+    objective, model = config.objective, config.model
+    if model.attention_type == "canvas" and objective.noise_process.is_masked:
+        raise SettingError(
+            "objective.process", objective.process, "has no sampler for models with canvases",
+            "use uniform", "model.attention_type",
+        )  # fmt: skip
+    default = objective.declared["conditioned_share"].default
+    if objective.conditioned_share != default and not model.self_conditioning:
+        raise SettingError(
+            "objective.conditioned_share", objective.conditioned_share,
+            "has no effect without model.self_conditioning", f"use {default}",
+            "model.self_conditioning",
+        )  # fmt: skip
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:

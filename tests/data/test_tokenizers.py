@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_jax.data.tokenizer_kinds import TOKENIZERS, from_json, make_tokenizer
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
+from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, noise_ids
 
 TEXTS = st.text(max_size=60)
 SMALL = CharacterTokenizer("\n abc\u00e9\U0001f600")
@@ -129,3 +129,9 @@ def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_noise_is_text_or_eos():
+    tokenizer = CharacterTokenizer.of("abc")
+    letters = tokenizer.encode("abc").tolist()
+    assert noise_ids(tokenizer) == tuple(sorted([*letters, tokenizer.eos_id]))

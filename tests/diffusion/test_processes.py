@@ -315,6 +315,26 @@ def test_what_no_process_can_be_is_refused_in_one_line(make, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_noise_outside_the_vocabulary_is_refused():
+    ids = {"mask_id": MASK, "noise_ids": (0, V)}
+    batch = batch_of([(0, 1)])
+    noised = noised_at(
+        Uniform(), batch, jax.random.key(0), jnp.array([0.5]), schedule=LINEAR, **ids
+    )
+    with pytest.raises(
+        ValueError, match=f"^noise_ids=0..{V} are outside the vocabulary of {V} ids$"
+    ):
+        process_costs(network(), PARAMS, noised, **ids)
+
+
+def test_each_row_has_its_own_stratum_of_times():
+    noised = process_elbo(Uniform(), schedule=LINEAR, **IDS).draw(
+        batch_of([(0, 1)] * 64), jax.random.key(0)
+    )
+    level_B = 1 - np.asarray(noised.noise.clean)[:, 0]
+    assert set(np.floor(64 * level_B).astype(int)) == set(range(64))
+
+
 def test_uniform_noise_needs_no_mask():
     shares = Uniform().shares(jnp.linspace(0.0, 1.0, 5))
     assert float(jnp.max(shares.mask)) == 0

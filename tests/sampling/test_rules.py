@@ -164,7 +164,7 @@ def _check_edited(row, sample, result, frozen_now):
         assert not set(written.tolist()) & set(toy.BANNED)
 
 
-@pytest.mark.parametrize("name", [rule_cases.FEW[1], list(rule_cases.EDITS)[0]])
+@pytest.mark.parametrize("name", [rule_cases.FEW[1], list(rule_cases.EDITS)[0], "posterior-none"])
 def test_no_setting_of_a_row_compiles_again(name):
     advance = _advance(name)
     _run(name, _slots(name))

@@ -1,5 +1,6 @@
 """The server as clients know it: the openai package over real sockets, and what is malformed."""
 
+import dataclasses
 import gzip
 import json
 import re
@@ -15,6 +16,7 @@ import toy_model
 from serving_cases import EOS, MODEL, client_of, post, serving
 
 import dlm_jax
+from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.serving.protocol import Limits
 
 BRACED = toy_model.of('The cat sat. A rat ran. {}[]":,-0123456789truefalsn')
@@ -543,3 +545,20 @@ def test_a_stop_lets_what_runs_finish_and_takes_nothing_new():
         assert found[0].status_code == 200 and len(found[0].json()["choices"]) == 4
         with pytest.raises(httpx.TransportError):
             post(running, "/v1/completions", asked)
+
+
+def test_a_model_of_uniform_noise_answers_and_streams_what_generate_writes():
+    """Six rows in four slots; every token may change until the last step."""
+    config = Config(objective=ObjectiveConfig(process="uniform"))
+    sample = dataclasses.replace(MODEL.sample, order="posterior", chain=("temperature",))
+    model = dataclasses.replace(MODEL, config=config, sample=sample)
+    settings = {"temperature": 0.9, "seed": 5}
+    prompts = ["The ", "A r"]
+    texts = dlm_jax.generate(model, prompts, num_samples=3, gen_length=8, steps=4, **settings).texts
+    asked = {"model": "toy", "max_tokens": 8, "extra_body": {"steps": 4}} | settings
+    with serving(model) as server, client_of(server) as client:
+        made = client.completions.create(prompt=prompts, n=3, **asked)
+        found = [prompts[n // 3] + choice.text for n, choice in enumerate(made.choices)]
+        assert found == list(texts)
+        stream = client.completions.create(prompt="The ", stream=True, **asked)
+        assert "The " + "".join(part.choices[0].text for part in stream) == texts[0]

@@ -17,6 +17,7 @@ from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage
 from dlm_jax.heads.critic import critic_head
 from dlm_jax.heads.sampler import SAMPLER_HEAD
 from dlm_jax.model.transformer import build
+from dlm_jax.training.tasks import make_mixture
 
 
 @pytest.mark.slow
@@ -127,6 +128,29 @@ def test_what_reads_holes_is_refused_beside_another_process(changes, line):
     with pytest.raises(ValueError, match="^objective.process='uniform' [^\n]+$") as refusal:
         Config(objective=ObjectiveConfig(process="uniform"), **changes)
     assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "line"),
+    [
+        (
+            {"attention_type": "canvas", "block_length": 4},
+            {},
+            "objective.process='masked' has no sampler for models with canvases; use uniform",
+        ),
+        (
+            {"attention_type": "canvas", "block_length": 4},
+            {"process": "uniform", "conditioned_share": 0.9},
+            "objective.conditioned_share=0.9 has no effect without model.self_conditioning",
+        ),
+        ({}, {"conditioned_share": 0.0}, "objective.conditioned_share=0.0 has no effect without"),
+    ],
+)
+def test_an_objective_that_the_model_does_not_support_is_refused(model, objective, line):
+    config = Config(model=toy.config(**model), objective=ObjectiveConfig(**objective))
+    setup = Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh())
+    with pytest.raises(ValueError, match=f"^{line}[^\n]*$"):
+        make_mixture(setup)
 
 
 def test_a_sampler_head_trains_beside_another_process_only_with_revealed_neighbours():

@@ -190,7 +190,15 @@ def divergence(
       shown_N: the noised ids.
       noise: `Process.noise` of these positions.
       noise_ids: as for `Process.sample`.
+
+    Raises:
+      ValueError: a noise id is outside the vocabulary.
     """
+    first, last, vocab_size = min(noise_ids), max(noise_ids), logits_NV.shape[1]
+    if not 0 <= first <= last < vocab_size:
+        raise ValueError(
+            f"noise_ids={first}..{last} are outside the vocabulary of {vocab_size} ids"
+        )
     total_N = jax.nn.logsumexp(logits_NV, axis=1)
 
     def log_p(ids_N: jax.Array) -> jax.Array:
@@ -209,7 +217,6 @@ def divergence(
     kl_N = (alpha_N + own_N) * jnp.where(has_own_N, gain_N, -log_true_N)
     # The terms of the other noise ids, which all have the same noise.
     ratio_N = jnp.where(text_N > 0, alpha_N / jnp.where(text_N > 0, text_N, 1.0), 0.0)
-    first, last = min(noise_ids), max(noise_ids)
     p_NV = jnp.exp(logits_NV[:, first : last + 1] - total_N[:, None])
     if last - first + 1 > len(noise_ids):
         is_noise_V = np.isin(np.arange(first, last + 1), noise_ids)

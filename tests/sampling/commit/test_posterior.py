@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 
 import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
+from dlm_jax.data import text_ids
 from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.loop import make_advance
@@ -363,6 +364,23 @@ def test_a_uniform_model_writes_by_its_own_order():
         max_length=16,
     )  # fmt: skip
     assert drafted.texts[0].endswith("cat sat.")
+
+
+@pytest.mark.parametrize("order", ["posterior", "entropy_renoise"])
+def test_noise_of_no_step_is_an_id_that_a_row_bans(order):
+    model, banned = model_of("uniform"), {3, 5}
+    shown = dlm_jax.stream(
+        model, ["The "], num_samples=32, order=order, steps=4, gen_length=8, max_length=16,
+        ignore_eos=True, fill="parallel", entropy_bound=0.0,
+        logit_bias={str(id): -float("inf") for id in banned},
+    )  # fmt: skip
+    given = model.tokenizer.encode("The ").tolist()
+    seen = set()
+    for rows in list(shown)[1:]:
+        for row in rows.values():
+            assert row.tokens[: len(given)].tolist() == given
+            seen |= set(row.tokens[len(given) :].tolist())
+    assert seen == set(text_ids(model.tokenizer)) - banned
 
 
 @pytest.mark.parametrize(
