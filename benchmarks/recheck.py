@@ -300,6 +300,7 @@ UNCHECKED = {
     ("arena.md", "Trained networks"): "trainings: python -m benchmarks.arena_trained run",
     ("arena.md", "Shakespeare"): "a training: benchmarks/quality_forwards.py --decoders",
     ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
+    ("processes.md", "Steps"): "a clock: python benchmarks/processes.py steps",
     ("processes.md", "Repairs"): "trainings: python benchmarks/processes.py train",
     ("processes.md", "Heads"): "a training: python benchmarks/noise_heads.py train",
     ("processes.md", "Which process when"): "trainings: python benchmarks/which_process.py train",
