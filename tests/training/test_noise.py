@@ -43,7 +43,7 @@ def test_a_model_learns_is_scored_and_writes(process, tmp_path):
 
 
 HEADS = {
-    "objective__process": "uniform", "train__steps": 120, "train__eval_every": 120,
+    "train__steps": 120, "train__eval_every": 120,
     "train__checkpoint_every": 120, "model__add_sampler_head": True,
     "heads__start_sampler_iteration": 0, "heads__sampler_reveal": 0.5,
     "heads__start_critic_iteration": 0, "heads__end_critic_iteration": 0,
@@ -52,10 +52,12 @@ HEADS = {
 
 
 @pytest.mark.slow
-def test_heads_learn_from_random_tokens(tmp_path):
-    alone = {"objective__process": "uniform", "train__steps": 12, "train__eval_every": 12}
+@pytest.mark.parametrize("process", ["uniform", "mixed"])
+def test_heads_learn_from_random_tokens(process, tmp_path):
+    heads = HEADS | {"objective__process": process}
+    alone = {"objective__process": process, "train__steps": 12, "train__eval_every": 12}
     tiny_run.run(tmp_path / "alone", **alone)
-    tiny_run.run(tmp_path / "beside", **HEADS | alone)
+    tiny_run.run(tmp_path / "beside", **heads | alone)
     model_losses = [
         [line["loss" if name == "alone" else "elbo"] for line in found if "loss" in line]
         for name in ("alone", "beside")
@@ -63,7 +65,7 @@ def test_heads_learn_from_random_tokens(tmp_path):
     ]
     # The sampler head leaves the trunk alone.
     assert model_losses[0] == model_losses[1]
-    tiny_run.run(tmp_path / "both", model__add_critic_head=True, **HEADS)
+    tiny_run.run(tmp_path / "both", model__add_critic_head=True, **heads)
     lines = [line for line in tiny_run.records(tmp_path / "both") if "sampler" in line]
     assert lines[-1]["sampler"] < lines[0]["sampler"] - 0.2
     model = dlm_jax.load(tmp_path / "both")
