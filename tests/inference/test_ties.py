@@ -41,12 +41,12 @@ def _model():
 
 def _requests(settings):
     """32 requests of each prompt, in turn."""
-    common = {"steps": 5, "gen_length": 14, "max_length": 64, "seed": 40, "fill": "parallel"}
+    common = {"steps": 5, "gen_length": 14, "max_length": 32, "seed": 40, "fill": "parallel"}
     made = all_requests(_model(), PROMPTS, 32, common | settings)
     return [request for pair in zip(made[:32], made[32:], strict=True) for request in pair]
 
 
-def _texts(requests, *sizes, canvas=64):
+def _texts(requests, *sizes, canvas=32):
     """The tokens of the requests, in programs of so many rows, of `canvas` positions."""
     with Engine(_model(), sizes=sizes, canvases=(canvas,)) as engine:
         rows = dict(engine.results(requests))
@@ -67,8 +67,8 @@ def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings):
         assert len(set(texts)) > (8 if settings.get("temperature") == 0.0 else 16)
     for size in (2, 7, 24) if is_main else (7,):
         assert _texts(requests[:24], size) == whole[:24]
-    assert _texts(requests[:24], 1, canvas=128) == whole[:24]
+    assert _texts(requests[:24], 1, canvas=64) == whole[:24]
     if is_main:
         assert _texts(requests[:24], 1) == whole[:24]
-        assert _texts(requests[:14], 7, canvas=128) == whole[:14]
+        assert _texts(requests[:14], 7, canvas=64) == whole[:14]
         assert _texts(requests[:28], 24, 7, 1) == whole[:28]
