@@ -13,15 +13,25 @@ import dlm_jax
 from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
 from dlm_jax.data.setup import Setup
 from dlm_jax.diffusion.mixing import mixture_of
+from dlm_jax.diffusion.processes import Process, Shares, process_of
 from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage
 from dlm_jax.heads.critic import critic_head
 from dlm_jax.heads.sampler import SAMPLER_HEAD
 from dlm_jax.model.transformer import build
+from dlm_jax.settings import rule
 from dlm_jax.training.tasks import make_mixture
 
 
+@rule
+class Halves(Process):
+    """Half MASK and half uniform noise."""
+
+    def shares(self, level):
+        return Shares(1 - level, 0.5 * level, 0.5 * level)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["uniform", "mixed"])
+@pytest.mark.parametrize("process", ["uniform", "mixed", f"{__name__}:Halves"])
 def test_a_model_learns_is_scored_and_writes(process, tmp_path):
     changes = {"objective__process": process, "train__steps": 60, "train__eval_every": 60}
     outcome = tiny_run.run(tmp_path / "whole", **changes)
@@ -33,7 +43,7 @@ def test_a_model_learns_is_scored_and_writes(process, tmp_path):
     np.testing.assert_allclose(parts[:3], whole[:3], rtol=1e-3)
     assert outcome.bound < np.log(len(set(tiny_run.TEXT))) - 0.1
     model = dlm_jax.load(tmp_path / "whole")
-    assert model.process.name == process
+    assert model.process == process_of(process)
     texts = dlm_jax.generate(model, ["The "], num_samples=2).texts
     assert all(text.startswith("The ") for text in texts)
     score = dlm_jax.score(model, ["quick brown"], prompts=["The "], num_draws=8)
