@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax import devices
 from dlm_jax.devices import platform
+from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Window, live_positions
 
@@ -402,23 +404,85 @@ def seen_behind(
     return cpu.shared_bias(seen[0], num_shared), cpu.shared_bias(seen[1], num_shared)
 
 
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One layer of a cache of keys and values.
+
+    Attributes:
+      leaves: keys and values of all layers and rows, each ``[R, depth, G, L, K]``.
+      layer: index of the layer.
+      row_N: row of the cache of each row of the window; None means the same rows.
+      num_seen: number of positions, from the first, that the window may attend to.
+    """
+
+    leaves: KeyValue
+    layer: jax.Array
+    row_N: jax.Array | None
+    num_seen: int
+
+    def read(self) -> KeyValue:
+        """The keys and values, each ``[B, G, num_seen, K]``."""
+
+        def of_layer(leaf: jax.Array) -> jax.Array:
+            leaf = jax.lax.dynamic_index_in_dim(as_it_lies(leaf), self.layer, 1, keepdims=False)
+            return as_it_lies(leaf)
+
+        kept = of_layer(self.leaves[0]), of_layer(self.leaves[1])
+        if self.row_N is not None:
+            kept = on_own_rows(rows_of, kept, self.row_N)
+        return kept[0][:, :, : self.num_seen], kept[1][:, :, : self.num_seen]
+
+
+def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
+    """The local rows with the global indices `row_N`."""
+    row_N = row_N % kept[0].shape[0]
+    return kept[0][row_N], kept[1][row_N]
+
+
+def as_it_lies(x: jax.Array) -> jax.Array:
+    """Constrains `x` to a row-major memory layout.
+
+    Without `on_own_rows`, the compiler would not partition the constraint, and each device would
+    gather all rows.
+    """
+
+    def held(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return on_own_rows(held, x)
+
+
 def attend_beside_kept(
     q_BWHK: jax.Array,
-    kept_BGLK: tuple[jax.Array, jax.Array],
-    own_BGWK: tuple[jax.Array, jax.Array],
+    kept: KeyValue | CachedLayer,
+    own_BGWK: KeyValue,
     seen: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
+    GPUs use a Triton kernel in half precision, which reads a `CachedLayer` in place.
+
+    Args:
+      q_BWHK: queries.
+      kept: cached keys and values, each ``[B, G, L, K]``, or a layer of a cache.
+      own_BGWK: new keys and values.
+      seen: biases of the scores, as in `seen_keys`.
     """
+    if isinstance(kept, CachedLayer):
+        if platform() == "gpu" and _has_window_kernel(kept):
+            return _window_on_gpu(q_BWHK, kept, own_BGWK, seen)
+        kept = kept.read()
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     num_queries = q_BGNK.shape[2]
     if platform() == "tpu" and num_queries < _LEAST_FOR_PRODUCTS:
         q_BGNK = _with_queries(q_BGNK, _LEAST_FOR_PRODUCTS)
         of_kept, of_own = (_with_queries(bias, _LEAST_FOR_PRODUCTS) for bias in seen)
         seen = of_kept, of_own
-    pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
+    pairs = tuple(zip((kept, own_BGWK), seen, strict=True))
     scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
     top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - top_BGN1) for s in scores]
@@ -426,6 +490,35 @@ def attend_beside_kept(
     parts = [_product(w, value, 2) for w, ((_, value), _) in zip(weights, pairs, strict=True)]
     y_BGNK = (parts[0] + parts[1]) / total_BGN1
     return cpu.ungrouped(y_BGNK[:, :, :num_queries], q_BWHK)
+
+
+def _has_window_kernel(kept: CachedLayer) -> bool:
+    """Whether GPUs have a kernel for a window beside this cache."""
+    from dlm_jax.model.kernels.triton import TILE
+
+    leaf = kept.leaves[0]
+    is_half = leaf.dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and kept.num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
+
+
+def _window_on_gpu(
+    q_BWHK: jax.Array, kept: CachedLayer, own_BGWK: KeyValue, seen: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """`attend_beside_kept` by the kernel; each device computes its own rows."""
+    from dlm_jax.model.kernels.triton import triton_window
+
+    num_rows = q_BWHK.shape[0]
+    row_B = jnp.arange(num_rows, dtype=jnp.int32) if kept.row_N is None else kept.row_N
+    layer_B = jnp.full(num_rows, kept.layer, jnp.int32)
+
+    def of_rows(
+        q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, layer: jax.Array
+    ) -> jax.Array:
+        q_BGNK = cpu.grouped(q, own[0].shape[1]).astype(own[0].dtype)
+        row = (row % leaves[0].shape[0]).astype(jnp.int32)
+        return cpu.ungrouped(triton_window(q_BGNK, leaves, own, seen, row, layer), q)
+
+    return on_own_rows(of_rows, q_BWHK, kept.leaves, own_BGWK, seen, row_B, layer_B)
 
 
 def _with_queries(x_BGNM: jax.Array, least: int) -> jax.Array:

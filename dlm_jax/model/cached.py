@@ -18,15 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.attention import (
+    CachedLayer,
+    KeyValue,
+    as_it_lies,
     attend_beside_clean,
     attend_beside_kept,
     rotary_angles,
+    rows_of,
     seen_keys,
 )
 from dlm_jax.model.context import attend_beside_gathered, noisy_in_order, paired, pieces_of
@@ -81,8 +84,6 @@ def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
 
 
 _UNROLLED = 16
-
-KeyValue = tuple[jax.Array, jax.Array]
 
 
 def cached_trunk(
@@ -201,10 +202,14 @@ class _Pieces:
             num_shared=self.config.heads // self.num_groups,
         )  # fmt: skip
 
-        def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
-            module, made = self.block(block), []
-            old = kept if row_N is None else on_own_rows(rows_of, kept, row_N)
-            old = self._seen(old[0], num_seen), self._seen(old[1], num_seen)
+        def layer(x_NWD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
+            module, made, old = self.block(block), [], kept
+            if self.is_unrolled:
+                old = kept if row_N is None else on_own_rows(rows_of, kept, row_N)
+                old = self._seen(old[0], num_seen), self._seen(old[1], num_seen)
+            else:
+                leaves, at = kept
+                old = CachedLayer(leaves, at, row_N, num_seen)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 made.append((self._as_kept(k), self._as_kept(v)))
@@ -252,10 +257,8 @@ class _Pieces:
         return made_NGWK.reshape(*made_NGWK.shape[:2], -1)
 
     def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
-        """The first `num_seen` positions of a layer's cache, ``[N, G, S, K]``."""
-        if self.is_unrolled:
-            kept = kept.reshape(*kept.shape[:2], -1, self.head_size)
-        return kept[:, :, :num_seen]
+        """The first `num_seen` positions of a layer of an unrolled cache, ``[N, G, S, K]``."""
+        return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
 
     def beside_clean(
         self,
@@ -313,7 +316,10 @@ class _Pieces:
         params: Params,
         kept: Any,
     ) -> tuple[jax.Array, Any]:
-        """Hidden vectors after all layers, and each layer's keys and values in the cache layout."""
+        """Hidden vectors after all layers, and each layer's keys and values in the cache layout.
+
+        ``layer`` receives its part of an unrolled cache, or the cache and the layer's index.
+        """
         if self.is_unrolled:
             layers, found = self.ready(params)["layers"], []
             for at, block in enumerate(layers):
@@ -321,12 +327,9 @@ class _Pieces:
                 found.append(made)
             return x, tuple(found)
 
-        def of_layer(leaf: jax.Array, at: jax.Array) -> jax.Array:
-            return as_it_lies(jax.lax.dynamic_index_in_dim(as_it_lies(leaf), at, 1, keepdims=False))
-
         def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
             block, at = at_layer
-            return layer(x, block, jax.tree.map(lambda leaf: of_layer(leaf, at), kept))
+            return layer(x, block, None if kept is None else (kept, at))
 
         pieces, first = [], 0
         for blocks in stacks(params):
@@ -339,24 +342,5 @@ class _Pieces:
         return x, jax.tree.map(lambda leaf: as_it_lies(jnp.moveaxis(leaf, 0, 1)), made)
 
 
-def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
-    """The local rows with the global indices `row_N`."""
-    row_N = row_N % kept[0].shape[0]
-    return kept[0][row_N], kept[1][row_N]
-
-
 def by_group(x_BLGK: jax.Array) -> jax.Array:
     return x_BLGK.transpose(0, 2, 1, 3)
-
-
-def as_it_lies(x: jax.Array) -> jax.Array:
-    """Constrains `x` to a row-major memory layout.
-
-    Without `on_own_rows`, the compiler would not partition the constraint, and each device would
-    gather all rows.
-    """
-
-    def held(x: jax.Array) -> jax.Array:
-        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-    return on_own_rows(held, x)

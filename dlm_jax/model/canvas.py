@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.attention import (
+    CachedLayer,
+    KeyValue,
+    as_it_lies,
     attend_behind,
     attend_beside_kept,
     proportional_angles,
     rotary_angles,
     seen_behind,
 )
-from dlm_jax.model.cached import KeyValue, as_it_lies, by_group, put_at, rows_of
+from dlm_jax.model.cached import by_group, put_at
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
@@ -185,7 +187,7 @@ class Canvases:
 
         x_NLD = self.embed(params, tokens_NL)
         is_canvas_N1 = jnp.zeros((length_N.shape[0], 1), bool)
-        return self._through(params, x_NLD, turns, attend, None, None, is_canvas_N1)
+        return self._through(params, x_NLD, turns, attend, None, is_canvas_N1)
 
     def window(
         self,
@@ -266,11 +268,12 @@ class Canvases:
         }  # fmt: skip
 
         def attend(of: Stack, q: jax.Array, k: jax.Array, v: jax.Array, old: Any) -> jax.Array:
-            seen_old = old[0][:, :, :num_seen], old[1][:, :, :num_seen]
-            return attend_beside_kept(q, seen_old, (by_group(k), by_group(v)), seen[of])
+            leaves, at = old
+            kept = CachedLayer(leaves, at, row_N, num_seen)
+            return attend_beside_kept(q, kept, (by_group(k), by_group(v)), seen[of])
 
         is_canvas_N1 = jnp.full((place_NW.shape[0], 1), is_canvas)
-        return self._through(params, x_NWD, turns, attend, kept, row_N, is_canvas_N1)
+        return self._through(params, x_NWD, turns, attend, kept, is_canvas_N1)
 
     def _through(
         self,
@@ -279,15 +282,11 @@ class Canvases:
         turns: list[Any],
         attend: Callable[..., jax.Array],
         kept: Any,
-        row_N: jax.Array | None,
         is_canvas_N1: jax.Array,
     ) -> tuple[jax.Array, Any]:
         """The hidden vectors after all layers and the final norm, and the keys and values of each
         layer.
         """
-
-        def of_layer(leaf: jax.Array, at: jax.Array) -> jax.Array:
-            return as_it_lies(jax.lax.dynamic_index_in_dim(as_it_lies(leaf), at, 1, keepdims=False))
 
         def body(x: jax.Array, group: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
             parts, number = group
@@ -299,9 +298,7 @@ class Canvases:
                 ) -> tuple[jax.Array, KeyValue]:
                     old, made, (block, place) = None, [], own
                     if kept is not None:
-                        index = number * of.each + place
-                        old = jax.tree.map(lambda leaf: of_layer(leaf, index), kept[at])
-                        old = old if row_N is None else on_own_rows(rows_of, old, row_N)
+                        old = kept[at], number * of.each + place
 
                     def attended(q: Any, k: Any, v: Any) -> jax.Array:
                         made.append((by_group(k), by_group(v)))

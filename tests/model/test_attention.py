@@ -26,7 +26,12 @@ from dlm_jax.model.attention import (
 )
 from dlm_jax.model.kernels import cpu, splash
 from dlm_jax.model.kernels.splash import splash_attention
-from dlm_jax.model.kernels.triton import TILE, triton_attention, visible_tiles
+from dlm_jax.model.kernels.triton import (
+    TILE,
+    triton_attention,
+    triton_window,
+    visible_tiles,
+)
 from dlm_jax.types import live_positions
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
@@ -287,3 +292,59 @@ def test_a_window_on_a_tpu_has_the_values_of_the_formula(num_queries, num_seen, 
         monkeypatch.setattr(forms, "platform", lambda place=place: place)
         found[place] = forms.attend_beside_kept(q, kept, own, seen)
     np.testing.assert_allclose(found["tpu"], found["cpu"], rtol=1e-5, atol=1e-6)
+
+
+# Queries, heads, groups, cached positions, those that the window may attend to.
+WINDOWS = {
+    "a tile": (32, 4, 4, TILE, TILE),
+    "some tiles, groups": (32, 4, 2, 150, 150),
+    "one query": (1, 4, 2, 150, TILE + 1),
+    "tiles of queries": (70, 2, 2, 200, 130),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(case, has_masks):
+    """Rows of the cache in another order, and biases of each query or of all."""
+    num_queries, heads, groups, positions, num_seen = WINDOWS[case]
+    rows, draw = 2, np.random.default_rng(3)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.normal(size=shape), jnp.float32)
+
+    q = normal(rows, num_queries, heads, SIZE)
+    leaves = normal(3, 2, groups, positions, SIZE), normal(3, 2, groups, positions, SIZE)
+    own = normal(rows, groups, num_queries, SIZE), normal(rows, groups, num_queries, SIZE)
+    masks = num_queries * heads // groups if has_masks else 1
+    seen = tuple(
+        jnp.where(normal(rows, 1, masks, size) < 0, 0.0, -1e30).at[..., 0].set(0.0)
+        for size in (num_seen, num_queries)
+    )
+    row_N = jnp.array([2, 0])
+    kept = forms.CachedLayer(leaves, jnp.array(1), row_N, num_seen)
+    expected = forms.attend_beside_kept(q, kept, own, seen)
+    found = triton_window(
+        cpu.grouped(q, groups), leaves, own, seen, row_N, jnp.ones(rows, jnp.int32), interpret=True
+    )
+    np.testing.assert_allclose(cpu.ungrouped(found, q), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_on_a_gpu_a_window_reads_no_copy_of_a_layer():
+    """Neither keys and values of a layer nor scores are arrays of the program."""
+    rows, depth, heads, positions, window = 2, 3, 4, 256, 32
+    leaf = jax.ShapeDtypeStruct((rows, depth, heads, positions, SIZE), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((rows, window, heads, SIZE), jnp.bfloat16)
+    own = jax.ShapeDtypeStruct((rows, heads, window, SIZE), jnp.bfloat16)
+
+    def run(q, leaves, own, layer):
+        kept = forms.CachedLayer(leaves, layer, None, positions)
+        seen = jnp.zeros((rows, 1, 1, positions)), jnp.zeros((rows, 1, 1, window))
+        return forms.attend_beside_kept(q, kept, own, seen)
+
+    with jax.sharding.use_abstract_mesh(_on("gpu")):
+        traced = jax.jit(run).trace(q, (leaf, leaf), (own, own), jax.ShapeDtypeStruct((), "int32"))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in text
+    assert f"tensor<{rows}x{heads}x{positions}x{SIZE}xbf16>" not in text
+    assert f"{window}x{positions}x" not in text

@@ -22,6 +22,7 @@ from dlm_jax.model.kernels.split import by_device
 
 TILE = 64
 """Number of queries and of keys in a tile."""
+_LEAST_TILE = 16
 _HIDDEN = -1e30
 _LOG2_E = math.log2(math.e)
 
@@ -53,16 +54,21 @@ def triton_attention(
     """
 
     def of_rows(*given: jax.Array) -> jax.Array:
-        q, k, v, is_live = (_padded(x) for x in given)
+        q, k, v, is_live = (_padded(x, 1, TILE) for x in given)
         y: jax.Array = _attend(q, k, v, is_live.astype(jnp.int32), may_see, saved, interpret)
         return y[:, : given[0].shape[1]]
 
     return by_device(of_rows, q_BLHK, k_BMGK, v_BMGK, is_live_BM)
 
 
-def _padded(x: jax.Array) -> jax.Array:
-    missing = -x.shape[1] % TILE
-    return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
+def _padded(x: jax.Array, axis: int, size: int, value: float = 0) -> jax.Array:
+    """`x` padded with `value` along `axis` to a multiple of `size`."""
+    missing = -x.shape[axis] % size
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths, constant_values=value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -186,12 +192,17 @@ def _positions(tile: Any) -> jax.Array:
     return tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
 
 
+def _dot(a_NK: jax.Array, b_KM: jax.Array) -> jax.Array:
+    """Product of two tiles, float32."""
+    return jnp.dot(a_NK, b_KM, preferred_element_type=jnp.float32)
+
+
 def _scores(
     q_NK: jax.Array, k_MK: jax.Array, is_live_M: jax.Array, query_N: jax.Array, key_M: jax.Array,
     may_see: MaySee,
 ) -> jax.Array:  # fmt: skip
     """Scaled scores ``[N, M]`` of a tile in units of log 2, float32."""
-    scores_NM = pl.dot(q_NK, k_MK.T) * (_LOG2_E * q_NK.shape[1] ** -0.5)
+    scores_NM = _dot(q_NK, k_MK.T) * (_LOG2_E * q_NK.shape[1] ** -0.5)
     is_seen_NM = may_see(query_N[:, None], key_M[None]) & (is_live_M > 0)[None]
     return jnp.where(is_seen_NM, scores_NM, _HIDDEN)
 
@@ -209,7 +220,7 @@ def _forward_kernel(
         new_N = jnp.maximum(top_N, jnp.max(scores_NM, axis=1))
         weights_NM, fade_N = jnp.exp2(scores_NM - new_N[:, None]), jnp.exp2(top_N - new_N)
         v_MK = v_ref[at, :]
-        y_NK = y_NK * fade_N[:, None] + pl.dot(weights_NM.astype(v_MK.dtype), v_MK)
+        y_NK = y_NK * fade_N[:, None] + _dot(weights_NM.astype(v_MK.dtype), v_MK)
         return y_NK, new_N, total_N * fade_N + jnp.sum(weights_NM, axis=1)
 
     nothing = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(TILE, _HIDDEN), jnp.zeros(TILE)
@@ -221,7 +232,7 @@ def _forward_kernel(
 def _gradients(scores_NM, g_NK, v_MK, lse_N, mean_N):
     """The weights of a tile, and the gradients of its scaled scores."""
     weights_NM = jnp.exp2(scores_NM - lse_N[:, None])
-    return weights_NM, weights_NM * (pl.dot(g_NK, v_MK.T) - mean_N[:, None])
+    return weights_NM, weights_NM * (_dot(g_NK, v_MK.T) - mean_N[:, None])
 
 
 def _queries_kernel(
@@ -237,7 +248,7 @@ def _queries_kernel(
         k_MK = k_ref[at, :]
         scores_NM = _scores(q_NK, k_MK, live_ref[at], query_N, _positions(tile), may_see)
         _, g_NM = _gradients(scores_NM, g_NK, v_ref[at, :], lse_N, mean_N)
-        return g_q_NK + pl.dot(g_NM.astype(k_MK.dtype), k_MK)
+        return g_q_NK + _dot(g_NM.astype(k_MK.dtype), k_MK)
 
     nothing = jnp.zeros(q_NK.shape, jnp.float32)
     g_q_NK = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
@@ -258,10 +269,104 @@ def _keys_kernel(
         q_NK, g_NK = q_ref[at, :], g_ref[at, :]
         scores_NM = _scores(q_NK, k_MK, is_live_M, _positions(tile), key_M, may_see)
         weights_NM, g_NM = _gradients(scores_NM, g_NK, v_MK, lse_ref[at], mean_ref[at])
-        g_k_MK += pl.dot(g_NM.astype(q_NK.dtype).T, q_NK)
-        return g_k_MK, g_v_MK + pl.dot(weights_NM.astype(g_NK.dtype).T, g_NK)
+        g_k_MK += _dot(g_NM.astype(q_NK.dtype).T, q_NK)
+        return g_k_MK, g_v_MK + _dot(weights_NM.astype(g_NK.dtype).T, g_NK)
 
     nothing = jnp.zeros(k_MK.shape, jnp.float32)
     g_k_MK, g_v_MK = jax.lax.fori_loop(0, count_ref[0], of_tile, (nothing, nothing))
     g_k_ref[...] = (g_k_MK * k_MK.shape[1] ** -0.5).astype(g_k_ref.dtype)
     g_v_ref[...] = g_v_MK.astype(g_v_ref.dtype)
+
+
+def triton_window(
+    q_BGNK: jax.Array,
+    kept_RDGLK: tuple[jax.Array, jax.Array],
+    own_BGWK: tuple[jax.Array, jax.Array],
+    seen: tuple[jax.Array, jax.Array],
+    row_B: jax.Array,
+    layer_B: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention output ``[B, G, N, K]`` of a window over cached and new keys and values.
+
+    The kernel reads one layer of the cache in place. `TILE` is at most the number of visible cached
+    positions, which is the last size of ``seen[0]``.
+
+    Args:
+      q_BGNK: scaled queries of the heads of each group.
+      kept_RDGLK: cached keys and values of all layers.
+      own_BGWK: new keys and values.
+      seen: biases of the scores of cached and new keys (`dlm_jax.model.attention.seen_keys`).
+      row_B: row of the cache.
+      layer_B: layer of the cache, the same for all rows.
+      interpret: as in `triton_attention`.
+    """
+    num_rows, num_groups, num_queries, size = q_BGNK.shape
+    queries = min(TILE, max(_LEAST_TILE, 1 << (num_queries - 1).bit_length()))
+    news = min(TILE, max(_LEAST_TILE, 1 << (own_BGWK[0].shape[2] - 1).bit_length()))
+    q = _padded(q_BGNK, 2, queries)
+    k, v = (_padded(x, 2, news) for x in own_BGWK)
+    of_kept, of_own = (_padded(x, 2, queries) if x.shape[2] > 1 else x for x in seen)
+    of_own = _padded(of_own, 3, news, _HIDDEN)
+
+    def bias(x: jax.Array) -> pl.BlockSpec:
+        is_one = x.shape[2] == 1
+        shape = (None, None, None if is_one else queries, x.shape[3])
+        return pl.BlockSpec(shape, lambda b, g, i: (b, 0, 0 if is_one else i, 0))
+
+    number = pl.BlockSpec((1,), lambda b, g, i: (b,))
+    tile = pl.BlockSpec((None, None, queries, size), lambda b, g, i: (b, g, i, 0))
+    new = pl.BlockSpec((None, None, k.shape[2], size), lambda b, g, i: (b, g, 0, 0))
+    y: jax.Array = pl.pallas_call(
+        functools.partial(_window_kernel, news=news),
+        grid=(num_rows, num_groups, q.shape[2] // queries),
+        in_specs=[number, number, tile, pl.no_block_spec, pl.no_block_spec, new, new,
+                  bias(of_kept), bias(of_own)],
+        out_specs=tile,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="window_attention",
+    )(row_B, layer_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
+    return y[:, :, :num_queries]
+
+
+def _window_kernel(
+    row_ref, layer_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref, of_own_ref,
+    y_ref, *, news
+):  # fmt: skip
+    row, layer, group = row_ref[0], layer_ref[0], pl.program_id(1)
+    q_NK, num_kept = q_ref[...], of_kept_ref.shape[-1]
+
+    def add(carry, k_MK, v_MK, bias_NM):
+        y_NK, top_N, total_N = carry
+        scores_NM = _dot(q_NK, k_MK.T) * _LOG2_E + bias_NM
+        new_N = jnp.maximum(top_N, jnp.max(scores_NM, axis=1))
+        weights_NM, fade_N = jnp.exp2(scores_NM - new_N[:, None]), jnp.exp2(top_N - new_N)
+        y_NK = y_NK * fade_N[:, None] + _dot(weights_NM.astype(v_MK.dtype), v_MK)
+        return y_NK, new_N, total_N * fade_N + jnp.sum(weights_NM, axis=1)
+
+    def of_kept(n, carry):
+        # The last tile overlaps the tile before it.
+        begin = jnp.minimum(n * TILE, num_kept - TILE)
+        at = pl.ds(begin, TILE)
+        is_new_M = begin + jnp.arange(TILE, dtype=jnp.int32) >= n * TILE
+        bias_NM = jnp.where(is_new_M[None], _bias(of_kept_ref, at), _HIDDEN)
+        where = row, layer, group, at
+        return add(carry, kept_k_ref[where], kept_v_ref[where], bias_NM)
+
+    def of_own(n, carry):
+        at = pl.ds(n * news, news)
+        return add(carry, k_ref[at, :], v_ref[at, :], _bias(of_own_ref, at))
+
+    queries = q_NK.shape[0]
+    carry = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(queries, _HIDDEN), jnp.zeros(queries)
+    carry = jax.lax.fori_loop(0, pl.cdiv(num_kept, TILE), of_kept, carry)
+    y_NK, _, total_N = jax.lax.fori_loop(0, k_ref.shape[0] // news, of_own, carry)
+    y_ref[...] = (y_NK / total_N[:, None]).astype(y_ref.dtype)
+
+
+def _bias(ref, at):
+    """The bias of a tile of keys, ``[N or 1, M]``."""
+    return ref[:, at] if len(ref.shape) == 2 else ref[at][None]
