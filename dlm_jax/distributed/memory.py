@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from dlm_jax.distributed.mesh import CHIPS
+
 _GIB = float(1 << 30)
 _INFO = Path("/proc/meminfo")
 
@@ -22,6 +24,17 @@ def free_bytes(device: Any) -> int | None:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return None if limit is None else limit - stats.get("bytes_in_use", 0)
+
+
+def device_bytes(device: Any) -> float:
+    """The memory of an accelerator in bytes; 0 for a CPU and if unknown."""
+    if device.device_kind in CHIPS:
+        return CHIPS[device.device_kind].memory
+    # The memory of a device that is not here is unknown.
+    here = [one for one in jax.devices() if one.device_kind == device.device_kind]
+    if not here or here[0].platform == "cpu":
+        return 0.0
+    return float((here[0].memory_stats() or {}).get("bytes_limit", 0))
 
 
 def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: str) -> None:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from dlm_jax import devices
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.mesh import CHIPS
+from dlm_jax.distributed.memory import device_bytes
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu
@@ -110,12 +111,13 @@ to host memory.
 """
 
 
-AUTO = {"attention+query+key+value+middle+gate+up": 4096, "attention": 0, "block": 0}
-"""Values of ``model.remat`` that ``auto`` considers, fastest first, and their least model width.
+AUTO = ("attention+query+key+value+middle+gate+up", "attention", "block")
+"""Values of ``model.remat`` that ``auto`` considers, fastest first."""
 
-By the estimates of `benchmarks.remat_search`, it takes longer to write and read the values of
-narrow models than to compute them again.
-"""
+# Least width of a model for which the first of `AUTO` is fastest, by the estimates of
+# `benchmarks.remat_search` for TPUs and the times of `benchmarks.accelerator` on a GPU. It takes
+# longer to write and read the values of narrow models than to compute them again.
+_LEAST_WIDTHS = {"tpu": 4096, "gpu": 2048}
 
 # ``auto`` fills at most a third of a device's memory with saved values.
 _SHARES = 3
@@ -136,10 +138,9 @@ def rematerialised(
         if remat == "auto":
             mesh = jax.sharding.get_abstract_mesh()
             device = mesh.abstract_device or jax.devices()[0]
-            chip = CHIPS.get(device.device_kind)
             # The axis `tensor` does not split the inputs of blocks.
             own = x.shape[0] * x.shape[1] * mesh.shape.get("tensor", 1) / max(mesh.size, 1)
-            remat = chosen(config, own, chip.memory if chip else 0)
+            remat = chosen(config, own, device_bytes(device), devices.platform())
         policy = POLICIES.get(remat) or _POLICIES.save_only_these_names(*remat.split("+"))
         inside = named if remat == "offload" else block
         return jax.checkpoint(inside, prevent_cse=False, policy=policy)(x, parameters, context)
@@ -147,21 +148,19 @@ def rematerialised(
     return run
 
 
-def chosen(config: ModelConfig, num_positions: float, memory: float) -> str:
+def chosen(config: ModelConfig, num_positions: float, memory: float, platform: str) -> str:
     """The value of ``model.remat`` that ``auto`` stands for.
 
     Args:
       config: config of the model.
       num_positions: number of positions of a batch on one device.
       memory: memory of the device in bytes; 0 if unknown.
+      platform: platform of the device.
     """
     if not memory:
         return "attention"
-    fitting = (
-        names
-        for names, least in AUTO.items()
-        if config.width >= least and saved_bytes(config, names, num_positions) <= memory / _SHARES
-    )
+    names = AUTO if config.width >= _LEAST_WIDTHS.get(platform, 0) else AUTO[1:]
+    fitting = (x for x in names if saved_bytes(config, x, num_positions) <= memory / _SHARES)
     return next(fitting, "block")
 
 

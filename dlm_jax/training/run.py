@@ -38,8 +38,8 @@ from dlm_jax.data import (
 from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.memory import require_room
-from dlm_jax.distributed.mesh import CHIPS, fsdp_for
+from dlm_jax.distributed.memory import device_bytes, require_room
+from dlm_jax.distributed.mesh import fsdp_for
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head
@@ -342,15 +342,6 @@ def state_bytes(config: Config) -> float:
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     copies = 3 + (config.optim.ema_decay > 0)
     return 4.0 * copies * num_parameters
-
-
-def device_bytes(device: Any) -> float:
-    """The memory of an accelerator in bytes; 0 for a CPU and if unknown."""
-    if device.platform == "cpu":
-        return 0.0
-    if device.device_kind in CHIPS:
-        return CHIPS[device.device_kind].memory
-    return float((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
 TEACHER = "objective.teacher"

@@ -162,14 +162,17 @@ def test_auto_saves_as_much_as_a_third_of_the_memory_holds():
     config = toy.config(remat="auto")
     size = saved_bytes(config, "attention", 64)
     assert saved_bytes(config, "attention+gate", 64) > size > saved_bytes(config, "block", 64)
-    assert chosen(config, 64, 3 * size) == "attention"
-    assert chosen(config, 64, 3 * size - 1) == chosen(config, 64, 1) == "block"
-    assert chosen(config, 64, 0) == "attention"
-    wide = dataclasses.replace(config, width=4096)
+    assert chosen(config, 64, 3 * size, "tpu") == "attention"
+    assert chosen(config, 64, 3 * size - 1, "tpu") == chosen(config, 64, 1, "tpu") == "block"
+    assert chosen(config, 64, 0, "tpu") == "attention"
     names = "attention+query+key+value+middle+gate+up"
-    size = saved_bytes(wide, names, 64)
-    assert chosen(wide, 64, 3 * size) == names
-    assert chosen(wide, 64, 3 * size - 1) == chosen(wide, 64, 0) == "attention"
+    for platform, width in (("tpu", 4096), ("gpu", 2048)):
+        wide = dataclasses.replace(config, width=width)
+        size = saved_bytes(wide, names, 64)
+        assert chosen(wide, 64, 3 * size, platform) == names
+        assert chosen(wide, 64, 3 * size - 1, platform) == "attention"
+        assert chosen(wide, 64, 0, platform) == "attention"
+    assert chosen(wide, 64, 1e12, "tpu") == "attention"
 
 
 @pytest.mark.parametrize("remat", ["some", "key+key", "key+block", ""])

@@ -6,9 +6,10 @@ import pytest
 import toy
 
 from dlm_jax.config import Config, MeshConfig, TrainConfig
+from dlm_jax.distributed.memory import device_bytes
 from dlm_jax.distributed.mesh import CHIPS
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.run import device_bytes, mesh_config, state_bytes
+from dlm_jax.training.run import mesh_config, state_bytes
 
 
 def test_the_work_of_a_model_is_that_of_its_products_three_times_over():
