@@ -22,6 +22,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,12 +37,13 @@ from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Mode, cost
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import make_mesh, on_own_rows, path_name, shardings
+from dlm_jax.model.quantized import quantized
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
-from dlm_jax.sampling.state import start
+from dlm_jax.sampling.state import State, start
 from dlm_jax.training.plan import torus_of
 from dlm_jax.types import Network, Params, Window
 
@@ -61,11 +63,12 @@ class Step:
     rows: int
     fsdp: int
     kind: str
+    quantize: str = ""
 
     @property
     def name(self) -> str:
         """Its name in the file."""
-        return " ".join(str(value) for value in dataclasses.astuple(self))
+        return " ".join(str(value) for value in dataclasses.astuple(self)).strip()
 
 
 KINDS = ("dual", "exact", "causal", "whole", "refresh", "prefix", "rest")
@@ -96,13 +99,22 @@ def model_of(step: Step) -> ModelConfig:
     return ModelConfig(**model)
 
 
-def bound(step: Step, model: ModelConfig, chips: int) -> dict[str, float]:
-    """GiB of a chip's weights and cache, and milliseconds of memory, of products and in order."""
+def bound(
+    step: Step, model: ModelConfig, chips: int, peak: float, bandwidth: float
+) -> dict[str, float]:
+    """GiB of a chip's weights and cache, and milliseconds of memory, of products and in order.
+
+    A chip computes `peak` FLOP/s in bfloat16, and twice as many in int8, and reads `bandwidth`
+    bytes/s.
+    """
     params = jax.eval_shape(build(model).init, jax.random.key(0))
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     numbers = {path_name(path): math.prod(leaf.shape) for path, leaf in leaves}
     matrices = sum(n for path, n in numbers.items() if path.endswith("kernel") and "blocks" in path)
-    rows, chip = step.rows / chips, _chip(step)
+    rows, of_weight = step.rows / chips, 2.0
+    if step.quantize and step.kind != "rest":
+        of_weight = 1.0
+    at_rate = 2.0 if step.quantize == "int8_dynamic" and step.kind != "rest" else 1.0
     size = SIZES.get(step.kind, BLOCK)
     pairs = 4.0 * model.depth * POSITIONS * model.width * rows * size
     if step.kind == "rest":
@@ -111,14 +123,14 @@ def bound(step: Step, model: ModelConfig, chips: int) -> dict[str, float]:
     # Keys and values of the positions that a step reads instead of computing them.
     kept = {"whole": 0, "refresh": 0, "rest": 0, "prefix": POSITIONS - size}
     cache = 4.0 * rows * model.depth * kept.get(step.kind, POSITIONS) * model.width
-    products, reading = flops / chip.flops, 2.0 * matrices / chip.bandwidth
-    attention = max(pairs / chip.flops, cache / chip.bandwidth)
-    memory = reading + cache / chip.bandwidth
+    products, reading = flops / peak / at_rate, of_weight * matrices / bandwidth
+    attention = max(pairs / peak, cache / bandwidth)
+    memory = reading + cache / bandwidth
     return {
-        "weights_gib": 2.0 * matrices / _GIB,
+        "weights_gib": of_weight * matrices / _GIB,
         "cache_gib": cache / _GIB,
         "memory_ms": 1e3 * memory,
-        "products_ms": 1e3 * (products + pairs / chip.flops),
+        "products_ms": 1e3 * (products + pairs / peak),
         "in_order_ms": 1e3 * (max(products, reading) + attention),
     }
 
@@ -140,16 +152,18 @@ def compiled(step: Step, mesh: Mesh, options: tuple[str, ...]) -> jax.stages.Com
     params = jax.tree.map(
         lambda x, place: at(x, place, "bfloat16"), shapes, shardings(shapes, mesh)
     )
+    params = quantized(params, step.quantize) if step.quantize else params
     chosen = compiler.options("sample", mesh, options)
     if step.kind == "rest":
-        return _rest(step, network, params, split, chosen)
+        advance, params, make = rest(step, network, params, split, chosen)
+        return advance.compile(params, _abstract(make, split))
     function, donated = _pass(step, network, split)
     cached = network.cached
     assert cached is not None
     with used(split):
         kept = jax.eval_shape(lambda: cached.init(params, step.rows, POSITIONS))
     kept = jax.tree.map(lambda leaf: at(leaf, split), kept)
-    rows = _in_group(step, mesh) * mesh.size
+    rows = in_group(step, mesh) * mesh.size
     tokens = jax.ShapeDtypeStruct((rows, POSITIONS), "int32", sharding=split)
     number = jax.ShapeDtypeStruct((rows,), "int32", sharding=split)
     jitted = jax.jit(function, donate_argnums=donated, compiler_options=chosen)
@@ -189,10 +203,12 @@ def _pass(step: Step, network: Network, split: NamedSharding) -> tuple[Any, tupl
     return run, (1,) if step.kind in ("refresh", "causal") else ()
 
 
-def _rest(
+def rest(
     step: Step, network: Network, params: Params, split: NamedSharding, options: Any
-) -> jax.stages.Compiled:
-    """A step of whole canvases whose trunk returns vectors that are there already."""
+) -> tuple[Advance, Params, Callable[[], State]]:
+    """Steps of whole canvases whose trunk returns vectors that are there already, the shapes of its
+    parameters, and a function that makes the first state.
+    """
     mask, width = network.vocab_size - 1, params["norm"]["scale"].shape[0]
     hidden = jax.ShapeDtypeStruct((step.rows, POSITIONS, width), "bfloat16", sharding=split)
     params = {**params, "hidden": hidden}
@@ -206,7 +222,7 @@ def _rest(
     keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})
     facts = ModelFacts(network.vocab_size, (mask,))
 
-    def make() -> Any:
+    def make() -> State:
         tokens_BL = jnp.full((step.rows, POSITIONS), mask, jnp.int32)
         return start(
             tokens_BL, jnp.full(step.rows, POSITIONS, jnp.int32),
@@ -214,11 +230,15 @@ def _rest(
             mask_id=mask,
         )  # fmt: skip
 
-    state = jax.tree.map(
+    return Advance(program, compiler_options=options), params, make
+
+
+def _abstract(make: Callable[[], State], split: NamedSharding) -> State:
+    """The shapes of a state whose rows are split."""
+    return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split),
         jax.eval_shape(make),
     )
-    return Advance(program, compiler_options=options).compile(params, state)
 
 
 def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
@@ -232,10 +252,11 @@ def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
             raise
         return dataclasses.asdict(step) | {"refused": str(error)[:300], "options": list(options)}
     seconds, text = time.perf_counter() - began, program.as_text()
-    memory, model = program.memory_analysis(), model_of(step)
+    memory, model, chip = program.memory_analysis(), model_of(step), _chip(step)
+    limits = bound(step, model, mesh.size, chip.flops, chip.bandwidth)
     assert text is not None and memory is not None
     own = step.rows // mesh.size
-    times = -(-own // _in_group(step, mesh))
+    times = -(-own // in_group(step, mesh))
     chunks = -(-own * BLOCK // max(256, 2**24 // model.vocab_size))
 
     def of(mode: Mode, **more: int) -> Cost:
@@ -252,7 +273,7 @@ def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     roof = of("roof")
     return (
         dataclasses.asdict(step)
-        | {name: round(x, 3) for name, x in bound(step, model, mesh.size).items()}
+        | {name: round(x, 3) for name, x in limits.items()}
         | found
         | {
             "traffic_gib": round(times * roof.memory_bytes / _GIB, 3),
@@ -265,7 +286,7 @@ def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     )
 
 
-def _in_group(step: Step, mesh: Mesh) -> int:
+def in_group(step: Step, mesh: Mesh) -> int:
     """Rows of a chip that one forward pass computes."""
     own = step.rows // mesh.size
     if step.kind not in ("refresh", "prefix"):
@@ -332,7 +353,7 @@ def main() -> None:
 
 def _key(one: dict[str, Any]) -> tuple[str, ...]:
     """The name of a row and its compiler options."""
-    name = Step(*(one[field.name] for field in dataclasses.fields(Step))).name
+    name = Step(*(one.get(field.name, "") for field in dataclasses.fields(Step))).name
     return name, *one.get("options", [])
 
 

@@ -21,7 +21,7 @@ from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
 from dlm_jax.randomness import key_of
-from dlm_jax.training.tasks import make_task
+from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.training.train_step import TrainState, make_train_step
 from dlm_jax.types import Params
 
@@ -107,17 +107,10 @@ class Plan:
         return self.flops / (self.chip.flops * found.seconds)
 
 
-def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
-    """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
-
-    Args:
-      config: config with ``model.vocab_size`` set.
-      mesh: mesh of the devices, which need not exist.
-      tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
-
-    Raises:
-      ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
-    """
+def lowered_step(
+    config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
+) -> tuple[jax.stages.Lowered, Task]:
+    """The lowered training step of `plan`, and its task. The arguments are those of `plan`."""
     if tokenizer is None:
         mask_id = config.model.vocab_size - 1
         tokenizer = cast(Tokenizer, SimpleNamespace(
@@ -137,7 +130,22 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
         jax.ShapeDtypeStruct((train.batch_size, *more), jnp.int32, sharding=rows)
         for more in ((config.data.seq_len,), (), ())
     ]
-    lowered = step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0)))
+    return step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0))), task
+
+
+def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
+    """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
+
+    Args:
+      config: config with ``model.vocab_size`` set.
+      mesh: mesh of the devices, which need not exist.
+      tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
+
+    Raises:
+      ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
+    """
+    lowered, task = lowered_step(config, mesh, tokenizer)
+    state, train = task.abstract_state(), config.train
     start = time.perf_counter()
     compiled = _compiled(lowered.compile)
     seconds = time.perf_counter() - start
