@@ -319,6 +319,8 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.remat_search",
     ("scaling.md", "Kernels of attention"):
         "the compiler for TPUs: python -m benchmarks.kernel_search",
+    ("scaling.md", "Measured on a GPU"):
+        "a clock and a GPU: python -m benchmarks.accelerator",
     ("scaling.md", "The logit chain"):
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
@@ -334,6 +336,8 @@ UNCHECKED = {
         "a clock and PyTorch: python benchmarks/samplers.py",
     ("performance.md", "Generation compared with PyTorch"):
         "a clock and PyTorch: python benchmarks/generation_pair.py, occupancy.py",
+    ("sampler_head.md", "A larger model"):
+        "trainings on a GPU: python train.py --config configs/python_source_50m.toml",
     ("sampler_head.md", "Comparison with training-free rules"):
         "a judge: python -m benchmarks.head_rivals run",
     ("training.md", "Recipes at equal time"): "trainings: python benchmarks/recipes.py",

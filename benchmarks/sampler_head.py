@@ -222,7 +222,7 @@ def run(study: Study) -> None:
         "forwards", "parallel", args.head[:1], seeds, chosen["parallel", BUDGETS[study.corpus][-1]]
         | {"steps": FULL[study.corpus]},
     )  # fmt: skip
-    for ratio in RATIOS:
+    for ratio in args.ratios:
         for spread in (False, True):
             settings = chosen["wavefront", middle] | {
                 "sampler_min_neighbors_ratio": ratio, "sampler_spread_seeds": spread,
@@ -365,6 +365,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--characters", type=int, default=256)
+    parser.add_argument("--ratios", nargs="*", type=float, default=RATIOS,
+        help="shares of bootstrapped positions to compare")  # fmt: skip
     parser.add_argument("--table", action="store_true", help="only print existing measurements")
     parser.add_argument("--speed", action="store_true", help="measure only the speed")
     parser.add_argument("--picture", metavar="FILE")

@@ -83,6 +83,7 @@ STEPS = [
     Step("8B", "v5p:2x2x1", 64, 4, "dual"),
     *(Step("1.3B", "v6e:4x4", 256, 1, kind) for kind in KINDS),
     *(Step("8B", "v6e:4x4", 128, 4, kind) for kind in KINDS),
+    *(Step("8B", "v6e:4x4", 128, 1, kind) for kind in KINDS[:3]),
     *(Step("8B", "v5e:4x4", 64, 16, kind) for kind in KINDS),
     Step("8B", "v5e:4x4", 256, 16, "whole"),
 ]
