@@ -135,7 +135,8 @@ class Sampler:
     def step(self, params: Params, state: State) -> State:
         """Returns the state after one step of every running row."""
         before, fixed = state, jax.lax.stop_gradient(params)
-        state = step(self.program, ready(self.program, fixed, state), state)[0]
+        with devices.sampling_on(None):
+            state = step(self.program, ready(self.program, fixed, state), state)[0]
         if state.records is None:
             return state
         return with_gradient_of_step(self.program, params, before, state)
@@ -146,7 +147,8 @@ class Sampler:
         """
         before, fixed = state, jax.lax.stop_gradient(params)
         loose = jax.lax.stop_gradient(state)
-        state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
+        with devices.sampling_on(None):
+            state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
         if state.records is None:
             return state
         return with_gradient(self.program, params, before, state)
@@ -291,7 +293,7 @@ def _compiled(
     """Compiles `replayed` with the compiler options of the engine."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
-        with devices.used(program.rows):
+        with devices.sampling_on(program.rows):
             return replayed(program, params, trace, every_draw=every_draw)
 
     options = compiler.options("sample", program.rows, compiler_options)

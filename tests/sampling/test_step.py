@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracles import commit as oracle
 from oracles import mirostat
 
+from dlm_jax import devices
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.loop import Advance, make_advance
@@ -61,6 +62,18 @@ def _slots(name):
 
 
 # One compile
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_on_a_gpu_no_product_of_a_step_rounds_its_operands(platform, monkeypatch):
+    """Otherwise, a text would depend on the shape of its batch."""
+    monkeypatch.setattr(devices, "platform", lambda: platform)
+    state = canvases.make_state(canvases.mixed_rows())
+    advance = Advance(canvases.program())
+    traced = str(advance._jitted.trace(toy.params(), state, np.int32(1), np.int32(1)).jaxpr)
+    products = len(re.findall(r"= dot_general\[", traced))
+    exact = len(re.findall(r"precision=\((Precision\.)?HIGHEST, (Precision\.)?HIGHEST\)", traced))
+    assert products and (exact == products) == (platform == "gpu")
 
 
 def test_nothing_a_request_may_change_compiles_again():
