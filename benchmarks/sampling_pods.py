@@ -78,7 +78,8 @@ SIZES = {"whole": POSITIONS, "refresh": POSITIONS, "prefix": POSITIONS // 2, "ca
 STEPS = [
     *(Step("1.3B", "v5e:4x4", 256, 1, kind) for kind in KINDS),
     *(Step("1.3B", "v5p:2x2x1", 256, 1, kind) for kind in KINDS),
-    *(Step("1.3B", "v5e:4x4", 64, 1, kind) for kind in KINDS[:3]),
+    *(Step("1.3B", "v5e:4x4", rows, 1, kind) for rows in (32, 64, 512) for kind in KINDS[:4]),
+    *(Step("1.3B", "v5e:4x4", 256, 1, kind, "int8") for kind in ("dual", "causal", "whole")),
     *(Step("8B", "v5p:2x2x1", 64, 1, kind) for kind in KINDS),
     Step("8B", "v5p:2x2x1", 64, 4, "dual"),
     *(Step("1.3B", "v6e:4x4", 256, 1, kind) for kind in KINDS),
@@ -298,13 +299,14 @@ def in_group(step: Step, mesh: Mesh) -> int:
 def table(results: list[dict[str, Any]]) -> list[str]:
     """The results as a table in Markdown."""
     lines = [
-        "| model | topology | rows | fsdp | pass | bound ms | in order ms | ms (roof / cycles) | "
+        "| model | topology | rows | fsdp | pass | parameters | bound ms | in order ms | ms (roof / cycles) | "
         "by the bound | outside the layers | weights + cache GiB | traffic GiB | "
         "moved GiB (exposed ms) | memory GiB (temporaries) | options |",
-        "| --- " * 15 + "|",
+        "| --- " * 16 + "|",
     ]
     for one in results:
         what = " | ".join(str(one[key]) for key in ("model", "topology", "rows", "fsdp", "kind"))
+        what += f" | {one.get('quantize') or 'bfloat16'}"
         if "refused" in one:
             lines.append(f"| {what} | does not fit" + " |" * 10)
             continue

@@ -32,14 +32,14 @@ def used(place: Mesh | Sharding | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sampling_on(place: Mesh | Sharding | None) -> Iterator[None]:
-    """As `used`, with products of float32 in float32 on GPUs.
+def exact(place: Mesh | Sharding | None = None) -> Iterator[None]:
+    """As `used`, with float32 products in float32 on GPUs, for sampling, scoring and replay.
 
-    By default, GPUs round the operands to 10 bits, and the tokens of a row would depend on the
-    shape of its batch.
+    By default, GPUs round the operands to a mantissa of 10 bits, and the tokens of a row would
+    depend on the shape of its batch. The option ``jax_default_matmul_precision`` overrides this.
     """
     with used(place):
-        if platform() != "gpu":
+        if platform() != "gpu" or jax.config.jax_default_matmul_precision is not None:
             yield
             return
         with jax.default_matmul_precision("highest"):

@@ -49,6 +49,19 @@ def test_one_device_of_this_process_is_named_by_nothing():
         assert devices.mesh_in_use() is None
 
 
+@pytest.mark.parametrize(
+    ("platform", "given", "expected"),
+    [("gpu", None, "highest"), ("gpu", "bfloat16", "bfloat16"), ("tpu", None, None)],
+)
+def test_exact_products_are_those_of_gpus_unless_the_user_chooses(platform, given, expected):
+    with (
+        jax.sharding.use_abstract_mesh(on(platform)),
+        jax.default_matmul_precision(given),
+        devices.exact(),
+    ):
+        assert jax.config.jax_default_matmul_precision == expected
+
+
 def test_inside_a_shard_map_each_device_stands_alone():
     mesh = make_mesh(MeshConfig(fsdp=2))
     found = []

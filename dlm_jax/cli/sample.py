@@ -145,7 +145,7 @@ def time_line(
 
     @functools.partial(jax.jit, compiler_options=options)
     def trunk(params: Any, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:
-        with devices.used(loop.program.rows):
+        with devices.exact(loop.program.rows):
             return model.network.trunk(params, tokens_BL, length_B, None)[0]
 
     def one() -> float:

@@ -27,11 +27,14 @@ def free_bytes(device: Any) -> int | None:
 
 
 def device_bytes(device: Any) -> float:
-    """The memory of an accelerator in bytes; 0 for a CPU and if unknown."""
+    """The memory of an accelerator in bytes; 0 for a CPU and if unknown.
+
+    For a GPU, this is the memory that XLA may use on the GPUs of this kind in this process.
+    """
     if device.device_kind in CHIPS:
         return CHIPS[device.device_kind].memory
-    # The memory of a device that is not here is unknown.
-    here = [one for one in jax.devices() if one.device_kind == device.device_kind]
+    # Only local devices report their memory.
+    here = [one for one in jax.local_devices() if one.device_kind == device.device_kind]
     if not here or here[0].platform == "cpu":
         return 0.0
     return float((here[0].memory_stats() or {}).get("bytes_limit", 0))

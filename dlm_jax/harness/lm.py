@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dlm_jax import devices
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
@@ -383,9 +384,10 @@ def _costs(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
     ) -> jax.Array:
         batch = Batch(tokens, length, given)
-        if is_causal:
-            return causal_nll(network, params, batch, mask_id=mask_id)
-        return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
+        with devices.exact():
+            if is_causal:
+                return causal_nll(network, params, batch, mask_id=mask_id)
+            return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
     return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
@@ -403,7 +405,6 @@ def _guesses(
     ) -> tuple[jax.Array, jax.Array]:
         del given
         shown = jax.numpy.where(masked, mask_id, tokens)
-        hidden, _ = network.trunk(params, shown, length, None)
 
         def of_row(hidden_LD: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits = network.readout(params, hidden_LD)
@@ -414,7 +415,8 @@ def _guesses(
             sure = best - jax.nn.logsumexp(logits, axis=1)
             return jax.numpy.argmax(logits, axis=1), sure
 
-        return jax.lax.map(of_row, hidden)
+        with devices.exact():
+            return jax.lax.map(of_row, network.trunk(params, shown, length, None)[0])
 
     return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 

@@ -182,7 +182,7 @@ class HostLoop:
         """Returns the bytes of temporary memory in the first half of a step, without its arguments.
         The call compiles this half.
         """
-        with devices.sampling_on(split_rows(params)):
+        with devices.exact(split_rows(params)):
             plan: Any = self._look.lower(params, state).compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
 
@@ -315,7 +315,7 @@ class HostLoop:
 
 def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: Any) -> Any:
     """``compiled(params, ...)``, traced for the devices of the parameters."""
-    with devices.sampling_on(split_rows(params)):
+    with devices.exact(split_rows(params)):
         return compiled(params, *rest, **static)
 
 

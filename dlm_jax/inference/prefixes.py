@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dlm_jax import devices
 from dlm_jax.types import CachedTrunk, Params, Window
 
 _AT_LEAST = 64
@@ -99,7 +100,8 @@ def _programs(cached: CachedTrunk, size: int) -> tuple[Callable[..., Any], ...]:
     ) -> Any:
         width = min(size, tokens_1L.shape[1])
         window = Window(first_1, begin_1, end_1)
-        return cached.window(params, row, None, tokens_1L, end_1, window, size=width)[1]
+        with devices.exact():
+            return cached.window(params, row, None, tokens_1L, end_1, window, size=width)[1]
 
     def add(row: Any, piece: Any, first_1: jax.Array) -> Any:
         return cached.store(row, piece, None, first_1)

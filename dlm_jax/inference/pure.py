@@ -135,7 +135,7 @@ class Sampler:
     def step(self, params: Params, state: State) -> State:
         """Returns the state after one step of every running row."""
         before, fixed = state, jax.lax.stop_gradient(params)
-        with devices.sampling_on(None):
+        with devices.exact():
             state = step(self.program, ready(self.program, fixed, state), state)[0]
         if state.records is None:
             return state
@@ -147,7 +147,7 @@ class Sampler:
         """
         before, fixed = state, jax.lax.stop_gradient(params)
         loose = jax.lax.stop_gradient(state)
-        with devices.sampling_on(None):
+        with devices.exact():
             state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
         if state.records is None:
             return state
@@ -293,7 +293,7 @@ def _compiled(
     """Compiles `replayed` with the compiler options of the engine."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
-        with devices.sampling_on(program.rows):
+        with devices.used(program.rows):
             return replayed(program, params, trace, every_draw=every_draw)
 
     options = compiler.options("sample", program.rows, compiler_options)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax import devices
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.likelihood import Costs, costs, half_width, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
@@ -191,8 +192,12 @@ def compiled(
     fn: Callable[..., Any], network: Network, given: tuple[str, ...], **static: Any
 ) -> Callable[..., Any]:
     """Compiles `fn` with the given options, which have the form of `Model.compiler_options`."""
-    options = compiler.options("sample", given=given)
-    return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
+
+    def run(*args: Any) -> Any:
+        with devices.exact():
+            return fn(network, *args, **static)
+
+    return jax.jit(run, compiler_options=compiler.options("sample", given=given))
 
 
 def _in_batches(

@@ -114,9 +114,9 @@ to host memory.
 AUTO = ("attention+query+key+value+middle+gate+up", "attention", "block")
 """Values of ``model.remat`` that ``auto`` considers, fastest first."""
 
-# Least width of a model for which the first of `AUTO` is fastest, by the estimates of
-# `benchmarks.remat_search` for TPUs and the times of `benchmarks.accelerator` on a GPU. It takes
-# longer to write and read the values of narrow models than to compute them again.
+# Least width of a model for which the first of `AUTO` is fastest. For TPUs, by the estimates of
+# `benchmarks.remat_search`: it takes longer to write and read the values of narrow models than to
+# compute them again. For GPUs, the only width with times (`benchmarks.accelerator`).
 _LEAST_WIDTHS = {"tpu": 4096, "gpu": 2048}
 
 # ``auto`` fills at most a third of a device's memory with saved values.

@@ -76,7 +76,7 @@ class Advance:
         # This line runs only when a new program is traced.
         self.compiled.append(f"rows={rows} canvas={positions}")
 
-        with devices.sampling_on(self.program.rows):
+        with devices.exact(self.program.rows):
             params = ready(self.program, params, state)
             return advanced(self.program, params, state, num_steps, num_ends)
 

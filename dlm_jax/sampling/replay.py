@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax import devices
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.positions import TrunkOutput, at_places
@@ -292,13 +293,14 @@ def _of_step(
         step_B=one.step_B,
         status_B=status_B.astype(jnp.int32),
     )
-    output = forward(program, params, state, one.is_read_BL)[0]
-    rows = state, output, one, visible_context(program, state)
 
     def of_rows(params: Params, rows: tuple[State, TrunkOutput, Proposed, Context]) -> jax.Array:
         return _read(program, params, *rows, width)
 
-    return program.by_rows(of_rows)(params, rows)
+    with devices.exact():
+        output = forward(program, params, state, one.is_read_BL)[0]
+        rows = state, output, one, visible_context(program, state)
+        return program.by_rows(of_rows)(params, rows)
 
 
 def _read(

@@ -148,6 +148,10 @@ def test_two_killed_hosts_continue_from_their_own_disks_as_if_uninterrupted(tmp_
     errors = [child.communicate(timeout=300)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0], errors
     assert re.search(r"step \d+ is restored from train.local_checkpoint_dir", errors[0])
+    assert re.search(r"first step after [\d.]+ s: import .*, compile \(", errors[0])
+    assert re.search(r"data per host: a step needs [\d,]+ tokens/s", errors[0])
+    last = read_records(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert 0 < last["goodput"] < 1 and last["wall_down"] > 0 and last["wall_lost"] >= 0
     records = tiny_run.records(tmp_path / "run")
     for one, expected in zip(records, tiny_run.records(tmp_path / "alone"), strict=True):
         assert one["step"] == expected["step"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import toy
 import toy_model
+from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SampleConfig
@@ -125,6 +126,19 @@ def test_several_devices_keep_their_own_rows(cache, fsdp):
     mesh = make_mesh(MeshConfig(fsdp=fsdp))
     spread = jax.device_put(model.params, shardings(model.params, mesh))
     there = dlm_jax.generate(dataclasses.replace(model, params=spread), PROMPTS[:2], **settings)
+    _same(there, here)
+
+
+@pytest.mark.slow
+def test_host_samplers_on_several_devices_read_the_rows_of_one():
+    """Rows are due for whole forwards at different steps."""
+    prompts = ["The cat sat"[:length] for length in (1, 2, 3, 4, 5, 6, 7, 3)]
+    settings = {"order": "low_confidence", "cache": "prefix", "block_length": 4, "batch_size": 8}
+    model, settings["host_sampler"] = _model(), lambda candidates: int(candidates.ids[0])
+    here = dlm_jax.generate(model, prompts, **settings)
+    mesh = make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
+    spread = jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
+    there = dlm_jax.generate(dataclasses.replace(model, params=spread), prompts, **settings)
     _same(there, here)
 
 

@@ -1,11 +1,16 @@
 """Prefixes of prompts: a row that finds its own equals one that computes it, bit for bit."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 import toy
 import toy_model
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
@@ -115,3 +120,9 @@ def test_refusals_name_the_setting():
     both_ways = Model(network, toy.random_params(network), TOKENIZER, max_length=32)
     with pytest.raises(SettingError, match="^prefix_mib=1 needs a causal or block-causal model"):
         Engine(both_ways, prefix_mib=1)
+    mesh = make_mesh(MeshConfig())
+    split = dataclasses.replace(
+        model, params=jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
+    )
+    with pytest.raises(SettingError, match="^prefix_mib=1 needs a model on one device"):
+        Engine(split, prefix_mib=1)

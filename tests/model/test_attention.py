@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax import devices
+from dlm_jax.config import MeshConfig
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.model import attention
 from dlm_jax.model import attention as forms
 from dlm_jax.model.attention import (
@@ -348,3 +351,56 @@ def test_on_a_gpu_a_window_reads_no_copy_of_a_layer():
     assert "triton" in text
     assert f"tensor<{rows}x{heads}x{positions}x{SIZE}xbf16>" not in text
     assert f"{window}x{positions}x" not in text
+
+
+@pytest.mark.parametrize("shape", [{"data": 4}, {"data": 2, "tensor": 2}])
+def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, monkeypatch):
+    """Fewer rows than the cache has, in bfloat16, with grouped heads."""
+    rows, window, heads, groups, positions = 8, 32, 4, 2, 80
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+    leaves = tuple(normal(rows, 3, groups, positions, SIZE) for _ in range(2))
+    q = normal(4, window, heads, SIZE)
+    own = normal(4, groups, window, SIZE), normal(4, groups, window, SIZE)
+    seen = jnp.zeros((4, 1, 1, 70)), jnp.zeros((4, 1, 1, window))
+    # Each of two or four devices owns the rows that it reads.
+    row_N = jnp.array([1, 2, 4, 7] if shape["data"] == 4 else [3, 0, 5, 6])
+    kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 70)
+    expected = forms.attend_beside_kept(q, kept, own, seen)
+    interpreted = functools.partial(triton_window, interpret=True)
+    monkeypatch.setattr("dlm_jax.model.kernels.triton.triton_window", interpreted)
+    monkeypatch.setattr(forms, "platform", lambda: "gpu")
+    mesh = make_mesh(MeshConfig(**shape), jax.devices()[:4])
+
+    @jax.jit
+    def run(q, leaves, row_N, own, seen):
+        with devices.used(mesh):
+            kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 70)
+            return forms.attend_beside_kept(q, kept, own, seen)
+
+    given = jax.device_put((q, leaves, row_N, own, seen), NamedSharding(mesh, PartitionSpec()))
+    found = run(*given)
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=2e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "num_seen", "has_kernel"),
+    [(jnp.bfloat16, 16, TILE, True), (jnp.float32, 16, TILE, False),
+     (jnp.bfloat16, 24, TILE, False), (jnp.bfloat16, 16, TILE - 1, False)],
+)  # fmt: skip
+def test_a_window_without_a_kernel_is_computed_by_the_formula(dtype, size, num_seen, has_kernel):
+    leaf, own = jnp.zeros((1, 1, 1, TILE, size), dtype), jnp.zeros((1, 1, 4, size), dtype)
+    q, seen = jnp.zeros((1, 4, 1, size), dtype), (jnp.zeros((1, 1, 1, n)) for n in (num_seen, 4))
+
+    def run(q, leaf, own, seen):
+        kept = forms.CachedLayer((leaf, leaf), jnp.array(0), None, num_seen)
+        return forms.attend_beside_kept(q, kept, (own, own), seen)
+
+    with jax.sharding.use_abstract_mesh(_on("gpu")):
+        text = str(jax.make_jaxpr(run)(q, leaf, own, tuple(seen)))
+    assert ("pallas_call" in text) == has_kernel

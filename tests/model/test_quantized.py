@@ -22,6 +22,7 @@ from dlm_jax.cli import sample
 from dlm_jax.config import MeshConfig, TrainConfig
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference import model as models
+from dlm_jax.inference.request import make_requests
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.lora import merged
 from dlm_jax.model.quantized import (
@@ -264,10 +265,35 @@ def test_a_quantised_model_is_not_written(tmp_path):
     assert not list(tmp_path.glob("model*"))
 
 
-def test_an_unknown_kind_is_refused_on_the_command_line(capsys):
+@pytest.mark.parametrize(
+    ("kind", "has_experts", "message"),
+    [("int4", False, "--quantize='int4' is unknown"), ("int8", True, "has no rule for the param")],
+)
+def test_what_is_refused_ends_the_command_with_one_line(
+    tmp_path, capsys, kind, has_experts, message
+):
+    more = ["--checkpoint", str(cases.write(tmp_path / "model", "llada_moe"))]
     with pytest.raises(SystemExit) as exit_:
-        sample.main(["--quantize", "int4"])
+        sample.main(["--quantize", kind, *(more if has_experts else [])])
     err = capsys.readouterr().err
     assert exit_.value.code == 2
-    assert "--quantize='int4' is unknown" in err
+    assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_engine_and_the_command_line_write_what_generate_writes(capsys):
+    model = dlm_jax.load(quantize="int8")
+    settings = {"gen_length": 16, "steps": 4, "seed": 3}
+    expected = dlm_jax.generate(model, num_samples=2, **settings)
+    with dlm_jax.Engine(model, sizes=(1,)) as engine:
+        seeded = [make_requests(model, "", settings | {"seed": seed})[0] for seed in (3, 4)]
+        tickets = [engine.submit(request) for request in seeded]
+        rows = dict(iter(engine))
+    for ticket, tokens in zip(tickets, expected.tokens, strict=True):
+        np.testing.assert_array_equal(rows[ticket].tokens, tokens[: len(rows[ticket].tokens)])
+    given = [part for name, value in settings.items()
+             for part in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
+    assert sample.main(["--quantize", "int8", "--num-samples", "2", *given]) == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in expected.texts)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,6 +67,20 @@ def test_a_model_is_split_over_as_few_chips_as_leave_room_unless_the_config_says
     bytes_ = state_bytes(Config(model=toy.config(width=8192, heads=128, vocab_size=1024)))
     limit = CHIPS["TPU v5 lite"].memory / 4
     assert bytes_ / big <= limit < bytes_ / (big / 2)
+
+
+def test_the_memory_of_a_gpu_is_that_of_a_local_one_of_its_kind(monkeypatch):
+    def gpu(kind, stats):
+        return SimpleNamespace(device_kind=kind, platform="gpu", memory_stats=stats)
+
+    def refused():
+        raise RuntimeError("MemoryStats is only supported for addressable PjRt devices")
+
+    here, remote = gpu("H", lambda: {"bytes_limit": 7}), gpu("H", refused)
+    monkeypatch.setattr(jax, "devices", lambda: [remote, here])
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    assert device_bytes(remote) == device_bytes(here) == 7
+    assert device_bytes(gpu("other", refused)) == 0
 
 
 def test_a_cpu_has_no_known_memory_and_splits_nothing():
