@@ -299,9 +299,9 @@ def in_group(step: Step, mesh: Mesh) -> int:
 def table(results: list[dict[str, Any]]) -> list[str]:
     """The results as a table in Markdown."""
     lines = [
-        "| model | topology | rows | fsdp | pass | parameters | bound ms | in order ms | ms (roof / cycles) | "
-        "by the bound | outside the layers | weights + cache GiB | traffic GiB | "
-        "moved GiB (exposed ms) | memory GiB (temporaries) | options |",
+        "| model | topology | rows | fsdp | pass | parameters | bound ms | in order ms | "
+        "ms (roof / cycles) | by the bound | outside the layers | weights + cache GiB | "
+        "traffic GiB | moved GiB (exposed ms) | memory GiB (temporaries) | options |",
         "| --- " * 16 + "|",
     ]
     for one in results:

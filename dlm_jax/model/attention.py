@@ -464,7 +464,8 @@ def attend_beside_kept(
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
-    GPUs use a Triton kernel in half precision, which reads a `CachedLayer` in place.
+    For a `CachedLayer` in half precision, GPUs use a Triton kernel that reads it in place. On
+    several devices, each computes all heads of its own rows.
 
     Args:
       q_BWHK: queries.

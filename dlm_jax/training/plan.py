@@ -110,7 +110,11 @@ class Plan:
 def lowered_step(
     config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
 ) -> tuple[jax.stages.Lowered, Task]:
-    """The lowered training step of `plan`, and its task. The arguments are those of `plan`."""
+    """The lowered training step of `plan`, and its task.
+
+    The arguments are those of `plan`. Raises ValueError if the batch or the model does not fit the
+    mesh.
+    """
     if tokenizer is None:
         mask_id = config.model.vocab_size - 1
         tokenizer = cast(Tokenizer, SimpleNamespace(

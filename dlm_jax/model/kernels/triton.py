@@ -1,7 +1,8 @@
-"""Masked attention for GPUs in tiles; only tiles with a visible pair are computed.
+"""Attention for GPUs in tiles: with masks, and of windows beside a cache.
 
-cuDNN has no kernel for block-causal and two-stream masks. These kernels never write the scores to
-main memory. They follow Dao 2023, FlashAttention-2, section 3.1.
+cuDNN has no kernel for block-causal and two-stream masks, of which only tiles with a visible pair
+are computed, and none that reads the cache in place. These kernels never write the scores to main
+memory. They follow Dao 2023, FlashAttention-2, section 3.1.
 """
 
 from __future__ import annotations
@@ -290,14 +291,15 @@ def triton_window(
 ) -> jax.Array:
     """Attention output ``[B, G, N, K]`` of a window over cached and new keys and values.
 
-    The kernel reads one layer of the cache in place. `TILE` is at most the number of visible cached
-    positions, which is the last size of ``seen[0]``.
+    The kernel reads one layer of the cache in place and computes all tiles. It has no gradient. At
+    least `TILE` cached positions, the last size of ``seen[0]``, are required.
 
     Args:
-      q_BGNK: scaled queries of the heads of each group.
+      q_BGNK: scaled queries of the heads of each group, in the dtype of the keys.
       kept_RDGLK: cached keys and values of all layers.
       own_BGWK: new keys and values.
-      seen: biases of the scores of cached and new keys (`dlm_jax.model.attention.seen_keys`).
+      seen: biases of the scores of cached and new keys: 0, or the large negative number that hides
+        a key (`dlm_jax.model.attention.seen_keys`).
       row_B: row of the cache.
       layer_B: layer of the cache, the same for all rows.
       interpret: as in `triton_attention`.
