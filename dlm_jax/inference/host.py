@@ -9,6 +9,7 @@ their logits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import regex
 from jax import Array
+from jax.sharding import NamedSharding
 
 from dlm_jax import devices
-from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.local_rows import num_shares, split_rows
 from dlm_jax.inference.candidates import (
     Accepting,
     Candidates,
@@ -163,12 +165,14 @@ class HostLoop:
         jit = functools.partial(
             jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
         )
-        self._look = jit(self._look_once)
+        self._look = jit(self._look_once, static_argnames="split")
         self._write = jit(functools.partial(write, program), donate_argnums=1)
         self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
-    def _look_once(self, params: Params, state: State) -> tuple[State, StepInputs]:
+    def _look_once(
+        self, params: Params, state: State, split: NamedSharding | None
+    ) -> tuple[State, StepInputs]:
         # This code runs only while JAX traces a new program.
         rows, positions = state.canvas.tokens_BL.shape
         self.compiled.append(f"rows={rows} canvas={positions} host")
@@ -176,14 +180,16 @@ class HostLoop:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)
         state = renoised(self.program, state)
-        return state, look(self.program, params, state)
+        # The trunk splits the rows of a cache over the devices, also of whole rows.
+        return state, look(dataclasses.replace(self.program, rows=split), params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
         """Returns the bytes of temporary memory in the first half of a step, without its arguments.
         The call compiles this half.
         """
         with devices.exact(split_rows(params)):
-            plan: Any = self._look.lower(params, state).compile().memory_analysis()
+            split = _split_of(params, state)
+            plan: Any = self._look.lower(params, state, split=split).compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
 
     def step(
@@ -217,7 +223,7 @@ class HostLoop:
             raise SettingError("max_candidates", max_candidates, "must be at least 1")
         named = range(state.step_B.shape[0]) if names is None else names
         self._reset(state, samplers, named, failed)
-        state, inputs = _call(self._look, params, state)
+        state, inputs = _call(self._look, params, state, split=_split_of(params, state))
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
             wanted = sorted(set(samplers) | set(read_back))
@@ -311,6 +317,12 @@ class HostLoop:
                 self._choose, params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
             )
         return inputs, found
+
+
+def _split_of(params: Params, state: State) -> NamedSharding | None:
+    """The split of the rows over the devices of the parameters; None if they do not divide it."""
+    split = split_rows(params)
+    return None if state.canvas.tokens_BL.shape[0] % num_shares(split) else split
 
 
 def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: Any) -> Any:

@@ -8,14 +8,12 @@ sharded parameters are gathered one by one, as in any other forward pass.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, returned
@@ -281,7 +279,7 @@ def _windows(
         is_mine_B = inputs.size_B == number
         with jax.named_scope(f"window_{size}"):
             hidden_BWD = in_groups(
-                _by_rows(program), is_mine_B, size, compute, put, hidden_BWD, inputs
+                program.by_rows, is_mine_B, size, compute, put, hidden_BWD, inputs
             )
     return kept, hidden_BWD
 
@@ -319,7 +317,7 @@ def _refreshed(
     """The cache and hidden vectors after forward passes over whole rows and over newly finished
     blocks.
     """
-    pieces, by_rows = _pieces(program), _by_rows(program)
+    pieces, by_rows = _pieces(program), program.by_rows
     width, num_positions = hidden_BWD.shape[1], inputs.tokens_BL.shape[1]
 
     def whole(carry: Any, rows: _Inputs, row_N: jax.Array) -> tuple[Any, ...]:
@@ -378,15 +376,6 @@ def _all_rows(
         is_any = jnp.any(inputs.size_B >= 0)
         own_BWD = jax.lax.cond(is_any, lambda: compute()[0], lambda: hidden_BWD)
     return kept, jnp.where(inputs.is_due_B[:, None, None], hidden_BWD, own_BWD)
-
-
-def _by_rows(program: Program) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
-    """`Program.by_rows`. If the program does not split the rows, they are split as in the trunk
-    with a cache, so that every device computes rows of its own share of the cache.
-    """
-    if program.rows is not None:
-        return program.by_rows
-    return lambda fn: lambda params, rows: on_own_rows(functools.partial(fn, params), rows)
 
 
 def in_groups(
