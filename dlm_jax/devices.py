@@ -39,7 +39,7 @@ def exact(place: Mesh | Sharding | None = None) -> Iterator[None]:
     depend on the shape of its batch. The option ``jax_default_matmul_precision`` overrides this.
     """
     with used(place):
-        if platform() != "gpu" or jax.config.jax_default_matmul_precision is not None:
+        if platform() != "gpu" or jax.config.values["jax_default_matmul_precision"] is not None:
             yield
             return
         with jax.default_matmul_precision("highest"):

@@ -683,8 +683,8 @@ class ModelConfig(Section):
         "attention (all except the output of attention), dots (all except matrix products), "
         "offload (everything; inputs of blocks are kept in host memory), or all except the names "
         f"joined by +: {', '.join(NAMED)}; auto: the first of "
-        "attention+query+key+value+middle+gate+up (from a width of 4096; on GPUs, 2048), attention "
-        "and block that fills at most a third of an accelerator's memory",
+        "attention+query+key+value+middle+gate+up (on GPUs), attention+gate+up, attention and "
+        "block that fills at most a third of an accelerator's memory",
         _HEAD | Trait.FREE,
         parse=_remat,
     )

@@ -111,13 +111,13 @@ to host memory.
 """
 
 
-AUTO = ("attention+query+key+value+middle+gate+up", "attention", "block")
-"""Values of ``model.remat`` that ``auto`` considers, fastest first."""
+AUTO = ("attention+gate+up", "attention", "block")
+"""Values of ``model.remat`` that ``auto`` considers, fastest first, by the estimates of
+`benchmarks.remat_search` for TPUs.
+"""
 
-# Least width of a model for which the first of `AUTO` is fastest. For TPUs, by the estimates of
-# `benchmarks.remat_search`: it takes longer to write and read the values of narrow models than to
-# compute them again. For GPUs, the only width with times (`benchmarks.accelerator`).
-_LEAST_WIDTHS = {"tpu": 4096, "gpu": 2048}
+# What GPUs have the memory to save first, by the times of `benchmarks.accelerator`.
+_ON_GPU = "attention+query+key+value+middle+gate+up"
 
 # ``auto`` fills at most a third of a device's memory with saved values.
 _SHARES = 3
@@ -159,7 +159,7 @@ def chosen(config: ModelConfig, num_positions: float, memory: float, platform: s
     """
     if not memory:
         return "attention"
-    names = AUTO if config.width >= _LEAST_WIDTHS.get(platform, 0) else AUTO[1:]
+    names = (_ON_GPU, *AUTO) if platform == "gpu" else AUTO
     fitting = (x for x in names if saved_bytes(config, x, num_positions) <= memory / _SHARES)
     return next(fitting, "block")
 
