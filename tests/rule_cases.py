@@ -118,7 +118,10 @@ FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
 
 QUICK = [
     name for name in FEW
-    if name.split("-")[0] not in {"frechet", "local_leap", "position_aware", "prophet", "credit"}
+    if name.split("-")[0] not in {
+        "frechet", "local_leap", "position_aware", "prophet", "credit", "hierarchical", "dilated",
+        "margin", "entropy_bound", "slow_fast",
+    }
 ]  # fmt: skip
 """Those of the default suite: what it leaves out has no ability that none of the others has."""
 

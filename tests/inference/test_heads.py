@@ -122,7 +122,7 @@ def _suspicious(wrong_id: int) -> Model:
     return Model(network, {}, TOKENIZER, max_length=64, sample=SAMPLE)
 
 
-@pytest.mark.parametrize("block_length", [0, 20])
+@pytest.mark.parametrize("block_length", [pytest.param(0, marks=pytest.mark.slow), 20])
 def test_what_the_critic_calls_wrong_becomes_a_hole_again_and_nothing_else(block_length):
     (wrong_id,) = TOKENIZER.encode("a")
     model = _suspicious(int(wrong_id))

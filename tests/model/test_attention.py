@@ -307,7 +307,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("case", WINDOWS)
-@pytest.mark.parametrize("has_masks", [False, True])
+@pytest.mark.parametrize("has_masks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(case, has_masks):
     """Rows of the cache in another order, and biases of each query or of all."""
     num_queries, heads, groups, positions, num_seen = WINDOWS[case]
@@ -353,7 +353,9 @@ def test_on_a_gpu_a_window_reads_no_copy_of_a_layer():
     assert f"{window}x{positions}x" not in text
 
 
-@pytest.mark.parametrize("shape", [{"data": 4}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "shape", [pytest.param({"data": 4}, marks=pytest.mark.slow), {"data": 2, "tensor": 2}]
+)
 def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, monkeypatch):
     """Fewer rows than the cache has, in bfloat16, with grouped heads."""
     rows, window, heads, groups, positions = 8, 32, 4, 2, 80

@@ -71,7 +71,9 @@ def test_rotate_equals_split_and_concatenate():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("num_groups", [pytest.param(6, marks=pytest.mark.slow), 2, 1])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, pytest.param(jax.checkpoint, marks=pytest.mark.slow)]
+)
 def test_attention_equals_the_plain_formula_at_every_length(is_causal, num_groups, wrap):
     length_B = jnp.array([13, 5, 1, 0])
     q, k, v = (normal(i, 4, 13, h, 5) for i, h in enumerate((6, num_groups, num_groups)))

@@ -572,6 +572,7 @@ def test_a_stop_lets_what_runs_finish_and_takes_nothing_new():
             post(running, "/v1/completions", asked)
 
 
+@pytest.mark.slow
 def test_a_model_of_uniform_noise_answers_and_streams_what_generate_writes():
     """Six rows in four slots; every token may change until the last step."""
     config = Config(objective=ObjectiveConfig(process="uniform"))

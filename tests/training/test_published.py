@@ -100,6 +100,7 @@ def test_prompts_are_shown_as_they_are_and_the_eos_behind_a_response_is_trained(
     np.testing.assert_array_equal(weight > 0, is_hidden)
 
 
+@pytest.mark.slow
 def test_adapters_train_alone_and_are_merged_on_export(directories, tmp_path):
     lora = {"model__lora_rank": 2, "model__lora_targets": "query,value,down"}
     run = _run(directories, tmp_path / "run", "dream", **lora)

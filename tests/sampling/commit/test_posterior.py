@@ -137,7 +137,10 @@ def test_corrector_steps_leave_noised_texts_as_they_are_and_bring_texts_nearer_t
         assert abs(law - joint()).sum() < abs(alone - joint()).sum()
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "mixed" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESSES],
+)
 def test_texts_with_corrector_steps_follow_the_law_of_the_enumerated_chain(name):
     for reverse, correctors, moving in ((2, 3, 1), (4, 1, 2), (8, 1, 1)):
         levels = levels_of(reverse, correctors)
