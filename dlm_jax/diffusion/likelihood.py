@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import stdtrit
 
 from dlm_jax.diffusion.corruption import LINEAR, mask_exactly
 from dlm_jax.diffusion.losses import cross_entropy, hidden_of
@@ -238,6 +237,9 @@ def half_width(error: float, count: int) -> float:
 
     The half-width is NaN for fewer than two values.
     """
+    # Imported here, because importing SciPy takes a tenth of a second.
+    from scipy.special import stdtrit
+
     return error * float(stdtrit(count - 1, 0.975)) if count > 1 else math.nan
 
 

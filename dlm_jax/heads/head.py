@@ -5,15 +5,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
+
+if TYPE_CHECKING:  # sampling does not need optax
+    import optax
 
 MAIN = "main"
 """The name of the group of all parameters that do not belong to a head."""
