@@ -26,6 +26,7 @@ CANDIDATES = (
     "attention+query+key+value+middle+gate+up",
     "attention+middle+gate+up",
     "attention+gate+up",
+    "attention+value+gate+up",
     "attention+query+key+value+middle",
     "attention+middle",
     "attention+up",
