@@ -27,6 +27,7 @@ CANDIDATES = (
     "attention+middle+gate+up",
     "attention+gate+up",
     "attention+value+gate+up",
+    "attention+gate",
     "attention+query+key+value+middle",
     "attention+middle",
     "attention+up",
