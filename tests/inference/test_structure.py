@@ -14,6 +14,7 @@ import dlm_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.structure import Structures, regex_of_objects, regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import steps_needed
@@ -38,6 +39,13 @@ def _texts(patterns, given=2, **settings):
     settings = {"gen_length": 24, "steps": 24, "seed": 1} | settings
     result = dlm_jax.generate(MODEL, prompts, **settings)
     return [text[given:] for text in result.texts], result
+
+
+def test_a_recommended_ignore_eos_no_longer_holds_beside_a_structure():
+    model = dataclasses.replace(MODEL, sample=dataclasses.replace(MODEL.sample, ignore_eos=True))
+    for settings, ignores in (({}, True), ({"structure": "a+"}, False)):
+        (request,) = make_requests(model, "ab", {"gen_length": 24} | settings)
+        assert request.sample.ignore_eos == ignores
 
 
 @pytest.mark.parametrize(

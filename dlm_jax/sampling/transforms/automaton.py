@@ -209,8 +209,10 @@ def _checked(value: Any) -> Any:
 STRUCTURE = Setting(
     "structure",
     "",
-    "regular expression or GBNF grammar that the whole new text matches",
+    "regular expression or GBNF grammar that the whole new text matches; a recommended ignore_eos "
+    "no longer holds beside it",
     parse=_checked,
+    resets=("ignore_eos",),
 )
 
 
