@@ -1,13 +1,16 @@
 """Prints the estimated cost of the logit chain on a TPU, compared with a forward of a trunk.
 
 Command: python -m benchmarks.logit_chain [--topology v5e:2x2] [--only NAME ...]
+         python -m benchmarks.logit_chain --loop --topology v5e:2x4
 
 512 positions of 32768 logits pass through each transform, through all transforms, and through a
 draw, on one chip. The trunk has 12 layers of width 1024 in bfloat16; its 4 rows of 1024 are the
 share of one of 16 chips in 64 rows. No TPU is required (extra ``tpu``). ``roof`` and ``cycles`` are
 estimates (`dlm_jax.distributed.costs`): the more expensive of two branches counts. The cycles of
 the kernels come from `benchmarks.bundles`; ``worst`` includes their rare branches. The compiler
-estimates no cycles of ``top_k``, which runs twice (64 and 100 of 32768), and of gathers.
+estimates no cycles of ``top_k``, which runs twice (64 and 100 of 32768), and of gathers. With
+``--loop``, the program prints the seconds in which the loop with all transforms compiles, for 64
+rows of 1024, without and with the default options of the chips.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.pods import sampling_step
 from benchmarks.scenes import ROWS, place, scene
-from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.devices import used
 from dlm_jax.distributed import costs, mesh
 from dlm_jax.distributed.costs import Torus
 from dlm_jax.distributed.mesh import topology_devices
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.transforms import resident
@@ -106,12 +111,28 @@ def kernel_groups() -> list[Group]:
     return list(found.values())
 
 
+def print_loop(topology: str) -> None:
+    """Prints the seconds in which the loop with all transforms compiles."""
+    settings = {key: value for name in SampleConfig().chain for key, value in ON[name].items()}
+    sample = SampleConfig(steps=128, order="low_confidence", block_length=32, **settings)
+    devices = make_mesh(MeshConfig(fsdp=1), topology_devices(topology))
+    model = ModelConfig(vocab_size=VOCAB, **TRUNK)  # type: ignore[arg-type]
+    for options in (("none",), ()):
+        start = time.perf_counter()
+        sampling_step(model, sample, devices, 64, 1024, options=options)
+        print(f"{' '.join(options) or 'default'}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--only", nargs="+", choices=["trunk", "all", *ON])
+    parser.add_argument("--loop", action="store_true", help="compile the loop")
     args = parser.parse_args()
+    if args.loop:
+        print_loop(args.topology)
+        return
     device = topology_devices(args.topology)[0]
     torus = Torus(mesh.CHIPS[device.device_kind], ((0, 0),), (1, 1))
     network = build(ModelConfig(vocab_size=VOCAB, **TRUNK))  # type: ignore[arg-type]

@@ -180,7 +180,7 @@ class HostLoop:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)
         state = renoised(self.program, state)
-        # The trunk splits the rows of a cache over the devices, also of whole rows.
+        # The trunk splits the rows of a cache over the devices, and groups of rows must match.
         return state, look(dataclasses.replace(self.program, rows=split), params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:

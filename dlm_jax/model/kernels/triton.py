@@ -208,21 +208,25 @@ def _scores(
     return jnp.where(is_seen_NM, scores_NM, _HIDDEN)
 
 
+def _added(carry, scores_NM, v_MK):
+    """The sums of a softmax with a further tile: outputs, largest scores, and total weights."""
+    y_NK, top_N, total_N = carry
+    new_N = jnp.maximum(top_N, jnp.max(scores_NM, axis=1))
+    weights_NM, fade_N = jnp.exp2(scores_NM - new_N[:, None]), jnp.exp2(top_N - new_N)
+    y_NK = y_NK * fade_N[:, None] + _dot(weights_NM.astype(v_MK.dtype), v_MK)
+    return y_NK, new_N, total_N * fade_N + jnp.sum(weights_NM, axis=1)
+
+
 def _forward_kernel(
     order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, y_ref, lse_ref, *, may_see
 ):  # fmt: skip
     q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
 
     def of_tile(n, carry):
-        y_NK, top_N, total_N = carry
         tile = order_ref[n]
         at = pl.ds(tile * TILE, TILE)
         scores_NM = _scores(q_NK, k_ref[at, :], live_ref[at], query_N, _positions(tile), may_see)
-        new_N = jnp.maximum(top_N, jnp.max(scores_NM, axis=1))
-        weights_NM, fade_N = jnp.exp2(scores_NM - new_N[:, None]), jnp.exp2(top_N - new_N)
-        v_MK = v_ref[at, :]
-        y_NK = y_NK * fade_N[:, None] + _dot(weights_NM.astype(v_MK.dtype), v_MK)
-        return y_NK, new_N, total_N * fade_N + jnp.sum(weights_NM, axis=1)
+        return _added(carry, scores_NM, v_ref[at, :])
 
     nothing = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(TILE, _HIDDEN), jnp.zeros(TILE)
     y_NK, top_N, total_N = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
@@ -342,12 +346,7 @@ def _window_kernel(
     q_NK, num_kept = q_ref[...], of_kept_ref.shape[-1]
 
     def add(carry, k_MK, v_MK, bias_NM):
-        y_NK, top_N, total_N = carry
-        scores_NM = _dot(q_NK, k_MK.T) * _LOG2_E + bias_NM
-        new_N = jnp.maximum(top_N, jnp.max(scores_NM, axis=1))
-        weights_NM, fade_N = jnp.exp2(scores_NM - new_N[:, None]), jnp.exp2(top_N - new_N)
-        y_NK = y_NK * fade_N[:, None] + _dot(weights_NM.astype(v_MK.dtype), v_MK)
-        return y_NK, new_N, total_N * fade_N + jnp.sum(weights_NM, axis=1)
+        return _added(carry, _dot(q_NK, k_MK.T) * _LOG2_E + bias_NM, v_MK)
 
     def of_kept(n, carry):
         # The last tile overlaps the tile before it.
