@@ -13,11 +13,13 @@ memory is not counted.
 from __future__ import annotations
 
 import argparse
-import glob
+import contextlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlm_jax.sampling import transforms as tf
@@ -94,6 +96,38 @@ def cycles(text: str, programs: int, turns: int, are_usual: list[bool]) -> tuple
     return programs * sum(x for x, _ in counted), programs * sum(y for _, y in counted)
 
 
+@contextlib.contextmanager
+def written(name: str) -> Iterator[Callable[[], dict[str, str]]]:
+    """A function that returns the schedules, by kernel, of the kernels compiled in this context
+    whose names begin with `name`.
+
+    The process may not have loaded the TPU library before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # Read when the TPU library is loaded.
+        os.environ["LIBTPU_INIT_ARGS"] = (
+            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.* "
+            + os.environ.get("LIBTPU_INIT_ARGS", "")
+        )
+
+        def schedules() -> dict[str, str]:
+            paths = Path(folder).glob(f"*-{name}*01-final_bundles.txt")
+            found = {re.sub(r"^\d+-|(\.\d+)?-01-final.*$", "", x.name): x for x in paths}
+            return {name: path.read_text() for name, path in found.items()}
+
+        yield schedules
+
+
+def steps(text: str) -> int:
+    """The cycles of a kernel's grid on one core: all bundles of a step, with every branch."""
+    lines = re.findall(r"^ *(?:0x[0-9a-f]+|0) .*$", text, re.MULTILINE)
+    begin = next(i for i, line in enumerate(lines) if " LB: " in line)
+    end = max(i for i, line in enumerate(lines) if "loop exit test" in line)
+    number = re.search(r", (\d+) /\* loop exit test", lines[end])
+    return (end + 1 - begin) * (int(number.group(1)) if number else 1)
+
+
 def kernels(topology: str) -> dict[str, tuple[float, float]]:
     """Usual and worst seconds of each kernel in the chains of `benchmarks.logit_chain`."""
     from benchmarks import logit_chain
@@ -103,27 +137,19 @@ def kernels(topology: str) -> dict[str, tuple[float, float]]:
 
     found: dict[str, tuple[float, float]] = {}
     num_blocks = -(-logit_chain.VOCAB // vocab.RESIDENT_WIDTH)
-    with tempfile.TemporaryDirectory() as folder:
-        # Read when the TPU library is loaded.
-        os.environ["LIBTPU_INIT_ARGS"] = (
-            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
-            "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-        )
+    with written("") as schedules:
         device = topology_devices(topology)[0]
         for group in logit_chain.kernel_groups():
-            kinds = [type(t) for t, _ in group.steps]
+            kinds, name = [type(t) for t, _ in group.steps], resident.name_of(group.steps)
             logit_chain.compiled(group.run, device, *group.args)
-            (path,) = glob.glob(f"{folder}/*-{resident.name_of(group.steps)}.*01-final_bundles.txt")
-            with open(path) as file:
-                usual, worst = cycles(
-                    file.read(),
-                    logit_chain.POSITIONS // resident.POSITIONS,
-                    num_blocks // vocab.blocks_at_once(num_blocks),
-                    [kind in _USUAL for kind in kinds if kind in _USUAL + _RARE],
-                )
+            usual, worst = cycles(
+                schedules()[name],
+                logit_chain.POSITIONS // resident.POSITIONS,
+                num_blocks // vocab.blocks_at_once(num_blocks),
+                [kind in _USUAL for kind in kinds if kind in _USUAL + _RARE],
+            )
             clock = CHIPS[device.device_kind].clock
-            found[resident.name_of(group.steps)] = (usual / clock, worst / clock)
-            os.remove(path)
+            found[name] = (usual / clock, worst / clock)
     return found
 
 

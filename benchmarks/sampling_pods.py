@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import bundles
 from benchmarks.pods import MODELS, measured_apart, parser_of
 from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.devices import used
@@ -245,15 +246,18 @@ def _abstract(make: Callable[[], State], split: NamedSharding) -> State:
 
 def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     """The figures of a row, of a chip and step."""
-    mesh = make_mesh(MeshConfig(fsdp=step.fsdp), topology_devices(step.topology))
-    began = time.perf_counter()
-    try:
-        program = compiled(step, mesh, options)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return dataclasses.asdict(step) | {"refused": str(error)[:300], "options": list(options)}
-    seconds, text = time.perf_counter() - began, program.as_text()
+    with bundles.written(r"window_attention") as schedules:
+        mesh = make_mesh(MeshConfig(fsdp=step.fsdp), topology_devices(step.topology))
+        began = time.perf_counter()
+        try:
+            program = compiled(step, mesh, options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            refused = {"refused": str(error)[:300], "options": list(options)}
+            return dataclasses.asdict(step) | refused
+        seconds, text = time.perf_counter() - began, program.as_text()
+        kernels = {name: bundles.steps(x) / _chip(step).clock for name, x in schedules().items()}
     memory, model, chip = program.memory_analysis(), model_of(step), _chip(step)
     limits = bound(step, model, mesh.size, chip.flops, chip.bandwidth)
     assert text is not None and memory is not None
@@ -262,7 +266,7 @@ def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     chunks = -(-own * BLOCK // max(256, 2**24 // model.vocab_size))
 
     def of(mode: Mode, **more: int) -> Cost:
-        return cost(text, torus_of(mesh), mode, repeats={"chunks": chunks} | more)
+        return cost(text, torus_of(mesh), mode, repeats={"chunks": chunks} | more, kernels=kernels)
 
     found: dict[str, Any] = {}
     for mode in MODES:

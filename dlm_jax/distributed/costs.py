@@ -495,6 +495,8 @@ _KERNEL_SHARE = 0.55
 # Number of matrix products of an attention kernel, by its name. The forward pass has two products.
 # The backward pass has five products in a single kernel, or four and three in two kernels.
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+# A kernel's own estimate of its cost.
+_STATED = re.compile(r'"(flops|bytes_accessed)":"(\d+)"')
 _SHARES = re.compile(r"\bscores_(\d+)_(\d+)_of_10000\b")
 _UNTIMED = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -715,13 +717,21 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """Adds the cost of a known kernel, or of an attention kernel's matrix products."""
-        if (known := self.kernels.get(re.sub(r"\.\d+$", "", operation.name))) is not None:
+        """Adds the cost of a known kernel, or of an attention kernel's matrix products.
+
+        The estimate of a kernel itself takes precedence over the size of its operands, of which it
+        may read a part.
+        """
+        known = self.kernels.get(re.sub(r"\.\d+$", "", operation.name))
+        stated = {name: int(x) for name, x in _STATED.findall(operation.attributes)}
+        if known is not None or stated:
             given = sum(_in_memory(self.types[x]) for x in operation.operands if x in self.types)
-            size = given + _in_memory(operation.type)
+            size = stated.get("bytes_accessed", given + _in_memory(operation.type))
+            flops = stated.get("flops", 0)
+            seconds = max(size / self.torus.chip.bandwidth, flops / self.torus.chip.flops)
+            self.cost.flops += flops
             self.cost.memory_bytes += size
-            seconds = size / self.torus.chip.bandwidth
-            self.cost.seconds += seconds if self.mode == "roof" else max(seconds, known)
+            self.cost.seconds += seconds if self.mode == "roof" else max(seconds, known or 0.0)
             return
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         # Integers describe masks.

@@ -17,6 +17,7 @@ from dlm_jax import devices
 from dlm_jax.devices import platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
+from dlm_jax.model.kernels.split import window_by_device
 from dlm_jax.types import Window, live_positions
 
 MaySee = Callable[[Any, Any], Any]
@@ -464,8 +465,7 @@ def attend_beside_kept(
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
-    For a `CachedLayer` in half precision, GPUs use a Triton kernel that reads it in place. On
-    several devices, each computes all heads of its own rows.
+    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place.
 
     Args:
       q_BWHK: queries.
@@ -474,8 +474,9 @@ def attend_beside_kept(
       seen: biases of the scores, as in `seen_keys`.
     """
     if isinstance(kept, CachedLayer):
-        if platform() == "gpu" and _has_window_kernel(kept):
-            return _window_on_gpu(q_BWHK, kept, own_BGWK, seen)
+        kernel = _window_kernel(kept)
+        if kernel is not None:
+            return _in_place(kernel, q_BWHK, kept, own_BGWK, seen)
         kept = kept.read()
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     num_queries = q_BGNK.shape[2]
@@ -493,21 +494,29 @@ def attend_beside_kept(
     return cpu.ungrouped(y_BGNK[:, :, :num_queries], q_BWHK)
 
 
-def _has_window_kernel(kept: CachedLayer) -> bool:
-    """Whether GPUs have a kernel for a window beside this cache."""
-    from dlm_jax.model.kernels.triton import TILE
+def _window_kernel(kept: CachedLayer) -> Callable[..., jax.Array] | None:
+    """The kernel for a window beside this cache, if the target devices have one."""
+    leaf, target = kept.leaves[0], platform()
+    if target == "tpu" and leaf.dtype == jnp.bfloat16 and kept.num_seen >= _LANES:
+        from dlm_jax.model.kernels.mosaic import mosaic_window
 
-    leaf = kept.leaves[0]
-    is_half = leaf.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and kept.num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
+        return mosaic_window
+    if target == "gpu" and leaf.dtype in (jnp.bfloat16, jnp.float16):
+        from dlm_jax.model.kernels.triton import TILE, triton_window
+
+        if kept.num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES:
+            return triton_window
+    return None
 
 
-def _window_on_gpu(
-    q_BWHK: jax.Array, kept: CachedLayer, own_BGWK: KeyValue, seen: tuple[jax.Array, jax.Array]
+def _in_place(
+    kernel: Callable[..., jax.Array],
+    q_BWHK: jax.Array,
+    kept: CachedLayer,
+    own_BGWK: KeyValue,
+    seen: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """`attend_beside_kept` by the kernel; each device computes its own rows."""
-    from dlm_jax.model.kernels.triton import triton_window
-
+    """`attend_beside_kept` by a kernel; each device computes its own rows and heads."""
     num_rows = q_BWHK.shape[0]
     row_B = jnp.arange(num_rows, dtype=jnp.int32) if kept.row_N is None else kept.row_N
     layer_B = jnp.full(num_rows, kept.layer, jnp.int32)
@@ -517,9 +526,9 @@ def _window_on_gpu(
     ) -> jax.Array:
         q_BGNK = cpu.grouped(q, own[0].shape[1]).astype(own[0].dtype)
         row = (row % leaves[0].shape[0]).astype(jnp.int32)
-        return cpu.ungrouped(triton_window(q_BGNK, leaves, own, seen, row, layer), q)
+        return cpu.ungrouped(kernel(q_BGNK, leaves, own, seen, row, layer), q)
 
-    return on_own_rows(of_rows, q_BWHK, kept.leaves, own_BGWK, seen, row_B, layer_B)
+    return window_by_device(of_rows, q_BWHK, kept.leaves, own_BGWK, seen, row_B, layer_B)
 
 
 def _with_queries(x_BGNM: jax.Array, least: int) -> jax.Array:

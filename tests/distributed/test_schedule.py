@@ -185,6 +185,24 @@ def test_a_splash_kernel_counts_its_products_at_the_share_that_kernels_reach():
     assert found.seconds == pytest.approx(found.flops / 0.55)
 
 
+def test_the_estimate_of_a_kernel_replaces_the_bytes_of_its_operands():
+    """It takes the longer of its bytes and its products; the seconds of a known kernel count in
+    ``cycles`` alone.
+    """
+    text = _main(
+        "  %x = bf16[1000,64]{1,0} parameter(0)\n"
+        "  ROOT %window.1 = bf16[8,64]{1,0} custom-call(%x), "
+        'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":'
+        '{"flops":"300","transcendentals":"5","bytes_accessed":"700"}}'
+    )
+    found = cost(text, RING)
+    assert (found.flops, found.memory_bytes, found.seconds) == (300, 700, 700)
+    assert cost(text.replace("300", "900"), RING).seconds == 900
+    known = {"window": 800.0}
+    assert cost(text, RING, "roof", kernels=known).seconds == 700
+    assert cost(text, RING, "cycles", kernels=known).seconds == 800
+
+
 @pytest.mark.parametrize(("kernel", "share", "products"), [("fwd", 0.5, 2), ("dkv", 0.25, 4)])
 def test_a_kernel_that_skips_scores_counts_the_share_that_its_scope_names(kernel, share, products):
     body = (

@@ -27,7 +27,8 @@ from dlm_jax.model.attention import (
     causal,
     plain_attention,
 )
-from dlm_jax.model.kernels import cpu, splash
+from dlm_jax.model.kernels import cpu, mosaic, splash
+from dlm_jax.model.kernels.mosaic import mosaic_window
 from dlm_jax.model.kernels.splash import splash_attention
 from dlm_jax.model.kernels.triton import (
     TILE,
@@ -297,6 +298,8 @@ def test_a_window_on_a_tpu_has_the_values_of_the_formula(num_queries, num_seen, 
     np.testing.assert_allclose(found["tpu"], found["cpu"], rtol=1e-5, atol=1e-6)
 
 
+# The kernels of a window, by platform.
+KERNELS = {"gpu": triton_window, "tpu": mosaic_window}
 # Queries, heads, groups, cached positions, those that the window may attend to.
 WINDOWS = {
     "a tile": (32, 4, 4, TILE, TILE),
@@ -306,10 +309,16 @@ WINDOWS = {
 }
 
 
+@pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("case", WINDOWS)
 @pytest.mark.parametrize("has_masks", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(case, has_masks):
+def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
+    case, has_masks, platform, monkeypatch
+):
     """Rows of the cache in another order, and biases of each query or of all."""
+    # Tiles of TPUs are longer than these windows.
+    monkeypatch.setattr(mosaic, "_MAX_KEYS", 128)
+    monkeypatch.setattr(mosaic, "_MAX_QUERIES", 48)
     num_queries, heads, groups, positions, num_seen = WINDOWS[case]
     rows, draw = 2, np.random.default_rng(3)
 
@@ -327,13 +336,14 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(case, 
     row_N = jnp.array([2, 0])
     kept = forms.CachedLayer(leaves, jnp.array(1), row_N, num_seen)
     expected = forms.attend_beside_kept(q, kept, own, seen)
-    found = triton_window(
+    found = KERNELS[platform](
         cpu.grouped(q, groups), leaves, own, seen, row_N, jnp.ones(rows, jnp.int32), interpret=True
     )
     np.testing.assert_allclose(cpu.ungrouped(found, q), expected, rtol=2e-4, atol=2e-5)
 
 
-def test_on_a_gpu_a_window_reads_no_copy_of_a_layer():
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_window_reads_no_copy_of_a_layer(platform):
     """Neither keys and values of a layer nor scores are arrays of the program."""
     rows, depth, heads, positions, window = 2, 3, 4, 256, 32
     leaf = jax.ShapeDtypeStruct((rows, depth, heads, positions, SIZE), jnp.bfloat16)
@@ -345,20 +355,22 @@ def test_on_a_gpu_a_window_reads_no_copy_of_a_layer():
         seen = jnp.zeros((rows, 1, 1, positions)), jnp.zeros((rows, 1, 1, window))
         return forms.attend_beside_kept(q, kept, own, seen)
 
-    with jax.sharding.use_abstract_mesh(_on("gpu")):
+    with jax.sharding.use_abstract_mesh(_on(platform)):
         traced = jax.jit(run).trace(q, (leaf, leaf), (own, own), jax.ShapeDtypeStruct((), "int32"))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton" in text
+        lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
+        text = lowered.as_text()
+    assert ("triton" if platform == "gpu" else "tpu_custom_call") in text
     assert f"tensor<{rows}x{heads}x{positions}x{SIZE}xbf16>" not in text
     assert f"{window}x{positions}x" not in text
 
 
+@pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize(
     "shape", [pytest.param({"data": 4}, marks=pytest.mark.slow), {"data": 2, "tensor": 2}]
 )
-def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, monkeypatch):
+def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, platform, monkeypatch):
     """Fewer rows than the cache has, in bfloat16, with grouped heads."""
-    rows, window, heads, groups, positions = 8, 32, 4, 2, 80
+    rows, window, heads, groups, positions = 8, 32, 4, 2, 140
     keys = iter(jax.random.split(jax.random.key(0), 5))
 
     def normal(*shape: int) -> jax.Array:
@@ -367,42 +379,52 @@ def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, monkeypatch
     leaves = tuple(normal(rows, 3, groups, positions, SIZE) for _ in range(2))
     q = normal(4, window, heads, SIZE)
     own = normal(4, groups, window, SIZE), normal(4, groups, window, SIZE)
-    seen = jnp.zeros((4, 1, 1, 70)), jnp.zeros((4, 1, 1, window))
+    seen = jnp.zeros((4, 1, 1, 130)), jnp.zeros((4, 1, 1, window))
     # Each of two or four devices owns the rows that it reads.
     row_N = jnp.array([1, 2, 4, 7] if shape["data"] == 4 else [3, 0, 5, 6])
-    kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 70)
+    kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 130)
     expected = forms.attend_beside_kept(q, kept, own, seen)
-    interpreted = functools.partial(triton_window, interpret=True)
-    monkeypatch.setattr("dlm_jax.model.kernels.triton.triton_window", interpreted)
-    monkeypatch.setattr(forms, "platform", lambda: "gpu")
+    kernel, shapes = KERNELS[platform], []
+
+    def interpreted(q, *rest):
+        shapes.append(q.shape)
+        return kernel(q, *rest, interpret=True)
+
+    monkeypatch.setattr(f"{kernel.__module__}.{kernel.__name__}", interpreted)
+    monkeypatch.setattr(forms, "platform", lambda: platform)
     mesh = make_mesh(MeshConfig(**shape), jax.devices()[:4])
 
     @jax.jit
     def run(q, leaves, row_N, own, seen):
         with devices.used(mesh):
-            kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 70)
+            kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 130)
             return forms.attend_beside_kept(q, kept, own, seen)
 
     given = jax.device_put((q, leaves, row_N, own, seen), NamedSharding(mesh, PartitionSpec()))
     found = run(*given)
+    assert shapes == [(4 // shape["data"], groups // shape.get("tensor", 1), 2 * window, SIZE)]
     np.testing.assert_allclose(
         found.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=2e-2
     )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "num_seen", "has_kernel"),
-    [(jnp.bfloat16, 16, TILE, True), (jnp.float32, 16, TILE, False),
-     (jnp.bfloat16, 24, TILE, False), (jnp.bfloat16, 16, TILE - 1, False)],
+    ("platform", "dtype", "size", "num_seen", "has_kernel"),
+    [("gpu", jnp.bfloat16, 16, TILE, True), ("gpu", jnp.float32, 16, TILE, False),
+     ("gpu", jnp.bfloat16, 24, TILE, False), ("gpu", jnp.bfloat16, 16, TILE - 1, False),
+     ("tpu", jnp.bfloat16, 24, 128, True), ("tpu", jnp.float32, 16, 128, False),
+     ("tpu", jnp.bfloat16, 16, 127, False), ("cpu", jnp.bfloat16, 16, 128, False)],
 )  # fmt: skip
-def test_a_window_without_a_kernel_is_computed_by_the_formula(dtype, size, num_seen, has_kernel):
-    leaf, own = jnp.zeros((1, 1, 1, TILE, size), dtype), jnp.zeros((1, 1, 4, size), dtype)
+def test_a_window_without_a_kernel_is_computed_by_the_formula(
+    platform, dtype, size, num_seen, has_kernel
+):
+    leaf, own = jnp.zeros((1, 1, 1, 128, size), dtype), jnp.zeros((1, 1, 4, size), dtype)
     q, seen = jnp.zeros((1, 4, 1, size), dtype), (jnp.zeros((1, 1, 1, n)) for n in (num_seen, 4))
 
     def run(q, leaf, own, seen):
         kept = forms.CachedLayer((leaf, leaf), jnp.array(0), None, num_seen)
         return forms.attend_beside_kept(q, kept, (own, own), seen)
 
-    with jax.sharding.use_abstract_mesh(_on("gpu")):
+    with jax.sharding.use_abstract_mesh(_on(platform)):
         text = str(jax.make_jaxpr(run)(q, leaf, own, tuple(seen)))
     assert ("pallas_call" in text) == has_kernel

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.partitions import PLACES, fitting
+from dlm_jax.distributed.partitions import PLACES, ROWS, fitting
 
 
 def by_device(
@@ -40,3 +42,29 @@ def by_device(
         compute, in_specs=(queries, keys, keys, rows), out_specs=queries, check_vma=False
     )
     return split(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+
+
+def window_by_device(
+    compute: Callable[..., jax.Array],
+    q_BWHK: jax.Array,
+    leaves_RDGLK: tuple[jax.Array, jax.Array],
+    own_BGWK: tuple[jax.Array, jax.Array],
+    *rows: Any,
+) -> jax.Array:
+    """The attention ``compute(q, leaves, own, *rows)`` of a window beside a cache.
+
+    Each device computes its own rows and heads; the first axis of each of `rows` indexes rows.
+    """
+    mesh = mesh_in_use()
+    if mesh is None:
+        return compute(q_BWHK, leaves_RDGLK, own_BGWK, *rows)
+    common = math.gcd(q_BWHK.shape[0], leaves_RDGLK[0].shape[0])
+    rows_of, heads = fitting(P(ROWS, "tensor"), (common, own_BGWK[0].shape[1]), mesh)
+    by_group = P(rows_of, None, heads)
+    split = jax.shard_map(
+        compute,
+        in_specs=(by_group, by_group, P(rows_of, heads), *[P(rows_of)] * len(rows)),
+        out_specs=by_group,
+        check_vma=False,
+    )
+    return split(q_BWHK, leaves_RDGLK, own_BGWK, *rows)

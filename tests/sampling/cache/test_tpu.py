@@ -88,6 +88,33 @@ assert not found, found
 print("passed")
 """
 
+_WINDOWS = """
+from jax.sharding import SingleDeviceSharding
+from dlm_jax.devices import used
+from dlm_jax.model.attention import CachedLayer, attend_beside_kept
+
+place = SingleDeviceSharding(devices[0])
+# Positions of the window and its heads, groups and size; cached and visible positions.
+for window, heads, groups, size, positions, seen in [
+    (1, 32, 4, 128, 1024, 1024), (32, 12, 12, 64, 1024, 512), (7, 8, 8, 24, 777, 777),
+    (3072, 4, 4, 128, 4096, 1024), (32, 16, 8, 256, 8192, 8000), (512, 4, 1, 128, 512, 200),
+]:
+    def given(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct((2, *shape), dtype, sharding=place)
+    def run(q, leaf, own, of_kept, of_own, layer):
+        with used(place):
+            kept = CachedLayer((leaf, leaf), layer, None, seen)
+            return attend_beside_kept(q, kept, (own, own), (of_kept, of_own))
+    queries = window * heads // groups
+    compiled = jax.jit(run).lower(
+        given(window, heads, size), given(3, groups, positions, size), given(groups, window, size),
+        given(1, queries, seen, dtype="float32"), given(1, queries, window, dtype="float32"),
+        jax.ShapeDtypeStruct((), "int32", sharding=place),
+    ).compile()
+    assert "window_attention" in compiled.as_text()
+print("passed")
+"""
+
 
 def _for_tpu(code: str) -> None:
     """Runs a text in a process of its own, which computes on nothing and compiles for v5e:2x2."""
@@ -109,3 +136,8 @@ def test_for_a_tpu_a_block_step_of_a_large_model_holds_what_is_kept_once():
 @pytest.mark.slow
 def test_for_a_tpu_no_chip_gathers_all_layers_of_a_matrix_that_is_split():
     _for_tpu(_SPLIT)
+
+
+@pytest.mark.slow
+def test_for_a_tpu_the_kernel_of_a_window_compiles_in_all_shapes():
+    _for_tpu(_WINDOWS)
