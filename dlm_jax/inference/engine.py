@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from jax.sharding import NamedSharding
 
 from dlm_jax.distributed.local_rows import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
@@ -67,9 +68,9 @@ class Engine:
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
         If all programs are busy, one is drained so that requests of another program can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
-      prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
+      prefix_mib: memory of each device, in MiB, for keys and values of prompts. Later requests with
         ``cache="exact"`` and the same prefix reuse them. Rows are bitwise identical with and
-        without the cache. The model must be causal or block-causal and on one device. 0 disables
+        without the cache. The model must be causal or block-causal and in one process. 0 disables
         the cache.
     """
 
@@ -93,7 +94,7 @@ class Engine:
         ):  # fmt: skip
             _check_counts(name, values)
         rows = split_rows(model.params)
-        self._prefixes = _prefixes(model, prefix_mib, is_split=rows is not None)
+        self._prefixes = _prefixes(model, prefix_mib, rows)
         is_together = spans_processes(rows)
         self.share = OwnRows(rows, num_shares(rows)).share
         self._lock = threading.Lock()
@@ -536,7 +537,7 @@ def _first(candidates: Candidates) -> int:
     return int(candidates.ids[0])
 
 
-def _prefixes(model: Model, mib: int, *, is_split: bool) -> Prefixes | None:
+def _prefixes(model: Model, mib: int, rows: NamedSharding | None) -> Prefixes | None:
     if isinstance(mib, bool) or not isinstance(mib, int) or mib < 0:
         raise SettingError("prefix_mib", mib, "must be an integer of at least 0")
     if mib == 0:
@@ -546,9 +547,9 @@ def _prefixes(model: Model, mib: int, *, is_split: bool) -> Prefixes | None:
         raise SettingError(
             "prefix_mib", mib, "needs a causal or block-causal model with a cache", "use 0"
         )
-    if is_split:
-        raise SettingError("prefix_mib", mib, "needs a model on one device", "use 0")
-    return Prefixes(cached, mib << 20)
+    if spans_processes(rows):
+        raise SettingError("prefix_mib", mib, "needs a model in one process", "use 0")
+    return Prefixes(cached, mib << 20, rows)
 
 
 def _check_counts(name: str, values: Sequence[int]) -> None:

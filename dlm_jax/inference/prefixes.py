@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from dlm_jax import devices
 from dlm_jax.types import CachedTrunk, Params, Window
@@ -24,12 +25,13 @@ _AT_LEAST = 64
 
 
 class Prefixes:
-    """Keys and values of prompt chunks on the device. The least recently used chunks are evicted
+    """Keys and values of prompt chunks on every device. The least recently used chunks are evicted
     first.
 
     Args:
       cached: cached trunk of a causal or block-causal network.
-      max_bytes: maximum total size of the chunks in bytes.
+      max_bytes: maximum total size of the chunks in bytes, on each device.
+      rows: sharding of the rows; None on one device. All devices compute every chunk.
 
     Attributes:
       size: number of positions per chunk, a multiple of the network's block length.
@@ -37,14 +39,14 @@ class Prefixes:
       computed: number of prompt positions whose keys and values were computed so far.
     """
 
-    def __init__(self, cached: CachedTrunk, max_bytes: int):
+    def __init__(self, cached: CachedTrunk, max_bytes: int, rows: Sharding | None = None):
         block_length = max(1, cached.block_length)
         self.size = -(-_AT_LEAST // block_length) * block_length
         self.found = self.computed = 0
         self._max_bytes = max_bytes
         self._pieces: OrderedDict[bytes, Any] = OrderedDict()
         self._bytes = 0
-        self._init, self._piece, self._add, self._put = _programs(cached, self.size)
+        self._init, self._piece, self._add, self._put = _programs(cached, self.size, rows)
 
     def fill(self, params: Params, kept: Any, slot: int, tokens: np.ndarray, canvas: int) -> Any:
         """Writes the keys and values of `tokens` to the start of a slot's row in `kept`.
@@ -87,7 +89,9 @@ class Prefixes:
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(cached: CachedTrunk, size: int) -> tuple[Callable[..., Any], ...]:
+def _programs(
+    cached: CachedTrunk, size: int, rows: Sharding | None
+) -> tuple[Callable[..., Any], ...]:
     """Returns the compiled functions of a network, shared by all its `Prefixes` objects."""
 
     def piece(
@@ -100,14 +104,19 @@ def _programs(cached: CachedTrunk, size: int) -> tuple[Callable[..., Any], ...]:
     ) -> Any:
         width = min(size, tokens_1L.shape[1])
         window = Window(first_1, begin_1, end_1)
-        with devices.exact():
+        with devices.exact(rows):
             return cached.window(params, row, None, tokens_1L, end_1, window, size=width)[1]
 
+    def init(params: Params, num_rows: int, canvas: int) -> Any:
+        with devices.used(rows):
+            return cached.init(params, num_rows, canvas)
+
     def add(row: Any, piece: Any, first_1: jax.Array) -> Any:
-        return cached.store(row, piece, None, first_1)
+        with devices.used(rows):
+            return cached.store(row, piece, None, first_1)
 
     return (
-        jax.jit(cached.init, static_argnums=(1, 2)), jax.jit(piece),
+        jax.jit(init, static_argnums=(1, 2)), jax.jit(piece),
         jax.jit(add, donate_argnums=0), jax.jit(_in_slot, donate_argnums=0),
     )  # fmt: skip
 

@@ -1,16 +1,16 @@
 """Prefixes of prompts: a row that finds its own equals one that computes it, bit for bit."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
 import toy
 import toy_model
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
@@ -88,6 +88,36 @@ def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without
         assert engine.report().prefix_computed == 0
 
 
+@pytest.mark.parametrize(
+    "axes", [{"data": 4}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)]
+)
+def test_rows_on_any_device_of_a_mesh_find_the_prefixes_of_all(axes):
+    """Six rows with one system prompt, of which each device runs one or two, equal those of an
+    engine that finds nothing; no device holds the cache of the rows of others.
+    """
+    model, settings = _model("block_causal")
+    alone = _rows(Engine(model, sizes=(8,), canvases=(256,)), model, [SYSTEM + "A rat"], settings)
+    mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
+    model = dataclasses.replace(
+        model, params=jax.device_put(model.params, shardings(model.params, mesh))
+    )
+    prompts = [SYSTEM + end for end in ("A rat", "The cat ", "A cat", "The ", "As", "rats")]
+    with Engine(model, prefix_mib=64, sizes=(8,), canvases=(256,)) as engine:
+        for prompt in prompts:
+            engine.submit(make_requests(model, prompt, settings)[0])
+        engine.step(0)
+        (queue,) = engine.queues
+        for leaf in jax.tree.leaves(queue.slots._state.cache.kept):
+            assert leaf.addressable_shards[0].data.shape[0] == 2
+        rows = [row for _, row in sorted(engine, key=lambda pair: pair[0].number)]
+        assert engine.report().prefix_found == 5 * 128
+    for prompt, row in zip(prompts, rows, strict=True):
+        with Engine(model, prefix_mib=64, sizes=(8,), canvases=(256,)) as engine:
+            _same_bits(_rows(engine, model, [prompt], settings)[0], row)
+            assert engine.report().prefix_found == 0
+    assert rows[0].tokens.tolist() == alone[0].tokens.tolist()
+
+
 @pytest.mark.slow
 def test_the_least_recently_used_prefixes_go_first_and_texts_stay():
     model, settings = _model("block_causal", width=1024)
@@ -120,9 +150,3 @@ def test_refusals_name_the_setting():
     both_ways = Model(network, toy.random_params(network), TOKENIZER, max_length=32)
     with pytest.raises(SettingError, match="^prefix_mib=1 needs a causal or block-causal model"):
         Engine(both_ways, prefix_mib=1)
-    mesh = make_mesh(MeshConfig())
-    split = dataclasses.replace(
-        model, params=jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
-    )
-    with pytest.raises(SettingError, match="^prefix_mib=1 needs a model on one device"):
-        Engine(split, prefix_mib=1)
