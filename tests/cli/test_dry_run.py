@@ -33,6 +33,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_shows_where_a_context_splits_rows(tmp_path, capsys):
+    blocks = {"model__attention_type": "block_causal", "model__block_length": 4}
+    changes = {"mesh__context": 2, "mesh__data": 4, **blocks}
+    assert train.main(_arguments(tmp_path / "run", "--dry-run", **changes)) == 0
+    out = capsys.readouterr().out
+    assert "data=4 fsdp=1 context=2 tensor=1 on 8 devices" in out
+    assert "16 over context" in out
+
+
 def test_a_dry_run_without_the_options_of_the_compiler_says_so(tmp_path, capsys):
     options = {"mesh__compiler_options": "none"}
     assert train.main(_arguments(tmp_path / "run", "--dry-run", **options)) == 0
