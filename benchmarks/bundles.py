@@ -97,9 +97,9 @@ def cycles(text: str, programs: int, turns: int, are_usual: list[bool]) -> tuple
 
 
 @contextlib.contextmanager
-def written(name: str) -> Iterator[Callable[[], dict[str, str]]]:
+def written(*names: str) -> Iterator[Callable[[], dict[str, str]]]:
     """A function that returns the schedules, by kernel, of the kernels compiled in this context
-    whose names begin with `name`.
+    whose names begin with one of `names`.
 
     The process may not have loaded the TPU library before.
     """
@@ -112,7 +112,9 @@ def written(name: str) -> Iterator[Callable[[], dict[str, str]]]:
         )
 
         def schedules() -> dict[str, str]:
-            paths = Path(folder).glob(f"*-{name}*01-final_bundles.txt")
+            paths = [
+                x for name in names for x in Path(folder).glob(f"*-{name}*-01-final_bundles.txt")
+            ]
             found = {re.sub(r"^\d+-|(\.\d+)?-01-final.*$", "", x.name): x for x in paths}
             return {name: path.read_text() for name, path in found.items()}
 

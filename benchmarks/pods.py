@@ -142,16 +142,23 @@ def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
 
 def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """The figures of a row: GiB, TFLOP and milliseconds per chip and step."""
-    from dlm_jax.distributed.mesh import topology_devices
+    from benchmarks import bundles
+    from dlm_jax.distributed.mesh import CHIPS, topology_devices
     from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import plan
 
-    devices = topology_devices(row.topology)
-    config = config_of(row, options)
-    try:
-        found = plan(config, make_mesh(config.mesh, devices))
-    except ValueError as error:
-        return dataclasses.asdict(row) | {"refused": str(error)}
+    with bundles.written("rotary") as schedules:
+        devices = topology_devices(row.topology)
+        config = config_of(row, options)
+        clock = CHIPS[devices[0].device_kind].clock
+
+        def kernels() -> dict[str, float]:
+            return {name: bundles.steps(text) / clock for name, text in schedules().items()}
+
+        try:
+            found = plan(config, make_mesh(config.mesh, devices), kernels=kernels)
+        except ValueError as error:
+            return dataclasses.asdict(row) | {"refused": str(error)}
     gib = 2.0**30
     estimates = {
         mode: {

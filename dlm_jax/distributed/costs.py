@@ -719,14 +719,13 @@ class _Timeline:
     def _kernel(self, operation: Operation) -> None:
         """Adds the cost of a known kernel, or of an attention kernel's matrix products.
 
-        The estimate of a kernel itself takes precedence over the size of its operands, of which it
-        may read a part.
+        By its own estimate, a kernel may read a part of its operands.
         """
         known = self.kernels.get(re.sub(r"\.\d+$", "", operation.name))
         stated = {name: int(x) for name, x in _STATED.findall(operation.attributes)}
         if known is not None or stated:
             given = sum(_in_memory(self.types[x]) for x in operation.operands if x in self.types)
-            size = stated.get("bytes_accessed", given + _in_memory(operation.type))
+            size = min(given + _in_memory(operation.type), stated.get("bytes_accessed", math.inf))
             flops = stated.get("flops", 0)
             seconds = max(size / self.torus.chip.bandwidth, flops / self.torus.chip.flops)
             self.cost.flops += flops

@@ -17,7 +17,7 @@ from dlm_jax import devices
 from dlm_jax.devices import platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import window_by_device
+from dlm_jax.model.kernels.split import heads_by_device, window_by_device
 from dlm_jax.types import Window, live_positions
 
 MaySee = Callable[[Any, Any], Any]
@@ -202,13 +202,73 @@ def apart(x_BLD: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x_BLD)
 
 
-def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
-    """Queries or keys rotated by position; dimensions without an angle are unchanged."""
+def turned(
+    x_BLHK: jax.Array,
+    cos_LK: jax.Array,
+    sin_LK: jax.Array,
+    scale_K: jax.Array | None = None,
+    epsilon: float = 0.0,
+) -> jax.Array:
+    """Queries or keys, normalised (RMSNorm) if `scale_K` is given, then rotated by position.
+
+    Dimensions without an angle are not rotated. In bfloat16, TPUs use a kernel.
+    """
+    num_positions, _, size = x_BLHK.shape[1:]
+    is_whole = 2 * cos_LK.shape[-1] == size and size % _LANES == 0
+    is_long = num_positions >= _LEAST_FOR_PRODUCTS
+    if platform() == "tpu" and x_BLHK.dtype == jnp.bfloat16 and is_whole and is_long:
+        cos_BLK, sin_BLK = (x if x.ndim == 3 else x[None] for x in (cos_LK, sin_LK))
+        return _turned_on_tpu(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon)
+    return _turned(x_BLHK, cos_LK, sin_LK, scale_K, epsilon)
+
+
+def _turned(
+    x_BLHK: jax.Array,
+    cos_LK: jax.Array,
+    sin_LK: jax.Array,
+    scale_K: jax.Array | None,
+    epsilon: float,
+) -> jax.Array:
+    """`turned` by its formula."""
+    if scale_K is not None:
+        scale_111K = jnp.expand_dims(scale_K, (0, 1, 2))
+        x32_BLHK = x_BLHK.astype(jnp.float32)
+        x_BLHK = cpu.rms_norm(x32_BLHK, scale_111K, epsilon=epsilon).astype(x_BLHK.dtype)
     size = 2 * cos_LK.shape[-1]
     if size == x_BLHK.shape[-1]:
         return cpu.rotate(x_BLHK, cos_LK, sin_LK)
     head, rest = x_BLHK[..., :size], x_BLHK[..., size:]
     return jnp.concatenate([cpu.rotate(head, cos_LK, sin_LK), rest], axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _turned_on_tpu(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
+    """`turned` by a kernel, on each device for its own rows, positions and heads.
+
+    Angles have no gradient.
+    """
+    from dlm_jax.model.kernels.mosaic import mosaic_turned
+
+    compute = functools.partial(mosaic_turned, epsilon=epsilon)
+    return heads_by_device(compute, x_BLHK, scale_K, cos_BLK, sin_BLK)
+
+
+def _turned_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
+    given = x_BLHK, scale_K, cos_BLK, sin_BLK
+    return _turned_on_tpu(*given, epsilon), given
+
+
+def _turned_backward(epsilon, given, g_BLHK):
+    from dlm_jax.model.kernels.mosaic import mosaic_turned_gradients
+
+    scale_K, cos_BLK, sin_BLK = given[1:]
+    compute = functools.partial(mosaic_turned_gradients, epsilon=epsilon)
+    g_x_BLD, terms_BTHK = heads_by_device(compute, *given, g_BLHK)
+    g_scale = None if scale_K is None else jnp.sum(terms_BTHK, axis=(0, 1, 2))
+    return g_x_BLD.reshape(g_BLHK.shape), g_scale, jnp.zeros_like(cos_BLK), jnp.zeros_like(sin_BLK)
+
+
+_turned_on_tpu.defvjp(_turned_forward, _turned_backward)
 
 
 def attend(
@@ -524,9 +584,8 @@ def _in_place(
     def of_rows(
         q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, layer: jax.Array
     ) -> jax.Array:
-        q_BGNK = cpu.grouped(q, own[0].shape[1]).astype(own[0].dtype)
         row = (row % leaves[0].shape[0]).astype(jnp.int32)
-        return cpu.ungrouped(kernel(q_BGNK, leaves, own, seen, row, layer), q)
+        return kernel(q, leaves, own, seen, row, layer)
 
     return window_by_device(of_rows, q_BWHK, kept.leaves, own_BGWK, seen, row_B, layer_B)
 

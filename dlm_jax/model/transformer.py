@@ -85,11 +85,13 @@ class Attention(nnx.Module):
         q = heads(checkpoint_name(self.query(x_BLD), "query"))
         k = heads(checkpoint_name(self.key(x_BLD), "key"))
         v = k if self.value is None else heads(checkpoint_name(self.value(x_BLD), "value"))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
         if self.norms_value:
             v = unit_norm(v, self.value_epsilon)
-        q, k = turned(q, *angles), turned(k, *angles)
+        q, k = (
+            turned(x, *angles) if norm is None
+            else turned(x, *angles, scale_K=norm.scale[...], epsilon=norm.epsilon)
+            for x, norm in ((q, self.query_norm), (k, self.key_norm))
+        )  # fmt: skip
         if self.scale:
             # The kernels divide by the square root of the head size.
             q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)

@@ -328,18 +328,95 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
     q = normal(rows, num_queries, heads, SIZE)
     leaves = normal(3, 2, groups, positions, SIZE), normal(3, 2, groups, positions, SIZE)
     own = normal(rows, groups, num_queries, SIZE), normal(rows, groups, num_queries, SIZE)
-    masks = num_queries * heads // groups if has_masks else 1
+    masks = num_queries if has_masks else 1
     seen = tuple(
         jnp.where(normal(rows, 1, masks, size) < 0, 0.0, -1e30).at[..., 0].set(0.0)
         for size in (num_seen, num_queries)
     )
+    if has_masks:  # the same for the heads of a group
+        seen = tuple(jnp.tile(bias, (1, 1, heads // groups, 1)) for bias in seen)
     row_N = jnp.array([2, 0])
     kept = forms.CachedLayer(leaves, jnp.array(1), row_N, num_seen)
     expected = forms.attend_beside_kept(q, kept, own, seen)
     found = KERNELS[platform](
-        cpu.grouped(q, groups), leaves, own, seen, row_N, jnp.ones(rows, jnp.int32), interpret=True
+        q, leaves, own, seen, row_N, jnp.ones(rows, jnp.int32), interpret=True
     )
-    np.testing.assert_allclose(cpu.ungrouped(found, q), expected, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def _turned_inputs(rows: int, positions: int, heads: int, size: int, *, is_shared: bool):
+    draw = np.random.default_rng(5)
+    x = jnp.asarray(draw.normal(size=(rows, positions, heads, size)), jnp.bfloat16)
+    angle = draw.uniform(size=(*([] if is_shared else [rows]), positions, size // 2))
+    cos, sin = (jnp.asarray(of(angle), jnp.float32) for of in (np.cos, np.sin))
+    return x, cos, sin, jnp.asarray(draw.uniform(0.5, 2, size), jnp.float32)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "is_shared", "mesh"),
+    [(70, True, None), (70, False, None),
+     pytest.param(64, True, {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+     (64, False, {"data": 2, "tensor": 2, "context": 2})],
+)  # fmt: skip
+def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
+    positions, is_shared, mesh, has_norm, monkeypatch
+):
+    """In tiles of positions, with angles of each row or of all, and on several devices.
+
+    The formula is computed in float32 throughout.
+    """
+    monkeypatch.setattr(mosaic, "_MAX_ELEMENTS", 32 * 4 * 128)
+    x, cos, sin, scale = _turned_inputs(2, positions, 4, 128, is_shared=is_shared)
+    given = (x, cos, sin, scale) if has_norm else (x, cos, sin)
+    g = jnp.asarray(np.random.default_rng(6).normal(size=x.shape), jnp.bfloat16)
+
+    def run(*given):
+        y, pull = jax.vjp(lambda *a: forms.turned(*a, epsilon=1e-5), *given)
+        gradients = pull(g.astype(y.dtype))
+        return y, gradients[0], *gradients[3:]
+
+    expected = run(x.astype(jnp.float32), *given[1:])
+    calls = []
+
+    def interpreted(kernel, *given, **more):
+        calls.append(given[0].shape)
+        return kernel(*given, **more, interpret=True)
+
+    for kernel in (mosaic.mosaic_turned, mosaic.mosaic_turned_gradients):
+        monkeypatch.setattr(mosaic, kernel.__name__, functools.partial(interpreted, kernel))
+    monkeypatch.setattr(forms, "platform", lambda: "tpu")
+    if mesh is None:
+        found = run(*given)
+        assert calls == 2 * [(2, positions, 4 * 128)]
+    else:
+        devices_ = jax.devices()[: math.prod(mesh.values())]
+        placed = make_mesh(MeshConfig(**mesh), devices_)
+
+        def on_mesh(*given):
+            with devices.used(placed):
+                return run(*given)
+
+        found = jax.jit(on_mesh)(*jax.device_put(given, NamedSharding(placed, PartitionSpec())))
+        assert calls == 2 * [(1, positions // mesh.get("context", 1), 2 * 128)]
+    for one, other, tolerance in zip(found, expected, (1e-2, 1e-2, 1e-4), strict=False):
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "positions", "size", "angles", "has_kernel"),
+    [("tpu", jnp.bfloat16, 8, 128, 64, True), ("tpu", jnp.bfloat16, 8, 256, 128, True),
+     ("tpu", jnp.bfloat16, 7, 128, 64, False), ("tpu", jnp.float32, 8, 128, 64, False),
+     ("tpu", jnp.bfloat16, 8, 64, 32, False), ("tpu", jnp.bfloat16, 8, 128, 32, False),
+     ("gpu", jnp.bfloat16, 8, 128, 64, False), ("cpu", jnp.bfloat16, 8, 128, 64, False)],
+)  # fmt: skip
+def test_heads_without_a_rotary_kernel_are_turned_by_the_formula(
+    platform, dtype, positions, size, angles, has_kernel
+):
+    x, table = jnp.zeros((1, positions, 2, size), dtype), jnp.zeros((positions, angles))
+    with jax.sharding.use_abstract_mesh(_on(platform)):
+        text = str(jax.make_jaxpr(forms.turned)(x, table, table))
+    assert ("pallas_call" in text) == has_kernel
 
 
 @pytest.mark.parametrize("platform", KERNELS)
@@ -402,7 +479,7 @@ def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, platform, m
 
     given = jax.device_put((q, leaves, row_N, own, seen), NamedSharding(mesh, PartitionSpec()))
     found = run(*given)
-    assert shapes == [(4 // shape["data"], groups // shape.get("tensor", 1), 2 * window, SIZE)]
+    assert shapes == [(4 // shape["data"], window, heads // shape.get("tensor", 1), SIZE)]
     np.testing.assert_allclose(
         found.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=2e-2
     )

@@ -1,8 +1,10 @@
-"""Attention for TPUs of a window beside a cache, which the kernel reads in place."""
+"""Kernels for TPUs: attention of a window beside a cache, and the rotation of heads."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +24,12 @@ _MAX_SCORES = 2**19
 _MAX_TOGETHER = 256
 # Bytes of a tile of keys and of values, which are read while the tile before is computed.
 _MAX_BYTES = 2**22
+# Elements of a tile of queries or keys that are rotated.
+_MAX_ELEMENTS = 2**19
 
 
 def mosaic_window(
-    q_BGNK: jax.Array,
+    q_BWHK: jax.Array,
     kept_RDGLK: tuple[jax.Array, jax.Array],
     own_BGWK: tuple[jax.Array, jax.Array],
     seen: tuple[jax.Array, jax.Array],
@@ -34,107 +38,150 @@ def mosaic_window(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention output ``[B, G, N, K]`` of a window over cached and new keys and values.
+    """Computes `dlm_jax.model.kernels.triton.triton_window`, for any number of cached positions.
 
-    As `dlm_jax.model.kernels.triton.triton_window`, for any number of cached positions.
+    Queries of the heads of a group are computed together. Values and outputs are read and written
+    with the heads of a position side by side, as in projections.
     """
-    num_rows, num_groups, num_queries, size = q_BGNK.shape
-    num_kept, num_new = (x.shape[3] for x in seen)
-    queries, keys, heads = _tiles(q_BGNK, kept_RDGLK[0], num_kept, num_new)
-    q = _padded(q_BGNK, 2, queries)
+    num_rows, num_queries, num_heads, size = q_BWHK.shape
+    num_groups, num_kept = own_BGWK[0].shape[1], seen[0].shape[3]
+    shared = num_heads // num_groups
+    queries, keys, groups = _tiles(q_BWHK, kept_RDGLK[0], num_kept, shared)
+    q = _padded(q_BWHK.swapaxes(1, 2), 2, queries)
+    q = q.reshape(num_rows, num_groups, shared, -1, size)
     k, v = (_padded(x, 2, _SUBLANES) for x in own_BGWK)
-    of_kept, of_own = (_padded(x, 2, queries) if x.shape[2] > 1 else x for x in seen)
-    of_kept = _padded(of_kept, 3, keys, _HIDDEN)
-    of_own = _padded(of_own, 3, _SUBLANES, _HIDDEN)
+    v = v.swapaxes(1, 2).reshape(num_rows, -1, num_groups * size)
+    of_kept, of_own = _biases(seen, num_queries, queries, keys)
 
-    def bias(x: jax.Array, keys: int | None) -> pl.BlockSpec:
-        rows = 1 if x.shape[2] == 1 else queries
-        return pl.BlockSpec(
-            (None, None, rows, keys or x.shape[3]),
-            lambda b, g, i, t, *_: (b, 0, 0 if rows == 1 else i, t if keys else 0),
-        )
-
-    tile = pl.BlockSpec((None, heads, queries, size), lambda b, g, i, t, *_: (b, g, i, 0))
-    new = pl.BlockSpec((None, heads, k.shape[2], size), lambda b, g, i, t, *_: (b, g, 0, 0))
     kept = pl.BlockSpec(
-        (None, None, heads, keys, size),
+        (None, None, groups, keys, size),
         lambda b, g, i, t, row, layer: (row[b], layer[b], g, t, 0),
     )
-    grid = num_rows, num_groups // heads, q.shape[2] // queries, pl.cdiv(num_kept, keys)
-    pairs = num_rows * num_groups * num_queries * (num_kept + num_new)
-    read = 2 * num_rows * num_groups * grid[2] * num_kept * size * k.dtype.itemsize
-    moved = 2 * (q.nbytes + k.nbytes) + of_kept.nbytes + of_own.nbytes
-    sums = pltpu.VMEM((heads, queries, _LANES), jnp.float32)
+    grid = num_rows, num_groups // groups, q.shape[3] // queries, pl.cdiv(num_kept, keys)
+    sums = pltpu.VMEM((groups, shared * queries, _LANES), jnp.float32)
     y: jax.Array = pl.pallas_call(
         functools.partial(_kernel, num_kept=num_kept),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
-            in_specs=[tile, kept, kept, new, new, bias(of_kept, keys), bias(of_own, None)],
-            out_specs=tile,
-            scratch_shapes=[pltpu.VMEM((heads, queries, size), jnp.float32), sums, sums],
+            in_specs=[
+                pl.BlockSpec(
+                    (None, groups, shared, queries, size), lambda b, g, i, t, *_: (b, g, 0, i, 0)
+                ),
+                kept, kept,
+                pl.BlockSpec(
+                    (None, groups, k.shape[2], size), lambda b, g, i, t, *_: (b, g, 0, 0)
+                ),
+                pl.BlockSpec((None, v.shape[1], groups * size), lambda b, g, i, t, *_: (b, 0, g)),
+                _bias_block(of_kept, queries, keys), _bias_block(of_own, queries, None),
+            ],
+            out_specs=pl.BlockSpec(
+                (None, queries, groups * shared * size), lambda b, g, i, t, *_: (b, i, g)
+            ),
+            scratch_shapes=[pltpu.VMEM((groups, shared * queries, size), jnp.float32), sums, sums],
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_rows, q.shape[3], num_heads * size), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * pairs * size, transcendentals=pairs, bytes_accessed=read + moved
-        ),
+        cost_estimate=_cost(q_BWHK, k, (of_kept, of_own), times_read=grid[2]),
         interpret=interpret,
         name="window_attention",
     )(row_B, layer_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
-    return y[:, :, :num_queries]
+    return y[:, :num_queries].reshape(q_BWHK.shape)
+
+
+def _cost(
+    q_BWHK: jax.Array, k_BGWK: jax.Array, biases: tuple[jax.Array, jax.Array], times_read: int
+) -> pl.CostEstimate:
+    num_kept, num_new = (x.shape[3] for x in biases)
+    pairs = math.prod(q_BWHK.shape[:3]) * (num_kept + num_new)
+    kept = 2 * times_read * k_BGWK.nbytes * num_kept // k_BGWK.shape[2]
+    moved = 2 * (q_BWHK.nbytes + k_BGWK.nbytes) + sum(x.nbytes for x in biases)
+    flops = 4 * pairs * q_BWHK.shape[3]
+    return pl.CostEstimate(flops=flops, transcendentals=pairs, bytes_accessed=kept + moved)
+
+
+def _biases(
+    seen: tuple[jax.Array, jax.Array], num_queries: int, queries: int, keys: int
+) -> tuple[jax.Array, jax.Array]:
+    """The biases of one head, which the heads of a group share, padded to tiles."""
+    of_kept, of_own = (x[:, :, :num_queries] for x in seen)
+    of_kept, of_own = (_padded(x, 2, queries) if x.shape[2] > 1 else x for x in (of_kept, of_own))
+    return _padded(of_kept, 3, keys, _HIDDEN), _padded(of_own, 3, _SUBLANES, _HIDDEN)
+
+
+def _bias_block(bias_B1NM: jax.Array, queries: int, keys: int | None) -> pl.BlockSpec:
+    """A tile of biases; all queries may share one, and None means all keys."""
+    num_queries, num_keys = bias_B1NM.shape[2:]
+    return pl.BlockSpec(
+        (None, None, min(queries, num_queries), keys or num_keys),
+        lambda b, g, i, t, *_: (b, 0, 0 if num_queries == 1 else i, t if keys else 0),
+    )
 
 
 def _tiles(
-    q_BGNK: jax.Array, leaf_RDGLK: jax.Array, num_kept: int, num_new: int
+    q_BWHK: jax.Array, leaf_RDGLK: jax.Array, num_kept: int, shared: int
 ) -> tuple[int, int, int]:
-    """Queries, cached keys and heads of a tile."""
-    num_groups, num_queries, size = q_BGNK.shape[1:]
-    queries = _tile(num_queries, min(_MAX_QUERIES, _MAX_SCORES // num_new), _SUBLANES)
+    """Queries of a head, cached keys, and groups of a tile."""
+    num_queries, size = q_BWHK.shape[1], q_BWHK.shape[3]
+    num_groups = leaf_RDGLK.shape[2]
+    most = max(_SUBLANES, min(_MAX_QUERIES, _MAX_SCORES // num_queries) // shared)
+    queries = _tile(num_queries, most, _SUBLANES)
     is_whole = num_kept == leaf_RDGLK.shape[3] <= _MAX_KEYS
     keys = num_kept if is_whole else _tile(num_kept, _MAX_KEYS, _LANES)
-    of_head = 2 * keys * size * leaf_RDGLK.dtype.itemsize
-    most = max(1, min(_MAX_TOGETHER // queries, _MAX_BYTES // of_head))
-    heads = max(n for n in range(1, most + 1) if num_groups % n == 0)
-    return queries, keys, heads
+    of_group = 2 * keys * size * leaf_RDGLK.dtype.itemsize
+    most = max(1, min(_MAX_TOGETHER // (shared * queries), _MAX_BYTES // of_group))
+    # Values lie side by side, in whole lanes.
+    fitting = [
+        n for n in range(1, num_groups + 1)
+        if num_groups % n == 0 and (n * size % _LANES == 0 or n == num_groups)
+    ]  # fmt: skip
+    return queries, keys, max((n for n in fitting if n <= most), default=fitting[0])
 
 
 def _kernel(
     row_ref, layer_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref, of_own_ref,
     y_ref, sum_ref, top_ref, total_ref, *, num_kept
 ):  # fmt: skip
-    tile, heads, keys = pl.program_id(3), q_ref.shape[0], kept_k_ref.shape[1]
+    groups, shared, queries, size = q_ref.shape
+    tile, keys = pl.program_id(3), kept_k_ref.shape[1]
 
-    def add(head, k_MK, v_MK, bias_NM):
-        scores_NM = _dot(q_ref[head], k_MK, 1) + bias_NM
-        before_N1 = top_ref[head][:, :1]
+    def add(group, k_MK, v_MK, bias_NM):
+        q_NK = q_ref[group].reshape(shared * queries, size)
+        q_NK = (q_NK.astype(jnp.float32) * size**-0.5).astype(q_NK.dtype)
+        if shared > 1 and bias_NM.shape[0] > 1:
+            bias_NM = jnp.concatenate([bias_NM] * shared)
+        scores_NM = _dot(q_NK, k_MK, 1) + bias_NM
+        before_N1 = top_ref[group][:, :1]
         top_N1 = jnp.maximum(before_N1, jnp.max(scores_NM, axis=1, keepdims=True))
         weights_NM, fade_N1 = jnp.exp(scores_NM - top_N1), jnp.exp(before_N1 - top_N1)
-        total_N1 = total_ref[head][:, :1] * fade_N1 + jnp.sum(weights_NM, axis=1, keepdims=True)
-        sum_ref[head] = sum_ref[head] * fade_N1 + _dot(weights_NM.astype(v_MK.dtype), v_MK, 0)
-        top_ref[head] = jnp.broadcast_to(top_N1, top_ref.shape[1:])
-        total_ref[head] = jnp.broadcast_to(total_N1, total_ref.shape[1:])
+        total_N1 = total_ref[group][:, :1] * fade_N1 + jnp.sum(weights_NM, axis=1, keepdims=True)
+        sum_ref[group] = sum_ref[group] * fade_N1 + _dot(weights_NM.astype(v_MK.dtype), v_MK, 0)
+        top_ref[group] = jnp.broadcast_to(top_N1, top_ref.shape[1:])
+        total_ref[group] = jnp.broadcast_to(total_N1, total_ref.shape[1:])
 
     @pl.when(tile == 0)
     def _():
         sum_ref[...], total_ref[...] = jnp.zeros_like(sum_ref), jnp.zeros_like(total_ref)
         top_ref[...] = jnp.full_like(top_ref, _HIDDEN)
-        for head in range(heads):
-            add(head, k_ref[head], v_ref[head], of_own_ref[...])
+        for group in range(groups):
+            of_group = pl.ds(group * size, size)
+            add(group, k_ref[group], v_ref[:, of_group], of_own_ref[...])
 
-    for head in range(heads):
-        k_MK, v_MK = kept_k_ref[head], kept_v_ref[head]
+    for group in range(groups):
+        k_MK, v_MK = kept_k_ref[group], kept_v_ref[group]
         if num_kept % keys:  # positions beyond the cache are undefined
             is_kept_M1 = tile * keys + jax.lax.broadcasted_iota(jnp.int32, (keys, 1), 0) < num_kept
             k_MK, v_MK = (jnp.where(is_kept_M1, x, jnp.zeros_like(x)) for x in (k_MK, v_MK))
-        add(head, k_MK, v_MK, of_kept_ref[...])
+        add(group, k_MK, v_MK, of_kept_ref[...])
 
     @pl.when(tile == pl.num_programs(3) - 1)
     def _():
-        for head in range(heads):
-            y_ref[head] = (sum_ref[head] / total_ref[head][:, :1]).astype(y_ref.dtype)
+        for head in range(groups * shared):
+            group, at = head // shared, pl.ds(head % shared * queries, queries)
+            y_NK = sum_ref[group, at] / total_ref[group, at][:, :1]
+            y_ref[:, head * size : (head + 1) * size] = y_NK.astype(y_ref.dtype)
 
 
 def _dot(a_NK, b, axis):
@@ -155,3 +202,145 @@ def _padded(x: jax.Array, axis: int, unit: int, value: Any = 0) -> jax.Array:
     missing = -x.shape[axis] % unit
     widths = [(0, missing if at == axis else 0) for at in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value) if missing else x
+
+
+def mosaic_turned(
+    x_BLD: jax.Array,
+    scale_K: jax.Array | None,
+    cos_BLK: jax.Array,
+    sin_BLK: jax.Array,
+    *,
+    epsilon: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes `dlm_jax.model.attention.turned`, ``[B, L, H, K]``, and stores every head apart.
+
+    Other programs would store the normalised heads in float32, and the halves of each.
+
+    Args:
+      x_BLD: queries or keys, with the heads of a position side by side. The head size is a multiple
+        of 128.
+      scale_K: scale of the norm; None omits the norm.
+      cos_BLK: cosines of the angles, ``[1 or B, L, K / 2]``.
+      sin_BLK: sines of the angles, ``[1 or B, L, K / 2]``.
+      epsilon: epsilon of the norm.
+      interpret: as in `mosaic_window`.
+    """
+    given = x_BLD, scale_K, cos_BLK, sin_BLK
+    (y_BHLK,) = _rotary(_turn_kernel, *given, outputs=("heads",), epsilon=epsilon,
+                        interpret=interpret)  # fmt: skip
+    return y_BHLK.swapaxes(1, 2)
+
+
+def mosaic_turned_gradients(
+    x_BLD: jax.Array,
+    scale_K: jax.Array | None,
+    cos_BLK: jax.Array,
+    sin_BLK: jax.Array,
+    g_BLHK: jax.Array,
+    *,
+    epsilon: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of `mosaic_turned`, where `g_BLHK` is the gradient of its output.
+
+    Returns the gradient by `x_BLD`, and a float32 array ``[B, T, H, K]`` whose sum over the first
+    three axes is the gradient by `scale_K`.
+    """
+    g_x_BLD, terms_BTHK = _rotary(
+        _turn_gradients_kernel, x_BLD, scale_K, cos_BLK, sin_BLK, g_BLHK.swapaxes(1, 2),
+        outputs=("flat", "terms"), epsilon=epsilon, interpret=interpret,
+    )  # fmt: skip
+    return g_x_BLD, terms_BTHK
+
+
+def _rotary(
+    kernel: Callable[..., None],
+    x_BLD: jax.Array,
+    scale_K: jax.Array | None,
+    cos_BLK: jax.Array,
+    sin_BLK: jax.Array,
+    *heads_BHLK: jax.Array,
+    outputs: Sequence[str],
+    epsilon: float,
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """Calls a kernel for tiles of positions of all heads of a row."""
+    num_rows, num_positions, size = *x_BLD.shape[:2], 2 * cos_BLK.shape[2]
+    num_heads = x_BLD.shape[2] // size
+    cos = jnp.concatenate([cos_BLK, cos_BLK], axis=-1)
+    sin = jnp.concatenate([-sin_BLK, sin_BLK], axis=-1)
+    scale = jnp.ones((1, size)) if scale_K is None else scale_K[None]
+    most = _MAX_ELEMENTS // (num_heads * size) // _SUBLANES * _SUBLANES
+    positions = min(num_positions, max(_SUBLANES, most))
+    grid = num_rows, pl.cdiv(num_positions, positions)
+    is_shared = cos.shape[0] == 1
+    blocks = {
+        "flat": pl.BlockSpec((None, positions, x_BLD.shape[2]), lambda b, i: (b, i, 0)),
+        "heads": pl.BlockSpec((None, num_heads, positions, size), lambda b, i: (b, 0, i, 0)),
+        "terms": pl.BlockSpec((None, None, num_heads, size), lambda b, i: (b, i, 0, 0)),
+        "scale": pl.BlockSpec((1, size), lambda b, i: (0, 0)),
+        "table": pl.BlockSpec((None, positions, size), lambda b, i: (0 if is_shared else b, i, 0)),
+    }
+    shapes = {
+        "flat": jax.ShapeDtypeStruct(x_BLD.shape, x_BLD.dtype),
+        "heads": jax.ShapeDtypeStruct((num_rows, num_heads, num_positions, size), x_BLD.dtype),
+        "terms": jax.ShapeDtypeStruct((*grid, num_heads, size), jnp.float32),
+    }
+    kinds = ["flat", "scale", "table", "table", *["heads"] * len(heads_BHLK)]
+    given = x_BLD, scale, cos, sin, *heads_BHLK
+    num_bytes = sum(array.nbytes for array in given)
+    num_bytes += sum(math.prod(shapes[o].shape) * shapes[o].dtype.itemsize for o in outputs)
+    return pl.pallas_call(
+        functools.partial(
+            kernel, epsilon=None if scale_K is None else epsilon, num_positions=num_positions
+        ),
+        grid=grid,
+        in_specs=[blocks[kind] for kind in kinds],
+        out_specs=[blocks[kind] for kind in outputs],
+        out_shape=[shapes[kind] for kind in outputs],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=num_bytes),
+        interpret=interpret,
+        name="rotary_gradients" if heads_BHLK else "rotary",
+    )(*given)
+
+
+def _turn_kernel(x_ref, scale_ref, cos_ref, sin_ref, y_ref, *, epsilon, num_positions):
+    del num_positions
+    size = cos_ref.shape[1]
+    for head in range(y_ref.shape[0]):
+        x_NK = x_ref[:, pl.ds(head * size, size)].astype(jnp.float32)
+        if epsilon is not None:
+            x_NK = x_NK * _per_root(x_NK, epsilon) * scale_ref[...]
+        y_NK = x_NK * cos_ref[...] + pltpu.roll(x_NK, size // 2, 1) * sin_ref[...]
+        y_ref[head] = y_NK.astype(y_ref.dtype)
+
+
+def _turn_gradients_kernel(
+    x_ref, scale_ref, cos_ref, sin_ref, g_ref, g_x_ref, terms_ref, *, epsilon, num_positions
+):
+    heads, positions, size = g_ref.shape
+    for head in range(heads):
+        at, g_NK = pl.ds(head * size, size), g_ref[head].astype(jnp.float32)
+        g_NK = g_NK * cos_ref[...] + pltpu.roll(g_NK * sin_ref[...], size // 2, 1)
+        if epsilon is not None:
+            x_NK = x_ref[:, at].astype(jnp.float32)
+            per_root_N1 = _per_root(x_NK, epsilon)
+            unit_NK = x_NK * per_root_N1
+            terms_NK = g_NK * unit_NK
+            if num_positions % positions:  # positions beyond the row are undefined
+                place_N1 = jax.lax.broadcasted_iota(jnp.int32, (positions, 1), 0)
+                is_own_N1 = pl.program_id(1) * positions + place_N1 < num_positions
+                terms_NK = jnp.where(is_own_N1, terms_NK, 0.0)
+            terms_ref[pl.ds(head, 1)] = jnp.sum(terms_NK, axis=0, keepdims=True)
+            g_NK = g_NK * scale_ref[...]
+            mean_N1 = jnp.mean(g_NK * unit_NK, axis=1, keepdims=True)
+            g_NK = per_root_N1 * (g_NK - unit_NK * mean_N1)
+        g_x_ref[:, at] = g_NK.astype(g_x_ref.dtype)
+    if epsilon is None:
+        terms_ref[...] = jnp.zeros_like(terms_ref)
+
+
+def _per_root(x_NK, epsilon):
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x_NK), axis=1, keepdims=True) + epsilon)

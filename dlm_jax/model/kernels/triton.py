@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from dlm_jax.model.kernels import cpu
 from dlm_jax.model.kernels.split import by_device
 
 TILE = 64
@@ -284,7 +285,7 @@ def _keys_kernel(
 
 
 def triton_window(
-    q_BGNK: jax.Array,
+    q_BWHK: jax.Array,
     kept_RDGLK: tuple[jax.Array, jax.Array],
     own_BGWK: tuple[jax.Array, jax.Array],
     seen: tuple[jax.Array, jax.Array],
@@ -293,13 +294,13 @@ def triton_window(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention output ``[B, G, N, K]`` of a window over cached and new keys and values.
+    """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     The kernel reads one layer of the cache in place and computes all tiles. It has no gradient. At
     least `TILE` cached positions, the last size of ``seen[0]``, are required.
 
     Args:
-      q_BGNK: scaled queries of the heads of each group, in the dtype of the keys.
+      q_BWHK: queries.
       kept_RDGLK: cached keys and values of all layers.
       own_BGWK: new keys and values.
       seen: biases of the scores of cached and new keys: 0, or the large negative number that hides
@@ -308,6 +309,7 @@ def triton_window(
       layer_B: layer of the cache, the same for all rows.
       interpret: as in `triton_attention`.
     """
+    q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1]).astype(own_BGWK[0].dtype)
     num_rows, num_groups, num_queries, size = q_BGNK.shape
     queries = min(TILE, max(_LEAST_TILE, 1 << (num_queries - 1).bit_length()))
     news = min(TILE, max(_LEAST_TILE, 1 << (own_BGWK[0].shape[2] - 1).bit_length()))
@@ -335,7 +337,7 @@ def triton_window(
         interpret=interpret,
         name="window_attention",
     )(row_B, layer_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
-    return y[:, :, :num_queries]
+    return cpu.ungrouped(y[:, :, :num_queries], q_BWHK)
 
 
 def _window_kernel(
