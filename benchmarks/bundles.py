@@ -99,7 +99,7 @@ def cycles(text: str, programs: int, turns: int, are_usual: list[bool]) -> tuple
 @contextlib.contextmanager
 def written(*names: str) -> Iterator[Callable[[], dict[str, str]]]:
     """A function that returns the schedules, by kernel, of the kernels compiled in this context
-    whose names begin with one of `names`.
+    `names`, which are regular expressions; kernels of one name have numbers.
 
     The process may not have loaded the TPU library before.
     """
@@ -112,22 +112,29 @@ def written(*names: str) -> Iterator[Callable[[], dict[str, str]]]:
         )
 
         def schedules() -> dict[str, str]:
-            paths = [
-                x for name in names for x in Path(folder).glob(f"*-{name}*-01-final_bundles.txt")
-            ]
-            found = {re.sub(r"^\d+-|(\.\d+)?-01-final.*$", "", x.name): x for x in paths}
-            return {name: path.read_text() for name, path in found.items()}
+            named = re.compile(rf"\d+-((?:{'|'.join(names)})(?:\.\d+)?)-01-final_bundles\.txt")
+            found = ((named.fullmatch(path.name), path) for path in Path(folder).iterdir())
+            return {match.group(1): path.read_text() for match, path in found if match}
 
         yield schedules
 
 
-def steps(text: str) -> int:
-    """The cycles of a kernel's grid on one core: all bundles of a step, with every branch."""
-    lines = re.findall(r"^ *(?:0x[0-9a-f]+|0) .*$", text, re.MULTILINE)
-    begin = next(i for i, line in enumerate(lines) if " LB: " in line)
-    end = max(i for i, line in enumerate(lines) if "loop exit test" in line)
-    number = re.search(r", (\d+) /\* loop exit test", lines[end])
-    return (end + 1 - begin) * (int(number.group(1)) if number else 1)
+def seconds(schedules: dict[str, str], clock: float) -> dict[str, float]:
+    """The seconds of kernels on one core: all bundles of a step, with every branch, in each step.
+
+    A name without its number has the longest time, for kernels whose schedule was not written.
+    """
+    found: dict[str, float] = {}
+    for name, text in schedules.items():
+        lines = re.findall(r"^ *(?:0x[0-9a-f]+|0) .*$", text, re.MULTILINE)
+        begin = next((i for i, line in enumerate(lines) if " LB: " in line), 0)
+        ends = [i for i, line in enumerate(lines) if "loop exit test" in line]
+        number = re.search(r", (\d+) /\* loop exit test", lines[ends[-1]]) if ends else None
+        times = int(number.group(1)) if number else 1
+        found[name] = ((ends[-1] + 1 if ends else len(lines)) - begin) * times / clock
+        whole = name.split(".")[0]
+        found[whole] = max(found.get(whole, 0.0), found[name])
+    return found
 
 
 def kernels(topology: str) -> dict[str, tuple[float, float]]:
@@ -139,13 +146,13 @@ def kernels(topology: str) -> dict[str, tuple[float, float]]:
 
     found: dict[str, tuple[float, float]] = {}
     num_blocks = -(-logit_chain.VOCAB // vocab.RESIDENT_WIDTH)
-    with written("") as schedules:
+    with written(r"[\w-]+?") as schedules:
         device = topology_devices(topology)[0]
         for group in logit_chain.kernel_groups():
             kinds, name = [type(t) for t, _ in group.steps], resident.name_of(group.steps)
             logit_chain.compiled(group.run, device, *group.args)
             usual, worst = cycles(
-                schedules()[name],
+                next(text for key, text in schedules().items() if key.split(".")[0] == name),
                 logit_chain.POSITIONS // resident.POSITIONS,
                 num_blocks // vocab.blocks_at_once(num_blocks),
                 [kind in _USUAL for kind in kinds if kind in _USUAL + _RARE],

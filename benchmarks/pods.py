@@ -147,13 +147,13 @@ def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
     from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import plan
 
-    with bundles.written("rotary") as schedules:
+    with bundles.written("rotary", "rotary_gradients") as schedules:
         devices = topology_devices(row.topology)
         config = config_of(row, options)
         clock = CHIPS[devices[0].device_kind].clock
 
         def kernels() -> dict[str, float]:
-            return {name: bundles.steps(text) / clock for name, text in schedules().items()}
+            return bundles.seconds(schedules(), clock)
 
         try:
             found = plan(config, make_mesh(config.mesh, devices), kernels=kernels)

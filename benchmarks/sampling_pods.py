@@ -257,7 +257,7 @@ def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
             refused = {"refused": str(error)[:300], "options": list(options)}
             return dataclasses.asdict(step) | refused
         seconds, text = time.perf_counter() - began, program.as_text()
-        kernels = {name: bundles.steps(x) / _chip(step).clock for name, x in schedules().items()}
+        kernels = bundles.seconds(schedules(), _chip(step).clock)
     memory, model, chip = program.memory_analysis(), model_of(step), _chip(step)
     limits = bound(step, model, mesh.size, chip.flops, chip.bandwidth)
     assert text is not None and memory is not None

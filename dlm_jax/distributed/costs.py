@@ -555,8 +555,8 @@ def cost(
       mode: see `Mode`.
       repeats: iterations of the loops that directly follow a `jax.named_scope` of this name,
         instead of their own bounds.
-      kernels: seconds of Pallas kernels by their names, for ``cycles``; other kernels, except
-        attention kernels, count as free.
+      kernels: seconds of Pallas kernels by their names, with or without number, for ``cycles``.
+        Other kernels that state no cost, except attention kernels, count as free.
     """
     module = parse(text)
     return _Timeline(module, module.entry, torus, mode, repeats or {}, kernels or {}).read()
@@ -721,7 +721,8 @@ class _Timeline:
 
         By its own estimate, a kernel may read a part of its operands.
         """
-        known = self.kernels.get(re.sub(r"\.\d+$", "", operation.name))
+        of_all = self.kernels.get(re.sub(r"\.\d+$", "", operation.name))
+        known = self.kernels.get(operation.name, of_all)
         stated = {name: int(x) for name, x in _STATED.findall(operation.attributes)}
         if known is not None or stated:
             given = sum(_in_memory(self.types[x]) for x in operation.operands if x in self.types)

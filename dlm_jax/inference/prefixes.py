@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -128,4 +129,8 @@ def _in_slot(kept: Any, row: Any, slot: jax.Array) -> Any:
 
 
 def _num_bytes(piece: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(piece))
+    """Bytes on each device."""
+    leaves = jax.tree.leaves(piece)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )

@@ -534,7 +534,7 @@ def attend_beside_kept(
       seen: biases of the scores, as in `seen_keys`.
     """
     if isinstance(kept, CachedLayer):
-        kernel = _window_kernel(kept)
+        kernel = _window_kernel(q_BWHK, kept, own_BGWK, seen)
         if kernel is not None:
             return _in_place(kernel, q_BWHK, kept, own_BGWK, seen)
         kept = kept.read()
@@ -554,13 +554,15 @@ def attend_beside_kept(
     return cpu.ungrouped(y_BGNK[:, :, :num_queries], q_BWHK)
 
 
-def _window_kernel(kept: CachedLayer) -> Callable[..., jax.Array] | None:
-    """The kernel for a window beside this cache, if the target devices have one."""
+def _window_kernel(
+    q_BWHK: jax.Array, kept: CachedLayer, own_BGWK: KeyValue, seen: tuple[jax.Array, jax.Array]
+) -> Callable[..., jax.Array] | None:
+    """The kernel for this window, if the target devices have one."""
     leaf, target = kept.leaves[0], platform()
     if target == "tpu" and leaf.dtype == jnp.bfloat16 and kept.num_seen >= _LANES:
-        from dlm_jax.model.kernels.mosaic import mosaic_window
+        from dlm_jax.model.kernels.mosaic import mosaic_window, window_fits
 
-        return mosaic_window
+        return mosaic_window if window_fits(q_BWHK, leaf, own_BGWK[0], seen) else None
     if target == "gpu" and leaf.dtype in (jnp.bfloat16, jnp.float16):
         from dlm_jax.model.kernels.triton import TILE, triton_window
 
@@ -582,10 +584,10 @@ def _in_place(
     layer_B = jnp.full(num_rows, kept.layer, jnp.int32)
 
     def of_rows(
-        q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, layer: jax.Array
+        q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, *rest: jax.Array
     ) -> jax.Array:
         row = (row % leaves[0].shape[0]).astype(jnp.int32)
-        return kernel(q, leaves, own, seen, row, layer)
+        return kernel(q, leaves, own, seen, row, *rest)
 
     return window_by_device(of_rows, q_BWHK, kept.leaves, own_BGWK, seen, row_B, layer_B)
 

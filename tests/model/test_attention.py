@@ -201,7 +201,8 @@ _TWO_STREAMS = functools.partial(attend_beside_clean, block_length=32)
 
 
 def _on(platform: str) -> jax.sharding.AbstractMesh:
-    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    kind = "TPU v5 lite" if platform == "tpu" else "any"
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     return jax.sharding.AbstractMesh(
         (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
     )
@@ -339,7 +340,14 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
     kept = forms.CachedLayer(leaves, jnp.array(1), row_N, num_seen)
     expected = forms.attend_beside_kept(q, kept, own, seen)
     found = KERNELS[platform](
-        q, leaves, own, seen, row_N, jnp.ones(rows, jnp.int32), interpret=True
+        q,
+        leaves,
+        own,
+        seen,
+        row_N,
+        jnp.ones(rows, jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+        interpret=True,
     )
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
 

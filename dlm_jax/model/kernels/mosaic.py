@@ -24,6 +24,8 @@ _MAX_SCORES = 2**19
 _MAX_TOGETHER = 256
 # Bytes of a tile of keys and of values, which are read while the tile before is computed.
 _MAX_BYTES = 2**22
+# Bytes of all tiles and intermediate values of a window.
+_MEMORY = 15 * 2**20
 # Elements of a tile of queries or keys that are rotated.
 _MAX_ELEMENTS = 2**19
 
@@ -35,6 +37,7 @@ def mosaic_window(
     seen: tuple[jax.Array, jax.Array],
     row_B: jax.Array,
     layer_B: jax.Array,
+    group_B: jax.Array,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -46,7 +49,7 @@ def mosaic_window(
     num_rows, num_queries, num_heads, size = q_BWHK.shape
     num_groups, num_kept = own_BGWK[0].shape[1], seen[0].shape[3]
     shared = num_heads // num_groups
-    queries, keys, groups = _tiles(q_BWHK, kept_RDGLK[0], num_kept, shared)
+    queries, keys, groups = _tiles(q_BWHK, num_groups, kept_RDGLK[0], num_kept)
     q = _padded(q_BWHK.swapaxes(1, 2), 2, queries)
     q = q.reshape(num_rows, num_groups, shared, -1, size)
     k, v = (_padded(x, 2, _SUBLANES) for x in own_BGWK)
@@ -55,14 +58,14 @@ def mosaic_window(
 
     kept = pl.BlockSpec(
         (None, None, groups, keys, size),
-        lambda b, g, i, t, row, layer: (row[b], layer[b], g, t, 0),
+        lambda b, g, i, t, row, layer, first: (row[b], layer[b], first[b] // groups + g, t, 0),
     )
     grid = num_rows, num_groups // groups, q.shape[3] // queries, pl.cdiv(num_kept, keys)
     sums = pltpu.VMEM((groups, shared * queries, _LANES), jnp.float32)
     y: jax.Array = pl.pallas_call(
         functools.partial(_kernel, num_kept=num_kept),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=grid,
             in_specs=[
                 pl.BlockSpec(
@@ -87,7 +90,7 @@ def mosaic_window(
         cost_estimate=_cost(q_BWHK, k, (of_kept, of_own), times_read=grid[2]),
         interpret=interpret,
         name="window_attention",
-    )(row_B, layer_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
+    )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
     return y[:, :num_queries].reshape(q_BWHK.shape)
 
 
@@ -121,11 +124,11 @@ def _bias_block(bias_B1NM: jax.Array, queries: int, keys: int | None) -> pl.Bloc
 
 
 def _tiles(
-    q_BWHK: jax.Array, leaf_RDGLK: jax.Array, num_kept: int, shared: int
+    q_BWHK: jax.Array, num_groups: int, leaf_RDGLK: jax.Array, num_kept: int
 ) -> tuple[int, int, int]:
     """Queries of a head, cached keys, and groups of a tile."""
-    num_queries, size = q_BWHK.shape[1], q_BWHK.shape[3]
-    num_groups = leaf_RDGLK.shape[2]
+    num_queries, num_heads, size = q_BWHK.shape[1:]
+    shared = num_heads // num_groups
     most = max(_SUBLANES, min(_MAX_QUERIES, _MAX_SCORES // num_queries) // shared)
     queries = _tile(num_queries, most, _SUBLANES)
     is_whole = num_kept == leaf_RDGLK.shape[3] <= _MAX_KEYS
@@ -140,9 +143,26 @@ def _tiles(
     return queries, keys, max((n for n in fitting if n <= most), default=fitting[0])
 
 
+def window_fits(
+    q_BWHK: jax.Array, leaf_RDGLK: jax.Array, k_BGWK: jax.Array, seen: tuple[jax.Array, jax.Array]
+) -> bool:
+    """Whether the tiles of `mosaic_window` fit the on-chip memory of one operation."""
+    num_groups, num_kept = k_BGWK.shape[1], seen[0].shape[3]
+    queries, keys, groups = _tiles(q_BWHK, num_groups, leaf_RDGLK, num_kept)
+    num_new, size = k_BGWK.shape[2], pl.cdiv(q_BWHK.shape[3], _LANES) * _LANES
+    rows = groups * q_BWHK.shape[2] // num_groups * queries
+    shared = rows // groups
+    masks = 8 if seen[0].shape[2] == 1 else queries
+    # Tiles are read twice: one while another is computed.
+    tiles = 2 * 2 * size * (2 * rows + 2 * groups * (keys + num_new))
+    tiles += 2 * 4 * masks * (keys + num_new)
+    sums, scores = 4 * rows * (size + 2 * _LANES), 4 * 2 * shared * max(keys, num_new)
+    return tiles + sums + scores <= _MEMORY
+
+
 def _kernel(
-    row_ref, layer_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref, of_own_ref,
-    y_ref, sum_ref, top_ref, total_ref, *, num_kept
+    row_ref, layer_ref, group_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref,
+    of_own_ref, y_ref, sum_ref, top_ref, total_ref, *, num_kept
 ):  # fmt: skip
     groups, shared, queries, size = q_ref.shape
     tile, keys = pl.program_id(3), kept_k_ref.shape[1]
@@ -247,8 +267,9 @@ def mosaic_turned_gradients(
     Returns the gradient by `x_BLD`, and a float32 array ``[B, T, H, K]`` whose sum over the first
     three axes is the gradient by `scale_K`.
     """
+    kernel = functools.partial(_turn_gradients_kernel, num_positions=x_BLD.shape[1])
     g_x_BLD, terms_BTHK = _rotary(
-        _turn_gradients_kernel, x_BLD, scale_K, cos_BLK, sin_BLK, g_BLHK.swapaxes(1, 2),
+        kernel, x_BLD, scale_K, cos_BLK, sin_BLK, g_BLHK.swapaxes(1, 2),
         outputs=("flat", "terms"), epsilon=epsilon, interpret=interpret,
     )  # fmt: skip
     return g_x_BLD, terms_BTHK
@@ -292,9 +313,7 @@ def _rotary(
     num_bytes = sum(array.nbytes for array in given)
     num_bytes += sum(math.prod(shapes[o].shape) * shapes[o].dtype.itemsize for o in outputs)
     return pl.pallas_call(
-        functools.partial(
-            kernel, epsilon=None if scale_K is None else epsilon, num_positions=num_positions
-        ),
+        functools.partial(kernel, epsilon=None if scale_K is None else epsilon),
         grid=grid,
         in_specs=[blocks[kind] for kind in kinds],
         out_specs=[blocks[kind] for kind in outputs],
@@ -306,8 +325,7 @@ def _rotary(
     )(*given)
 
 
-def _turn_kernel(x_ref, scale_ref, cos_ref, sin_ref, y_ref, *, epsilon, num_positions):
-    del num_positions
+def _turn_kernel(x_ref, scale_ref, cos_ref, sin_ref, y_ref, *, epsilon):
     size = cos_ref.shape[1]
     for head in range(y_ref.shape[0]):
         x_NK = x_ref[:, pl.ds(head * size, size)].astype(jnp.float32)

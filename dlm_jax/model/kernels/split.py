@@ -51,20 +51,32 @@ def window_by_device(
     own_BGWK: tuple[jax.Array, jax.Array],
     *rows: Any,
 ) -> jax.Array:
-    """The attention ``compute(q, leaves, own, *rows)`` of a window beside a cache.
+    """The attention ``compute(q, leaves, own, *rows, group_B)`` of a window beside a cache.
 
-    Each device computes its own rows and heads; the first axis of each of `rows` indexes rows.
+    Each device computes its own rows and heads, and holds all heads of its rows of the cache; its
+    first group of heads is `group_B`. The first axis of each of `rows` indexes rows.
     """
+    num_rows, num_groups = own_BGWK[0].shape[:2]
     mesh = mesh_in_use()
     if mesh is None:
-        return compute(q_BWHK, leaves_RDGLK, own_BGWK, *rows)
-    common = math.gcd(q_BWHK.shape[0], leaves_RDGLK[0].shape[0])
-    rows_of, heads = fitting(P(ROWS, "tensor"), (common, own_BGWK[0].shape[1]), mesh)
-    by_group = P(rows_of, None, heads)
+        group_B = jnp.zeros(num_rows, jnp.int32)
+        return compute(q_BWHK, leaves_RDGLK, own_BGWK, *rows, group_B)
+    common = math.gcd(num_rows, leaves_RDGLK[0].shape[0])
+    rows_of, heads = fitting(P(ROWS, "tensor"), (common, num_groups), mesh)
+
+    def of_device(q: jax.Array, leaves: Any, own: Any, *rows: Any) -> jax.Array:
+        group = 0 if heads is None else jax.lax.axis_index(heads) * own[0].shape[1]
+        return compute(q, leaves, own, *rows, jnp.full(q.shape[0], group, jnp.int32))
+
     split = jax.shard_map(
-        compute,
-        in_specs=(by_group, by_group, P(rows_of, heads), *[P(rows_of)] * len(rows)),
-        out_specs=by_group,
+        of_device,
+        in_specs=(
+            P(rows_of, None, heads),
+            P(rows_of),
+            P(rows_of, heads),
+            *[P(rows_of)] * len(rows),
+        ),
+        out_specs=P(rows_of, None, heads),
         check_vma=False,
     )
     return split(q_BWHK, leaves_RDGLK, own_BGWK, *rows)
@@ -76,22 +88,21 @@ def heads_by_device(
     scale_K: jax.Array | None,
     cos_BLK: jax.Array,
     sin_BLK: jax.Array,
-    *heads_BLHK: jax.Array,
+    *gradients_BLHK: jax.Array,
 ) -> Any:
-    """``compute(x_BLD, scale, cos, sin, *heads)``, where `x_BLD` has the heads side by side; each
-    device computes its own rows, positions and heads.
+    """``compute(x_BLD, scale, cos, sin, *gradients)``, where `x_BLD` has the heads side by side.
 
-    Rows share angles whose first axis has size 1. The first three axes of the results are rows,
-    positions and heads, or parts of them.
+    Each device computes its own rows, positions and heads. Rows share angles whose first axis has
+    size 1. The first three axes of the results are rows, positions and heads, or parts of them.
     """
     # Without the barrier, the TPU compiler would split the heads in a projection, and copy them.
     x_BLD = jax.lax.optimization_barrier(x_BLHK.reshape(*x_BLHK.shape[:2], -1))
     mesh = mesh_in_use()
-    given = x_BLD, scale_K, cos_BLK, sin_BLK, *heads_BLHK
+    given = x_BLD, scale_K, cos_BLK, sin_BLK, *gradients_BLHK
     if mesh is None:
         return compute(*given)
     rows, positions, heads, _ = fitting(PLACES["queries"], x_BLHK.shape, mesh)
     of_heads = P(rows, positions, heads)
     of_angles = P(rows if cos_BLK.shape[0] > 1 else None, positions)
-    specs = of_heads, P(), of_angles, of_angles, *[of_heads] * len(heads_BLHK)
+    specs = of_heads, P(), of_angles, of_angles, *[of_heads] * len(gradients_BLHK)
     return jax.shard_map(compute, in_specs=specs, out_specs=of_heads, check_vma=False)(*given)

@@ -291,6 +291,7 @@ def triton_window(
     seen: tuple[jax.Array, jax.Array],
     row_B: jax.Array,
     layer_B: jax.Array,
+    group_B: jax.Array,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -307,6 +308,7 @@ def triton_window(
         a key (`dlm_jax.model.attention.seen_keys`).
       row_B: row of the cache.
       layer_B: layer of the cache, the same for all rows.
+      group_B: first group of heads in the cache, the same for all rows.
       interpret: as in `triton_attention`.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1]).astype(own_BGWK[0].dtype)
@@ -329,22 +331,22 @@ def triton_window(
     y: jax.Array = pl.pallas_call(
         functools.partial(_window_kernel, news=news),
         grid=(num_rows, num_groups, q.shape[2] // queries),
-        in_specs=[number, number, tile, pl.no_block_spec, pl.no_block_spec, new, new,
+        in_specs=[number, number, number, tile, pl.no_block_spec, pl.no_block_spec, new, new,
                   bias(of_kept), bias(of_own)],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="window_attention",
-    )(row_B, layer_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
+    )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
     return cpu.ungrouped(y[:, :, :num_queries], q_BWHK)
 
 
 def _window_kernel(
-    row_ref, layer_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref, of_own_ref,
-    y_ref, *, news
+    row_ref, layer_ref, group_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref,
+    of_own_ref, y_ref, *, news
 ):  # fmt: skip
-    row, layer, group = row_ref[0], layer_ref[0], pl.program_id(1)
+    row, layer, group = row_ref[0], layer_ref[0], group_ref[0] + pl.program_id(1)
     q_NK, num_kept = q_ref[...], of_kept_ref.shape[-1]
 
     def add(carry, k_MK, v_MK, bias_NM):

@@ -88,16 +88,36 @@ assert not found, found
 print("passed")
 """
 
+_TENSOR = """
+config = ModelConfig(
+    depth=6, width=1024, heads=8, kv_heads=4, vocab_size=4096, compute_dtype="bfloat16",
+    attention_type="block_causal", block_length=BLOCK,
+)
+mesh = make_mesh(MeshConfig(data=2, tensor=2), devices)
+compiled, state = sampling_step(config, sample("exact"), mesh, 8, 1024)
+text, size = compiled.as_text(), 2 * 6 * 4 * 4 * 1024 * 128 * 2
+assert "window_attention" in text and "rotary" in text
+gathers = re.compile(r"= \\(?bf16\\[4,6,\\d,1024,128\\].* all-gather(-start)?\\(")
+gathered = [line[:200] for line in text.splitlines() if gathers.search(line)]
+assert not gathered, gathered
+assert compiled.memory_analysis().alias_size_in_bytes >= size
+print("passed")
+"""
+
 _WINDOWS = """
 from jax.sharding import SingleDeviceSharding
 from dlm_jax.devices import used
 from dlm_jax.model.attention import CachedLayer, attend_beside_kept
 
 place = SingleDeviceSharding(devices[0])
-# Positions of the window and its heads, groups and size; cached and visible positions.
-for window, heads, groups, size, positions, seen in [
-    (1, 32, 4, 128, 1024, 1024), (32, 12, 12, 64, 1024, 512), (7, 8, 8, 24, 777, 777),
-    (3072, 4, 4, 128, 4096, 1024), (32, 16, 8, 256, 8192, 8000), (512, 4, 1, 128, 512, 200),
+# Positions of the window and its heads, groups and size; cached and visible positions; whether the
+# tiles fit.
+for window, heads, groups, size, positions, seen, fits in [
+    (1, 32, 4, 128, 1024, 1024, True), (32, 12, 12, 64, 1024, 512, True),
+    (7, 8, 8, 24, 777, 777, True), (3072, 4, 4, 128, 4096, 1024, True),
+    (32, 16, 8, 256, 8192, 8000, True), (512, 4, 1, 128, 512, 200, True),
+    (3072, 32, 8, 128, 4096, 1024, True), (6144, 16, 8, 256, 8192, 2048, False),
+    (32, 128, 1, 128, 4096, 4096, False), (64, 41, 41, 72, 2048, 2048, False),
 ]:
     def given(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct((2, *shape), dtype, sharding=place)
@@ -111,7 +131,7 @@ for window, heads, groups, size, positions, seen in [
         given(1, queries, seen, dtype="float32"), given(1, queries, window, dtype="float32"),
         jax.ShapeDtypeStruct((), "int32", sharding=place),
     ).compile()
-    assert "window_attention" in compiled.as_text()
+    assert ("window_attention" in compiled.as_text()) == fits
 print("passed")
 """
 
@@ -141,3 +161,8 @@ def test_for_a_tpu_no_chip_gathers_all_layers_of_a_matrix_that_is_split():
 @pytest.mark.slow
 def test_for_a_tpu_the_kernel_of_a_window_compiles_in_all_shapes():
     _for_tpu(_WINDOWS)
+
+
+@pytest.mark.slow
+def test_for_a_tpu_chips_that_split_heads_gather_nothing_that_is_kept():
+    _for_tpu(_TENSOR)
