@@ -317,6 +317,7 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.sampling_pods",
     ("scaling.md", "What a training step saves"):
         "the compiler for TPUs: python -m benchmarks.remat_search",
+    ("scaling.md", "Restarts"): "a clock: python -m benchmarks.restarts",
     ("scaling.md", "Kernels of attention"):
         "the compiler for TPUs: python -m benchmarks.kernel_search",
     ("scaling.md", "Measured on a GPU"):
