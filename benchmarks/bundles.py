@@ -98,10 +98,10 @@ def cycles(text: str, programs: int, turns: int, are_usual: list[bool]) -> tuple
 
 @contextlib.contextmanager
 def written(*names: str) -> Iterator[Callable[[], dict[str, str]]]:
-    """A function that returns the schedules, by kernel, of the kernels compiled in this context
-    `names`, which are regular expressions; kernels of one name have numbers.
+    """A function that returns the schedules of kernels compiled in this context, by name.
 
-    The process may not have loaded the TPU library before.
+    `names` are regular expressions. Kernels of the same name differ in a number at its end. The
+    process must not have loaded the TPU library before.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Read when the TPU library is loaded.
@@ -120,9 +120,10 @@ def written(*names: str) -> Iterator[Callable[[], dict[str, str]]]:
 
 
 def seconds(schedules: dict[str, str], clock: float) -> dict[str, float]:
-    """The seconds of kernels on one core: all bundles of a step, with every branch, in each step.
+    """The seconds of kernels by name, where every step of the grid takes all branches.
 
-    A name without its number has the longest time, for kernels whose schedule was not written.
+    A name without its number has the longest time of its kernels. The compiler writes one schedule
+    for equal kernels.
     """
     found: dict[str, float] = {}
     for name, text in schedules.items():

@@ -719,7 +719,7 @@ class _Timeline:
     def _kernel(self, operation: Operation) -> None:
         """Adds the cost of a known kernel, or of an attention kernel's matrix products.
 
-        By its own estimate, a kernel may read a part of its operands.
+        A kernel that states its cost may read only a part of its operands.
         """
         of_all = self.kernels.get(re.sub(r"\.\d+$", "", operation.name))
         known = self.kernels.get(operation.name, of_all)

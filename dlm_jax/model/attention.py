@@ -231,9 +231,7 @@ def _turned(
 ) -> jax.Array:
     """`turned` by its formula."""
     if scale_K is not None:
-        scale_111K = jnp.expand_dims(scale_K, (0, 1, 2))
-        x32_BLHK = x_BLHK.astype(jnp.float32)
-        x_BLHK = cpu.rms_norm(x32_BLHK, scale_111K, epsilon=epsilon).astype(x_BLHK.dtype)
+        x_BLHK = cpu.rms_norm(x_BLHK, scale_K, epsilon=epsilon)
     size = 2 * cos_LK.shape[-1]
     if size == x_BLHK.shape[-1]:
         return cpu.rotate(x_BLHK, cos_LK, sin_LK)

@@ -49,20 +49,17 @@ class Norm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        axes = tuple(range(x.ndim - 1))
-        scale = jnp.expand_dims(self.scale[...], axes)
-        x32 = x.astype(jnp.float32)
         if self.bias is None:
-            return cpu.rms_norm(x32, scale, epsilon=self.epsilon).astype(x.dtype)
+            return cpu.rms_norm(x, self.scale[...], epsilon=self.epsilon)
+        x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = cpu.rms_norm(x32, scale, epsilon=self.epsilon)
-        return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)
+        y = cpu.rms_norm(x32, self.scale[...], epsilon=self.epsilon)
+        return (y + jnp.expand_dims(self.bias[...], tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm without a scale, computed in float32 and returned in the input's dtype."""
-    ones = jnp.ones((1,) * (x.ndim - 1) + x.shape[-1:], jnp.float32)
-    return cpu.rms_norm(x.astype(jnp.float32), ones, epsilon=epsilon).astype(x.dtype)
+    return cpu.rms_norm(x, jnp.ones(x.shape[-1:], jnp.float32), epsilon=epsilon)
 
 
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}

@@ -137,20 +137,13 @@ def lowered_step(
     return step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0))), task
 
 
-def plan(
-    config: Config,
-    mesh: Mesh,
-    tokenizer: Tokenizer | None = None,
-    *,
-    kernels: Callable[[], Mapping[str, float]] = dict,
-) -> Plan:
+def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
     """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
     Args:
       config: config with ``model.vocab_size`` set.
       mesh: mesh of the devices, which need not exist.
       tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
-      kernels: called after the compilation; seconds of Pallas kernels (`cost`).
 
     Raises:
       ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
@@ -175,7 +168,7 @@ def plan(
             "temporaries": found.temp_size_in_bytes,
         },
         at_best=cost(text, torus, "roof"),
-        at_worst=cost(text, torus, "cycles", kernels=kernels()),
+        at_worst=cost(text, torus, "cycles"),
         flops=model_flops(
             state.params, config.model, num_rows=train.batch_size, num_positions=config.data.seq_len
         )

@@ -37,13 +37,16 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
 
-    `scale` has the rank of `x`, the same size along the last axis, and size 1 along all other axes.
-    On CPU, an explicit backward pass stores `x` and one number per position, and reduces the
-    gradient of `scale` once.
+    The norm is computed in float32 and returned in the dtype of `x`. `scale` has the size of the
+    last axis, or the rank of `x` with size 1 along all other axes. On CPU, an explicit backward
+    pass stores `x` and one number per position, and reduces the gradient of `scale` once.
     """
+    x32 = x.astype(jnp.float32)
+    scale = jnp.expand_dims(scale, tuple(range(x.ndim - scale.ndim)))
     if platform() != "cpu":
-        return x * _per_root_mean_square(x, epsilon) * scale
-    return _rms_norm(x, scale, epsilon)
+        return (x32 * _per_root_mean_square(x32, epsilon) * scale).astype(x.dtype)
+    y: jax.Array = _rms_norm(x32, scale, epsilon)
+    return y.astype(x.dtype)
 
 
 def _per_root_mean_square(x: jax.Array, epsilon: float) -> jax.Array:

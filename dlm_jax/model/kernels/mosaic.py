@@ -43,8 +43,7 @@ def mosaic_window(
 ) -> jax.Array:
     """Computes `dlm_jax.model.kernels.triton.triton_window`, for any number of cached positions.
 
-    Queries of the heads of a group are computed together. Values and outputs are read and written
-    with the heads of a position side by side, as in projections.
+    Values and outputs have the heads of a position side by side in memory, as projections do.
     """
     num_rows, num_queries, num_heads, size = q_BWHK.shape
     num_groups, num_kept = own_BGWK[0].shape[1], seen[0].shape[3]
@@ -62,7 +61,7 @@ def mosaic_window(
     )
     grid = num_rows, num_groups // groups, q.shape[3] // queries, pl.cdiv(num_kept, keys)
     sums = pltpu.VMEM((groups, shared * queries, _LANES), jnp.float32)
-    y: jax.Array = pl.pallas_call(
+    y = pl.pallas_call(
         functools.partial(_kernel, num_kept=num_kept),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
