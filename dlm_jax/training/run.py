@@ -50,8 +50,8 @@ from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
+from dlm_jax.store.checkpoints import LocalCheckpoints
 from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
-from dlm_jax.store.local import LocalCheckpoints
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
     CONFIG,
