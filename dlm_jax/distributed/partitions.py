@@ -222,11 +222,23 @@ def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """Sharding of every leaf of a training state, whose leaves are arrays or their shapes."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, partition(path_name(path), leaf.shape, mesh)), tree
+    return map_named(
+        lambda path, leaf: NamedSharding(mesh, partition(path, leaf.shape, mesh)), tree
     )
 
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A pytree path as ``a/b/c``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The path (``a/b/c``) and the value of each leaf of a pytree."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` of a function that also takes the path (``a/b/c``) of a leaf."""
+    return jax.tree.map_with_path(
+        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
+    )

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from dlm_jax.config import ModelConfig, SampleConfig
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.types import Params
 
 _MISSING = object()
@@ -146,7 +145,7 @@ def pieces_of(
     `layers` maps each stack of blocks to its layer indices.
     """
     found: dict[str, list[TensorPart]] = {}
-    for path, leaf in leaves(abstract):
+    for path, leaf in named_leaves(abstract):
         if path not in sources:
             raise ValueError(
                 f"this family has no tensor for {path}; disable the feature that needs it"
@@ -179,10 +178,6 @@ def tensor_shapes(pieces: Mapping[str, list[TensorPart]]) -> dict[str, tuple[int
         ends = [max(pair) for pair in zip(ends, known, strict=False)]
         shapes[piece.tensor] = (*ends, *piece.shape[1:])
     return shapes
-
-
-def leaves(tree: Params) -> list[tuple[str, Any]]:
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import map_named
 from dlm_jax.published.family import TensorPart, read_json, tensor_shapes, without_twins
 from dlm_jax.types import Params
 
@@ -227,8 +227,7 @@ def read_params(
     any parameter is read, `finish` is called with the shapes of all parameters.
     """
 
-    def read(keys: Any, leaf: Any) -> Any:
-        path = path_name(keys)
+    def read(path: str, leaf: Any) -> Any:
         return jax.block_until_ready(finish(path, stored(path, leaf)))
 
     def stored(path: str, leaf: Any) -> jax.Array:
@@ -241,8 +240,8 @@ def read_params(
             return _put(shards, parts[0], leaf.shape, kind, sharding)
         return _stacked(shards, parts, leaf.shape, kind, sharding)
 
-    jax.tree_util.tree_map_with_path(lambda keys, leaf: finish(path_name(keys), leaf), abstract)
-    return jax.tree_util.tree_map_with_path(read, abstract)
+    map_named(finish, abstract)
+    return map_named(read, abstract)
 
 
 def _stored_dtype(shards: Shards, parts: list[TensorPart]) -> np.dtype:

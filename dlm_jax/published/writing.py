@@ -16,10 +16,11 @@ import numpy as np
 
 from dlm_jax.config import Config, SampleConfig
 from dlm_jax.data import HubTokenizer
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.directory import implied_sample
 from dlm_jax.published.families import family_for
-from dlm_jax.published.family import Family, TensorPart, leaves, pieces_of, tensor_shapes
+from dlm_jax.published.family import Family, TensorPart, pieces_of, tensor_shapes
 from dlm_jax.published.special import settings_fields, write_tokenizer
 from dlm_jax.published.tensors import DTYPES, INDEX, SINGLE
 from dlm_jax.store.files import refused_unless_full
@@ -120,7 +121,7 @@ def _config_fields(
 def _write_weights(
     directory: Path, params: Params, pieces: Mapping[str, list[TensorPart]], max_bytes: int
 ) -> None:
-    values = dict(leaves(params))
+    values = dict(named_leaves(params))
     shapes = tensor_shapes(pieces)
     parts: dict[str, list[tuple[TensorPart, Any]]] = {name: [] for name in shapes}
     for path, own in pieces.items():

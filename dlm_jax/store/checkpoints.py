@@ -47,7 +47,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import gathered, on_first_process
 from dlm_jax.store import files
 from dlm_jax.store.checkpoint_files import (
@@ -86,8 +86,8 @@ def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
     """
     specs: dict[str, Any] = {}
     found: list[tuple[str, Any, jax.Array]] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name, array = path_name(path), plain(leaf)
+    for name, leaf in named_leaves(state):
+        array = plain(leaf)
         specs[name] = {
             "shape": list(array.shape),
             "chunks": [max(1, size) for size in array.sharding.shard_shape(array.shape)],
@@ -183,8 +183,8 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
 
 def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
     """The saved arrays. `sharding_of` maps each abstract leaf to the sharding of its array."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
+    leaves = named_leaves(abstract)
+    opened = [_opened(step, name, None, create=False) for name, _ in leaves]
     pending = []
     for (_, leaf), future in zip(leaves, opened, strict=True):
         store = future.result()
@@ -194,7 +194,7 @@ def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any])
             for index in sharding.addressable_devices_indices_map(store.shape).values()
         }
         pending.append((leaf, store.shape, sharding, reads))
-    return jax.tree.unflatten(structure, [
+    return jax.tree.unflatten(jax.tree.structure(abstract), [
         _assembled(leaf, shape, sharding, lambda index, reads=reads: reads[str(index)].result())
         for leaf, shape, sharding, reads in pending
     ])  # fmt: skip
@@ -485,9 +485,7 @@ def load_params(
         wanted = {entry: abstract_params(meta)}
         check_same_leaves(describe(wanted, "abstract_params"), saved, path)
     if place is not None:
-        wanted = {entry: jax.tree_util.tree_map_with_path(
-            lambda path, leaf: place(path_name(path), leaf), wanted[entry]
-        )}  # fmt: skip
+        wanted = {entry: map_named(place, wanted[entry])}
     return _read_arrays(path, wanted, partial=True)[entry], meta
 
 
@@ -641,17 +639,17 @@ class LocalCheckpoints:
         places = self._places(path)
         content = np.memmap(path / "state", np.uint8, "r")
 
-        def restored(keys: Any, leaf: Any) -> jax.Array:
+        def restored(name: str, leaf: Any) -> jax.Array:
             data = jax.eval_shape(plain, leaf)
             shape = leaf.sharding.shard_shape(data.shape)
 
             def shard(index: Any) -> np.ndarray:
-                first, size = places[path_name(keys), _bounds(index, data.shape)]
+                first, size = places[name, _bounds(index, data.shape)]
                 return np.array(content[first : first + size].view(data.dtype).reshape(shape))
 
             return _assembled(leaf, data.shape, leaf.sharding, shard)
 
-        return jax.tree_util.tree_map_with_path(restored, abstract_state)
+        return map_named(restored, abstract_state)
 
     def _fits(self, step: int, abstract_state: Any) -> bool:
         """Whether the checkpoint is intact and has all shards of the devices of this process."""
@@ -662,8 +660,8 @@ class LocalCheckpoints:
             self._report(f"the local checkpoint of step {step} is not used: {error}")
             return False
         return all(
-            (path_name(keys), bounds) in places
-            for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract_state)[0]
+            (name, bounds) in places
+            for name, leaf in named_leaves(abstract_state)
             for bounds in _own_bounds(leaf)
         )
 
@@ -710,10 +708,10 @@ def _own_bounds(leaf: Any) -> set[tuple[int, ...]]:
 def _own_shards(state: Any) -> dict[Piece, np.ndarray]:
     """Copies of the different shards on the devices of this process."""
     found: dict[Piece, Any] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for name, leaf in named_leaves(state):
         array = plain(leaf)
         for shard in array.addressable_shards:
-            found[path_name(keys), _bounds(shard.index, array.shape)] = shard.data
+            found[name, _bounds(shard.index, array.shape)] = shard.data
     for data in found.values():
         data.copy_to_host_async()
     # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.

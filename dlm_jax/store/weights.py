@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
 from dlm_jax.store.files import refused_unless_full, replacing
 
@@ -58,8 +58,7 @@ def save_weights(
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     check_not_quantised(params)
     tensors = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = path_name(keys)
+    for name, leaf in named_leaves(params):
         value = np.asarray(leaf)
         if not (np.abs(value) <= np.finfo(dtype).max).all():
             raise ValueError(f"parameter {name} does not fit in {dtype}; use float32")

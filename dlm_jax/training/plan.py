@@ -19,7 +19,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
-from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
+from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, named_leaves
 from dlm_jax.randomness import key_of
 from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.training.train_step import TrainState, make_train_step
@@ -45,8 +45,8 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     in_products = sum(
         math.prod(leaf.shape)
         * _share_met(path, leaf, config)
-        * (2 if kind == "block_causal" and "blocks" in path_name(path).split("/")[0] else 1)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        * (2 if kind == "block_causal" and "blocks" in path.split("/")[0] else 1)
+        for path, leaf in named_leaves(params)
     )
     inner = config.heads * config.size_of_head
     pairs = num_positions / 2 if kind == "causal" else num_positions
@@ -56,11 +56,11 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     return float(num_rows * num_positions * per_token)
 
 
-def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
+def _share_met(path: str, leaf: Any, config: ModelConfig) -> float:
     """The fraction of a parameter that one token uses. For the parameters of experts, this is the
     fraction of the experts to which a token is routed.
     """
-    last = path_name(path).split("/")[-1]
+    last = path.split("/")[-1]
     if last.startswith("expert_"):
         return config.experts_per_token / config.experts
     return float(last == "kernel" or (last == "embedding" and config.tied_head))
@@ -265,8 +265,8 @@ def _places(found: Plan) -> list[str]:
         for kind, shape in shapes.items()
     ]
     arrays = [
-        (path_name(path), leaf.shape, leaf.sharding.spec)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(found.state.params)[0]
+        (path, leaf.shape, leaf.sharding.spec)
+        for path, leaf in named_leaves(found.state.params)
         if len(leaf.shape) > 1
     ]
     return [

@@ -40,7 +40,13 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.memory import device_bytes, require_room
 from dlm_jax.distributed.mesh import fsdp_for
-from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
+from dlm_jax.distributed.partitions import (
+    batch_sharding,
+    make_mesh,
+    map_named,
+    named_leaves,
+    share_of_batch,
+)
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP
@@ -257,8 +263,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
       places: result of `places_of`.
     """
 
-    def move(path: Any, given: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    def move(name: str, given: Any) -> Any:
         own: Any = fresh
         for part in name.split("/") if name in _AXES else ():
             own = own.get(part) if isinstance(own, dict) else None
@@ -274,7 +279,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
         whole[(slice(None),) * axis + (places,)] = np.asarray(given, np.float32)
         return whole
 
-    return jax.tree_util.tree_map_with_path(move, params)
+    return map_named(move, params)
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
@@ -423,10 +428,10 @@ def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None
 def _laid_out(where: str, own: Params, given: Params) -> Params:
     """The given parameters with the dtypes and shardings of this run."""
 
-    def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
+    def take(path: str, own: jax.Array, given: Any) -> jax.Array:
         if given.shape != own.shape:
             raise ValueError(
-                f"{where} has {path_name(path)} of shape {given.shape}, but the config requires "
+                f"{where} has {path} of shape {given.shape}, but the config requires "
                 f"{own.shape}; use the [model] of the other run"
             )
         return jax.device_put(np.asarray(given, own.dtype), own.sharding)
@@ -434,7 +439,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
     for name in own:
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
             raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
-    return jax.tree_util.tree_map_with_path(take, own, given)
+    return map_named(take, own, given)
 
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
@@ -443,8 +448,7 @@ def _with_params(state: TrainState, params: Params) -> TrainState:
 
 
 def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
-    own = {path_name(path): leaf.sharding
-           for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
+    own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
     found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
     given = found.params
     fresh = [name for name in state.params if name not in given]

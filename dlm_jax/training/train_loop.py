@@ -31,7 +31,7 @@ from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.memory import require_working_room
 from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.distributed.partitions import batch_sharding, named_leaves, share_of_batch
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
@@ -183,8 +183,8 @@ def parameters_by_part(params: Params) -> dict[str, int]:
     blocks.
     """
     sizes: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        names = [str(getattr(key, "key", key)) for key in path]
+    for path, leaf in named_leaves(params):
+        names = path.split("/")
         part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes
