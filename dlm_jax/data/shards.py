@@ -39,8 +39,7 @@ from array_record.python import array_record_module  # pyright: ignore
 from etils import epath
 
 from dlm_jax.data.rows import Mapped
-from dlm_jax.data.tokenizer_kinds import from_json
-from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.data.tokenizers import Tokenizer, from_json
 from dlm_jax.store.files import (
     Damaged,
     copy_whole,

@@ -15,8 +15,7 @@ from dlm_jax.data.corpus import load_corpus
 from dlm_jax.data.pipeline import train_dataset, validation_windows
 from dlm_jax.data.rows import open_tokens
 from dlm_jax.data.text import BUILTIN_CORPUS
-from dlm_jax.data.tokenizer_kinds import TOKENIZERS
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer
+from dlm_jax.data.tokenizers import TOKENIZERS, ByteTokenizer, CharacterTokenizer
 
 TEXT = "".join(f"line {i:04d} of the text\n" for i in range(400))
 
