@@ -31,7 +31,7 @@ from dlm_jax import devices
 from dlm_jax.config import Config, HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import map_named, named_leaves, partition
 from dlm_jax.heads import MAIN, Head
-from dlm_jax.training.stages import KEPT, Stage, group_of
+from dlm_jax.training.train_step import KEPT, Stage, group_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration on the singular values (Jordan et al. 2024)."""

@@ -70,9 +70,7 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
-from dlm_jax.training.goodput import WallClock
-from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers, replace_text
-from dlm_jax.training.stages import Stage
+from dlm_jax.training.metrics import METRICS, WallClock, check_metrics, check_trackers, replace_text
 from dlm_jax.training.tasks import (
     MakeHead,
     MakeNetwork,
@@ -82,6 +80,7 @@ from dlm_jax.training.tasks import (
     make_task,
 )
 from dlm_jax.training.train_step import (
+    Stage,
     TrainState,
     check_adds_up,
 )

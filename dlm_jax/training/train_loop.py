@@ -36,8 +36,7 @@ from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
-from dlm_jax.training.goodput import STEPS
-from dlm_jax.training.metrics import Journal
+from dlm_jax.training.metrics import STEPS, Journal
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOptimizer

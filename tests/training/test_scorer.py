@@ -25,8 +25,7 @@ from dlm_jax.diffusion.objectives import Batch, Mixture
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.store import Checkpoints
 from dlm_jax.training.run import begin_with
-from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.train_step import TrainState, make_train_step
+from dlm_jax.training.train_step import Stage, StageLoss, TrainState, make_train_step
 from dlm_jax.types import live_positions
 
 ROWS, POSITIONS = 8, 8
