@@ -38,8 +38,7 @@ from dlm_jax.data import (
 from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.memory import device_bytes, require_room
-from dlm_jax.distributed.mesh import fsdp_for
+from dlm_jax.distributed.mesh import device_bytes, fsdp_for, require_room
 from dlm_jax.distributed.partitions import (
     batch_sharding,
     make_mesh,

@@ -29,8 +29,7 @@ import dlm_jax.config as configs
 from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.distributed.memory import require_working_room
-from dlm_jax.distributed.mesh import CHIPS
+from dlm_jax.distributed.mesh import CHIPS, require_working_room
 from dlm_jax.distributed.partitions import batch_sharding, named_leaves, share_of_batch
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
