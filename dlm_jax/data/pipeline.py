@@ -112,7 +112,7 @@ def train_batches(
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
             raise ValueError(f"{field}={value} is negative; use 0 or more")
-    dataset = train_dataset(
+    dataset = read = train_dataset(
         source,
         seq_len=seq_len,
         batch_size=batch_size,
@@ -121,11 +121,18 @@ def train_batches(
         process_count=process_count,
     )
     if took is not None:
-        dataset = grain.MapDataset.range(sys.maxsize).map(_Timed(dataset, took))
+
+        def timed(step: int) -> Any:
+            start = time.perf_counter()
+            batch = dataset[step]
+            took(time.perf_counter() - start)
+            return batch
+
+        read = grain.MapDataset.range(sys.maxsize).map(timed)
     # One thread is enough, because a batch takes far less time than a step; more threads would
     # compete for the GIL.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
-    batches = iter(dataset.to_iter_dataset(options))
+    batches = iter(read.to_iter_dataset(options))
     grain.experimental.set_next_index(batches, start_step)
     return batches
 
@@ -271,20 +278,6 @@ class _ReadBatch:
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
         return _shuffled(index, size=size, seed=shuffle_seed), epoch_bits
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """Maps a step to its batch, and reports the seconds that the batch took."""
-
-    dataset: grain.MapDataset
-    took: Callable[[float], None]
-
-    def __call__(self, step: int) -> Columns:
-        start = time.perf_counter()
-        batch: Any = self.dataset[step]
-        self.took(time.perf_counter() - start)
-        return batch
 
 
 def _shuffled(index: int, *, size: int, seed: int) -> int:

@@ -17,19 +17,19 @@ read.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from dlm_jax.store.files import refused_unless_full, replacing
+from dlm_jax.store.files import crc_of, refused_unless_full, replacing
 
 _CHECKSUM_BYTES = 4
-_CHUNK_BYTES = 1 << 24
+# The CRC32 of any bytes followed by their own CRC32.
+_CRC_OF_WHOLE = 0x2144DF1C
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -62,8 +62,7 @@ def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
         with replacing(path) as file:
             np.save(file, np.ascontiguousarray(ids, id_dtype(vocab_size)))
             file.seek(0)
-            checksum = _crc32(file, os.fstat(file.fileno()).st_size)
-            file.seek(0, os.SEEK_END)
+            checksum = crc_of(file)
             file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
 
 
@@ -90,21 +89,9 @@ def is_intact(path: Path) -> bool:
     try:
         open_tokens(path)
         with path.open("rb") as file:
-            checksum = _crc32(file, path.stat().st_size - _CHECKSUM_BYTES)
-            return file.read() == checksum.to_bytes(_CHECKSUM_BYTES, "little")
+            return crc_of(file) == _CRC_OF_WHOLE
     except (ValueError, OSError):
         return False
-
-
-def _crc32(file: IO[bytes], num_bytes: int) -> int:
-    """Returns the CRC32 of the next `num_bytes` bytes of `file`, and advances the file position."""
-    checksum, left = 0, num_bytes
-    while left > 0:
-        chunk = file.read(min(left, _CHUNK_BYTES))
-        if not chunk:
-            break
-        checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
-    return checksum
 
 
 Columns = dict[str, np.ndarray]

@@ -338,12 +338,10 @@ class Checkpoints:
         """Ends all threads without waiting for other processes."""
         self._close(together=False)
 
-    def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
-        """The metadata of the checkpoint that `restore` would return, with the same arguments and
-        errors.
-        """
+    def read_meta(self, *, report: Report | None = None) -> dict[str, Any]:
+        """The metadata of the newest usable checkpoint, with the errors of `restore`."""
         self.wait()
-        return _read_meta(self._usable(step, None, report)[1])
+        return _read_meta(self._usable(None, None, report)[1])
 
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None

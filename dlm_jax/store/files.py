@@ -112,22 +112,18 @@ def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
         probe.unlink()
 
 
-def files_under(directory: epath.Path) -> list[epath.Path]:
-    """All files under a directory or a prefix, sorted."""
-    found: list[epath.Path] = []
-    for path in directory.iterdir():
-        found += files_under(path) if path.is_dir() else [path]
-    return sorted(found)
+def crc_of(file: IO[bytes], crc: int = 0) -> int:
+    """The CRC32 of the rest of a file, given the `crc` of the bytes before it."""
+    while chunk := file.read(_CHUNK):
+        crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """Returns (size in bytes, CRC32) of a file, which is read in chunks."""
-    size = crc = 0
+    """Returns (size in bytes, CRC32) of a file."""
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
-    return size, crc
+        crc = crc_of(file)
+        return file.tell(), crc
 
 
 def copy_whole(source: epath.Path, target: epath.Path) -> None:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
-from dlm_jax.store.files import refused_unless_full, replacing
+from dlm_jax.store.files import crc_of, refused_unless_full, replacing
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
@@ -33,7 +33,6 @@ _KEY = "dlm_jax"
 _CHECKSUM = "crc32_of_file"
 _DIGITS = re.compile(rb'"crc32_of_file": ?"([0-9a-f]{8})"')
 _NO_DIGITS = "0" * 8
-_PART = 1 << 26
 _NUMPY_OF = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
 
 
@@ -162,10 +161,7 @@ def _checksum_of(path: Path) -> int:
         head = bytearray(size + file.read(int.from_bytes(size, "little")))
         place = _place_of_digits(head)
         head[place : place + 8] = _NO_DIGITS.encode()
-        crc = zlib.crc32(head)
-        while part := file.read(_PART):
-            crc = zlib.crc32(part, crc)
-    return crc
+        return crc_of(file, zlib.crc32(head))
 
 
 def _place_of_digits(content: bytes | bytearray) -> int:

@@ -87,7 +87,7 @@ def test_an_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    for name in ("_crc32", "os.replace"):
+    for name in ("crc_of", "os.replace"):
         with monkeypatch.context() as patch:
             patch.setattr(f"{rows.__name__}.{name}", interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def test_a_killed_writer_leaves_no_file_of_that_name_and_its_rest_is_cleared(tmp
     program = (
         "import os, sys, pathlib, numpy as np\n"
         "from dlm_jax.data import rows\n"
-        "rows._crc32 = lambda *_: os.kill(os.getpid(), 9)\n"
+        "rows.crc_of = lambda *_: os.kill(os.getpid(), 9)\n"
         "rows.write_tokens(pathlib.Path(sys.argv[1]), np.arange(9), vocab_size=9)\n"
     )
     root = Path(__file__).parents[2]
