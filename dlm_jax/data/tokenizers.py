@@ -24,6 +24,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from dlm_jax.store.files import said
+
 SPECIALS = ("mask", "pad", "bos", "eos")
 
 # Bytes that never occur in UTF-8, which a model must not write.
@@ -319,9 +321,8 @@ class SubwordTokenizer:
             self._read(data)
         # The library raises plain Exception, and files from other programs can cause any error.
         except Exception as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
-                f"the tokenizer.json is broken ({reason}); "
+                f"the tokenizer.json is broken ({said(error)}); "
                 "use a file written by the `tokenizers` library"
             ) from None
 
@@ -711,8 +712,8 @@ def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Token
         plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
     # The library raises plain Exception, and files from other programs can cause any error.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"the tokenizer.json is broken ({reason}); download it again") from None
+        why = f"the tokenizer.json is broken ({said(error)}); download it again"
+        raise ValueError(why) from None
     plain.encode_special_tokens = True
     return content, plain, marked
 

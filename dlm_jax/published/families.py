@@ -6,7 +6,6 @@ with experts are LLaDA-MoE, LLaDA2.0 and 2.1, and SDAR with experts.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ from dlm_jax.published.family import (
     qwen_sources,
 )  # fmt: skip
 from dlm_jax.published.gemma import DIFFUSION_GEMMA
-from dlm_jax.settings import brief
+from dlm_jax.settings import brief, closest
 
 # The default RoPE base, for a config.json without one.
 _ROPE_THETA = 10000.0
@@ -501,10 +500,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{where}: architectures is absent and model_type={kind!r} does not identify the "
             f"family; add one of {', '.join(known)}"
         )
-    near = difflib.get_close_matches(named[0][:60], known, n=1, cutoff=0.0)
     raise ValueError(
         f"{where}: architectures={brief(named)} is not a supported family; the nearest is "
-        f"{near[0]!r}, and docs/published.md lists all"
+        f"{closest(named[0][:60], known)!r}, and docs/published.md lists all"
     )
 
 

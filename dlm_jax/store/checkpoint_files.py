@@ -158,6 +158,13 @@ def remove(path: Path) -> None:
     located(path).rmtree(missing_ok=True)
 
 
+def remove_from(root: Path, step: int) -> None:
+    """Deletes the complete checkpoints of `step` and later steps."""
+    for later in complete_steps(root):
+        if later >= step:
+            remove(step_path(root, later))
+
+
 def prune(root: Path, *, keep: int) -> None:
     """Deletes all complete checkpoints except the ``keep`` newest."""
     for step in complete_steps(root)[:-keep]:

@@ -65,7 +65,6 @@ from dlm_jax.store.checkpoint_files import (
     newest_usable,
     plain,
     prune,
-    remove,
     step_path,
 )
 from dlm_jax.store.files import AnyPath, is_remote, sync
@@ -279,7 +278,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, exc_type: object, *_: object) -> None:
-        self._close(together=exc_type is None)
+        # After an exception, a process does not wait for the others, which may have ended.
+        self.close(together=exc_type is None)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order, without a save in progress."""
@@ -331,17 +331,20 @@ class Checkpoints:
                 pending.result()
             on_first_process(pending.result)
 
-    def close(self) -> None:
-        self._close(together=True)
-
-    def abandon(self) -> None:
-        """Ends all threads without waiting for other processes."""
-        self._close(together=False)
+    def close(self, *, together: bool = True) -> None:
+        """Ends all threads, and waits for a save in progress and other processes if `together`."""
+        try:
+            if together:
+                self.wait()
+        finally:
+            self._finisher.shutdown()
+            self._writer.close()
+            self.when_closed.close()
 
     def read_meta(self, *, report: Report | None = None) -> dict[str, Any]:
         """The metadata of the newest usable checkpoint, with the errors of `restore`."""
         self.wait()
-        return _read_meta(self._usable(None, None, report)[1])
+        return _read_meta(_newest(self.directory, None, None, report, self._checked)[1])
 
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
@@ -362,14 +365,9 @@ class Checkpoints:
         """
         self.wait()
         leaves = describe(abstract_state, "abstract_state")
-        found, path = self._usable(step, leaves, report)
+        found, path = _newest(self.directory, step, leaves, report, self._checked)
         state = _read_arrays(path, abstract_state, partial=False)
         return Restored(found, state, _read_meta(path))
-
-    def _usable(
-        self, step: int | None, leaves: Leaves | None, report: Report | None
-    ) -> tuple[int, Path]:
-        return _newest(self.directory, step, leaves, report, self._checked)
 
     def _written(self, step: int) -> Path:
         path = step_path(self.directory, step)
@@ -411,16 +409,6 @@ class Checkpoints:
             self._written(step).rename(step_path(self.directory, step))
             sync(self.directory)
             prune(self.directory, keep=self._keep)
-
-    def _close(self, *, together: bool) -> None:
-        try:
-            if together:
-                self.wait()
-        finally:
-            # After an exception, a process does not wait for the others, which may have ended.
-            self._finisher.shutdown()
-            self._writer.close()
-            self.when_closed.close()
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
@@ -621,12 +609,6 @@ class LocalCheckpoints:
         }
         common = set.intersection(*gathered(usable))
         return max((step for step, _ in common), default=None)
-
-    def remove_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, which the run repeats."""
-        for later in complete_steps(self.directory):
-            if later > step:
-                remove(step_path(self.directory, later))
 
     def read_meta(self, step: int) -> dict[str, Any]:
         return json.loads((step_path(self.directory, step) / "meta").read_text(encoding="utf-8"))

@@ -80,12 +80,12 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise ValueError(
-            f"{what}={location} is not allowed ({_said(error)}); check the read and write "
+            f"{what}={location} is not allowed ({said(error)}); check the read and write "
             f"permissions"
         ) from None
     except FileNotFoundError as error:
         raise ValueError(
-            f"{what}={location} does not exist ({_said(error)}); check the bucket and the path"
+            f"{what}={location} does not exist ({said(error)}); check the bucket and the path"
         ) from None
     except ValueError:
         raise
@@ -93,7 +93,7 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
         if is_full(error) or not (is_remote(location) or isinstance(error, OSError)):
             raise
         raise ValueError(
-            f"{what}={location} cannot be reached ({_said(error)}); check the network, the "
+            f"{what}={location} cannot be reached ({said(error)}); check the network, the "
             "credentials and the endpoint"
         ) from None
 
@@ -247,7 +247,8 @@ def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
         raise ValueError(f"{what} cannot be written: {error.strerror}; {remedy}") from error
 
 
-def _said(error: Any) -> str:
+def said(error: Exception) -> str:
+    """The message of an error on one line of at most 200 characters, or the name of its type."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

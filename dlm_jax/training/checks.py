@@ -99,7 +99,7 @@ def facts_of(config: Config) -> dict[str, Any]:
     """Values that all processes of a run must share: the config without local paths, the version of
     JAX, and its settings.
     """
-    local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
+    local, flat = configs.keys(Trait.LOCAL), configs.flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     # All processes look for local checkpoints together.
     facts["train.local_checkpoint_dir is set"] = bool(config.train.local_checkpoint_dir)
@@ -134,7 +134,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         there, here = (found["version of jax"] for found in (drawn, draws))
         what = f"that used jax {there}, which draws different random numbers from jax {here}"
         return what, f"use jax {there}"
-    here, there = _flat(meta["config"]), _flat(saved["config"])
+    here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
     # A head may be trained on rows that were filled with the recommended settings.
     heads = [head for head in HEADS if head.switch and here[f"model.{head.switch}"]]
@@ -181,11 +181,11 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     if not read_records(path):
         return
     try:
-        there = _flat(configs.to_dict(configs.load(str(config_path))))
+        there = configs.flat(configs.to_dict(configs.load(str(config_path))))
     except ValueError as error:
         why = f"its config is unknown: {error}"
     else:
-        here = _flat(configs.to_dict(asked))
+        here = configs.flat(configs.to_dict(asked))
         # Without a checkpoint, there is no checksum of the text to compare.
         free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
         differing = [key for key in here if key not in free and here[key] != there[key]]
@@ -219,11 +219,3 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
         f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result differs "
         f"from a run of {after} steps"
     )
-
-
-def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{section}.{name}": value
-        for section, values in config.items()
-        for name, value in values.items()
-    }

@@ -21,7 +21,15 @@ from typing import Any, TextIO
 import jax
 import jax.monitoring
 
-from dlm_jax.store.files import Damaged, has_crc, remove_leftovers, replacing, with_crc, without_crc
+from dlm_jax.store.files import (
+    Damaged,
+    has_crc,
+    remove_leftovers,
+    replacing,
+    said,
+    with_crc,
+    without_crc,
+)
 
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
@@ -373,8 +381,7 @@ class Journal:
         try:
             yield
         except Exception as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            self._report(f"warning: {what} ({why}); training continues")
+            self._report(f"warning: {what} ({said(error)}); training continues")
 
 
 def wall_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -10,19 +10,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Setup, Tokenizer
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, named_leaves
 from dlm_jax.randomness import key_of
 from dlm_jax.training.tasks import Task, make_task
-from dlm_jax.training.train_step import TrainState, make_train_step
+from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
 from dlm_jax.types import Params
 
 
@@ -129,12 +127,8 @@ def lowered_step(
         accumulate=train.accumulate, ema_decay=config.optim.ema_decay,
         compiler_options=config.mesh.compiler_options,
     )  # fmt: skip
-    rows = batch_sharding(mesh, train.batch_size)
-    columns: list[Any] = [
-        jax.ShapeDtypeStruct((train.batch_size, *more), jnp.int32, sharding=rows)
-        for more in ((config.data.seq_len,), (), ())
-    ]
-    return step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0))), task
+    batch = abstract_batch(config, batch_sharding(mesh, train.batch_size))
+    return step.lower(state, batch, jax.eval_shape(lambda: key_of(0))), task
 
 
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:

@@ -54,7 +54,7 @@ from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
-from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
+from dlm_jax.store.checkpoint_files import complete_steps, remove_from
 from dlm_jax.store.checkpoints import LocalCheckpoints
 from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
 from dlm_jax.store.weights import path_of_model
@@ -531,7 +531,7 @@ class Best:
 
     def close(self) -> None:
         """Stops all threads. A save without a later `wait` can be lost."""
-        self._checkpoints.abandon()
+        self._checkpoints.close(together=False)
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
         """The value of the saved model; None if there is no saved model or if other windows were
@@ -567,9 +567,7 @@ class Best:
 
     def _remove_from(self, step: int) -> None:
         self._check()
-        for later in complete_steps(self._checkpoints.directory):
-            if later >= step:
-                remove(step_path(self._checkpoints.directory, later))
+        remove_from(self._checkpoints.directory, step)
 
 
 @dataclasses.dataclass(frozen=True)

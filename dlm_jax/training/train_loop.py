@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import dlm_jax.config as configs
@@ -35,6 +34,7 @@ from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
+from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.training.metrics import STEPS, Journal
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
@@ -42,6 +42,7 @@ from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOpt
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
+    abstract_batch,
     compile_eval_step,
     make_train_step,
 )
@@ -267,7 +268,7 @@ class _Loop:
         )  # fmt: skip
         if run.task.rollouts is None:
             self._clock.charge("other")
-            self._compile_train_step(_abstract_batch(run, self._rows))
+            self._compile_train_step(abstract_batch(config, self._rows))
             self._clock.charge("compile")
         self._meter = Meter(run, self._shares)
         self._batches = train_batches(
@@ -294,7 +295,8 @@ class _Loop:
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
         if run.local is not None:
-            run.local.remove_after(self.step)
+            # The run repeats the later steps.
+            remove_from(run.local.directory, self.step + 1)
         self._clock.resume(run.saved, self._journal.last)
         self._clock.charge("other")
         self._first, self._since = self.step, time.perf_counter()
@@ -490,15 +492,6 @@ class _Loop:
         spent = time.perf_counter() - start
         self._since += spent
         self._idle += spent
-
-
-def _abstract_batch(run: Run, rows: NamedSharding) -> Batch:
-    size = run.config.train.batch_size
-    columns: list[Any] = [
-        jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
-        for shape in ((size, run.config.data.seq_len), (size,), (size,))
-    ]
-    return Batch(*columns)
 
 
 def _windows_of(run: Run) -> dict[str, np.ndarray]:

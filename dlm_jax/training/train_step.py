@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
+from dlm_jax.config import Config
 from dlm_jax.diffusion.losses import Loss, hidden_of
 from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture, NetworkObjective
 from dlm_jax.distributed import compiler
@@ -298,6 +299,16 @@ def abstract_state(
         shapes,
         shardings(shapes, mesh),
     )
+
+
+def abstract_batch(config: Config, rows: NamedSharding) -> Batch:
+    """The shapes and the sharding of the rows of a step."""
+    size = config.train.batch_size
+    columns: list[Any] = [
+        jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+        for shape in ((size, config.data.seq_len), (size,), (size,))
+    ]
+    return Batch(*columns)
 
 
 def _new_state(

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.store import checkpoints as checkpoints_module
-from dlm_jax.store.checkpoint_files import step_path
+from dlm_jax.store.checkpoint_files import remove_from, step_path
 from dlm_jax.store.checkpoints import LocalCheckpoints
 
 META = {"run": "a"}
@@ -92,7 +92,7 @@ def test_a_failed_save_is_reported_and_later_steps_are_removed_before_they_are_r
     checkpoints.save(5, _state(5), META)
     checkpoints.wait()
     assert len(lines) == 1 and lines[0].startswith("warning: no local checkpoint (step=5")
-    checkpoints.remove_after(4)
+    remove_from(checkpoints.directory, 5)
     checkpoints.save(5, _state(5), META)
     checkpoints.wait()
     assert checkpoints.newest(_abstract(_state(0))) == 5
