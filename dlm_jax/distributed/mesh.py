@@ -213,12 +213,7 @@ def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
     for place, group in enumerate(rows):
         for device in group:
             held[device.process_index].add(place)
-    return all(_is_run(places) for places in held.values())
-
-
-def _is_run(places: Iterable[int]) -> bool:
-    found = sorted(places)
-    return found[-1] - found[0] + 1 == len(found)
+    return all(max(places) - min(places) + 1 == len(places) for places in held.values())
 
 
 _NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")

@@ -200,9 +200,17 @@ def _read_fast_dllm(fields: FileFields) -> ModelConfig:
     )  # fmt: skip
 
 
-def _read_causal(fields: FileFields, **settings: Any) -> ModelConfig:
-    # `read_published` replaces the start id.
-    return _read_qwen(fields, attention_type="causal", start_id=0, **settings)
+def _causal(name: str, architecture: str, **settings: bool) -> Family:
+    return Family(
+        name=name,
+        architectures=(architecture,),
+        model_type=name,
+        # `read_published` replaces the start id.
+        read=lambda fields: _read_qwen(fields, attention_type="causal", start_id=0, **settings),
+        write=_write_qwen,
+        sources=qwen_sources,
+        presets=CAUSAL,
+    )
 
 
 def _read_moe(fields: FileFields) -> ModelConfig:
@@ -443,33 +451,9 @@ FAMILIES: dict[str, Family] = {
             presets=SDAR,
             idle=_IDLE_OF_SDAR,
         ),
-        Family(
-            name="qwen2",
-            architectures=("Qwen2ForCausalLM",),
-            model_type="qwen2",
-            read=lambda fields: _read_causal(fields, qkv_bias=True),
-            write=_write_qwen,
-            sources=qwen_sources,
-            presets=CAUSAL,
-        ),
-        Family(
-            name="qwen3",
-            architectures=("Qwen3ForCausalLM",),
-            model_type="qwen3",
-            read=lambda fields: _read_causal(fields, qk_norm=True),
-            write=_write_qwen,
-            sources=qwen_sources,
-            presets=CAUSAL,
-        ),
-        Family(
-            name="llama",
-            architectures=("LlamaForCausalLM",),
-            model_type="llama",
-            read=_read_causal,
-            write=_write_qwen,
-            sources=qwen_sources,
-            presets=CAUSAL,
-        ),
+        _causal("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+        _causal("qwen3", "Qwen3ForCausalLM", qk_norm=True),
+        _causal("llama", "LlamaForCausalLM"),
         DIFFUSION_GEMMA,
     )
 }

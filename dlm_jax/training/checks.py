@@ -109,12 +109,11 @@ def facts_of(config: Config) -> dict[str, Any]:
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises ValueError if settings or data would change the result of a resumed run.
 
+    The message names the first difference and the remedy.
+
     Args:
       meta: metadata of this run, see `Run`.
       saved: metadata of the checkpoints in the directory.
-
-    Raises:
-      ValueError: the runs differ. The message names the first difference and the remedy.
     """
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
@@ -173,9 +172,6 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     Args:
       asked: config of the new run, without values that depend on the data.
       out_dir: ``train.out_dir``.
-
-    Raises:
-      ValueError: the metrics belong to a run with another config, or cannot be read.
     """
     path, config_path = out_dir / METRICS, out_dir / CONFIG
     if not read_records(path):

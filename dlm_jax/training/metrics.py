@@ -115,11 +115,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(path: Path, identity: str) -> None:
-    """Raises ValueError if the run with this identity cannot continue the metrics file.
-
-    Raises:
-      ValueError: a line belongs to another run, or `read_records` raises.
-    """
+    """Raises ValueError if the run with this identity cannot continue the metrics file."""
     runs = {record.get("run", "") for record in read_records(path)}
     if others := runs - {identity}:
         raise ValueError(
@@ -156,13 +152,8 @@ def plot_losses(
 ) -> None:
     """Plots the training loss and each of its parts over the steps as a PNG.
 
-    Nothing is plotted without training records. Requires matplotlib (extra ``plots``).
-
-    Args:
-      records: the records of a metrics file.
-      path: path of the PNG.
-      held_out: evaluation metric to plot with the losses.
-      unit: unit of all curves.
+    Nothing is plotted without training records. Requires matplotlib (extra ``plots``). `held_out`
+    is the evaluation metric to plot with the losses.
     """
     curves = loss_curves(records, held_out)
     if not curves:
@@ -231,11 +222,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError if the package of a tracker is not installed.
-
-    Raises:
-      ValueError: the message names the tracker, the package and the extra that installs it.
-    """
+    """Raises ValueError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
@@ -301,16 +288,9 @@ Records of later steps are dropped. A tracker has the methods ``write(record)`` 
 class Journal:
     """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
 
-    A failed tracker or plot is reported once and does not end the run.
-
-    Args:
-      out_dir: directory of the run.
-      config: config of the run, as plain values.
-      identity: identity of the run.
-      figure: evaluation metric to plot with the training loss.
-      unit: unit of both curves.
-      step: last saved step. Records of later steps are dropped.
-      report: called with one line per failure.
+    A failed tracker or plot is reported in one line and does not end the run. Records of steps
+    after `step`, the last saved one, are dropped. The plot has the training loss and the evaluation
+    metric `figure`.
 
     ``last`` is the last record of the earlier processes of the run, or empty.
     """

@@ -31,13 +31,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     Each matrix parameter costs 6 FLOPs per token that uses it. Attention costs 12 FLOPs per layer,
     head feature and visible pair of positions. A causal model has half the pairs (PaLM, Chowdhery
     et al. 2022, appendix B). A block-causal model reads a noisy and a clean stream. A tied
-    embedding table is counted once, as the LM head.
-
-    Args:
-      params: arrays or their shapes.
-      config: config of the model.
-      num_rows: number of rows per step.
-      num_positions: number of tokens per row.
+    embedding table is counted once, as the LM head. `params` are arrays or their shapes.
     """
     kind = config.attention_type
     in_products = sum(
@@ -108,11 +102,7 @@ class Plan:
 def lowered_step(
     config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
 ) -> tuple[jax.stages.Lowered, Task]:
-    """The lowered training step of `plan`, and its task.
-
-    The arguments are those of `plan`. Raises ValueError if the batch or the model does not fit the
-    mesh.
-    """
+    """The lowered training step of `plan`, which has the same arguments, and its task."""
     if tokenizer is None:
         mask_id = config.model.vocab_size - 1
         tokenizer = cast(Tokenizer, SimpleNamespace(

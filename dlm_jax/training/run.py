@@ -369,8 +369,8 @@ def begin_with(
         characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
-      setting: setting that contains the path of the model. A teacher must have the tokenizer of the
-        run and must not be a published model.
+      setting: setting with the path of the model. A teacher must have the tokenizer of the run and
+        must not be a published model.
 
     Raises:
       ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
@@ -409,7 +409,9 @@ def begin_with(
     if ignored:
         report(f"{where} has {', '.join(ignored)}, which are ignored")
     own = {name: tree for name, tree in state.params.items() if name not in fresh}
-    return _with_params(state, _laid_out(where, own, {name: params[name] for name in own}))
+    return state.begun_with(
+        state.params | _laid_out(where, own, {name: params[name] for name in own})
+    )
 
 
 def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
@@ -440,11 +442,6 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
     return map_named(take, own, given)
 
 
-def _with_params(state: TrainState, params: Params) -> TrainState:
-    """The initial `state` with the given parameters, which also replace their moving averages."""
-    return state.begun_with(state.params | params)
-
-
 def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
     own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
     found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
@@ -456,7 +453,7 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
         )
     if fresh:
         report(f"train.init_from={source} lacks {', '.join(fresh)}, which are freshly initialised")
-    return _with_params(state, given)
+    return state.begun_with(state.params | given)
 
 
 FOLDER = "best"
@@ -624,16 +621,8 @@ def prepare(
 ) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
-    Args:
-      config: loaded config. A ``model.vocab_size`` of 0 is replaced by the vocabulary size of the
-        tokenizer.
-      network: replaces the Transformer of the config; see `dlm_jax.training.train`.
-      objective: replaces the objective of the config; see `dlm_jax.training.train`.
-      heads: additional heads; see `dlm_jax.training.train`.
-      optimizer: replaces the optimiser of the config; see `dlm_jax.training.train`.
-      schedule: replaces the warm-up and cosine decay; see `dlm_jax.training.train`.
-      report: called with one-line messages, for example if a damaged checkpoint is skipped.
-      clock: clock of the run; by default one that starts now.
+    The arguments are those of `dlm_jax.training.train`. A ``model.vocab_size`` of 0 is replaced by
+    the vocabulary size of the tokenizer. By default, the clock of the run starts now.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory

@@ -670,12 +670,7 @@ def peak_flops(device: Any) -> float | None:
 
 
 class Meter:
-    """Measures the timing of a run between records.
-
-    Args:
-      run: run to time.
-      shares: number of parts of the batch, each of which is read by one process or more.
-    """
+    """Measures the timing of a run, whose batch is read in `shares` parts, between records."""
 
     def __init__(self, run: Run, shares: int = 1):
         config, devices = run.config, list(run.mesh.devices.flat)

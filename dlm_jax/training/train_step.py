@@ -360,7 +360,7 @@ def make_train_step(
       optimizer: optimiser of the stage.
       state: state, or its shapes.
       mesh: mesh of the devices.
-      batch_size: global batch size in rows.
+      batch_size: number of rows in the global batch.
       accumulate: number of microbatches, which run sequentially.
       ema_decay: decay of the parameter average, in [0, 1); 0 disables it.
       updates: number of parameter updates per batch, each with fresh noise.
@@ -466,9 +466,6 @@ def check_adds_up(
 
     Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign can cancel, so
     the tolerance is relative to the magnitudes of the parts.
-
-    Raises:
-      ValueError: a loss is not additive. The message names the loss and both values.
     """
     shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
     num_rows = next(
