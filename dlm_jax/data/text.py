@@ -27,7 +27,7 @@ from typing import Any
 
 from dlm_jax.data.rows import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
-from dlm_jax.store.files import replacing
+from dlm_jax.store.files import write_whole
 from dlm_jax.tasks import TASKS
 
 
@@ -154,8 +154,7 @@ def _keep(path: Path, data: bytes) -> None:
     """Writes `data` to `path`, and ignores failures."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(data)
+        write_whole(path, data)
 
 
 BUILTIN_CORPUS = "python-reference"

@@ -244,7 +244,7 @@ class Family:
 
 
 # Tensor names that many families use, by path of the parameter in a block.
-_QWEN = {
+QWEN = {
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
     "attention/query/kernel": "self_attn.q_proj.weight",
@@ -268,7 +268,7 @@ EXPERTS = {
 def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
     """Sources with the tensor names of Qwen, Llama and others (``model.layers.0.mlp...``)."""
     mlp = EXPERTS if model.experts else DENSE
-    blocks = _QWEN | dict(more or {})
+    blocks = QWEN | dict(more or {})
     return in_blocks(blocks | mlp, blocks | DENSE, "model.layers.{i}.") | {
         "embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",

@@ -190,6 +190,12 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
             temporary.unlink()
 
 
+def write_whole(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
+    """Replaces the file with `content` atomically; see `replacing`."""
+    with replacing(path) as file:
+        file.write(content)
+
+
 def remove_leftovers(path: Path) -> None:
     """Removes temporary files left by killed processes that wrote `path`. Call this only if no
     other process is writing `path`.
@@ -329,8 +335,7 @@ def put_manifest(
 
 def write_line(path: AnyPath, line: str) -> None:
     """Atomically writes a line and, as a second line, its CRC32 in hex."""
-    with replacing(path) as file:
-        file.write(_with_crc(line).encode())
+    write_whole(path, _with_crc(line).encode())
 
 
 def read_line(path: AnyPath) -> str:

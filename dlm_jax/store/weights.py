@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
-from dlm_jax.store.files import crc_of, refused_unless_full, replacing
+from dlm_jax.store.files import crc_of, refused_unless_full, write_whole
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
@@ -69,8 +69,7 @@ def save_weights(
     with refused_unless_full(target, "name another"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # The writer of the safetensors library creates files that other users cannot read.
-        with replacing(target) as file:
-            file.write(content)
+        write_whole(target, content)
     return target.stat().st_size
 
 

@@ -29,6 +29,7 @@ from dlm_jax.store.files import (
     said,
     with_crc,
     without_crc,
+    write_whole,
 )
 
 METRICS = "metrics.jsonl"
@@ -60,7 +61,7 @@ class MetricsLog:
         found = read_records(self._path)
         self.last = found[-1] if found else {}
         kept = [record for record in found if record["step"] <= step]
-        replace_text(self._path, "".join(map(_line, kept)))
+        write_whole(self._path, "".join(map(_line, kept)).encode())
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, **record: Any) -> None:
@@ -135,12 +136,6 @@ def _record(line: bytes) -> dict[str, Any]:
     if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
         raise ValueError
     return record
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces the file with `text` atomically."""
-    with replacing(path) as file:
-        file.write(text.encode())
 
 
 def plot_losses(

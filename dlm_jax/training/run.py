@@ -56,7 +56,7 @@ from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove_from
 from dlm_jax.store.checkpoints import LocalCheckpoints
-from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
+from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located, write_whole
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
     CONFIG,
@@ -69,7 +69,7 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
-from dlm_jax.training.metrics import METRICS, WallClock, check_metrics, check_trackers, replace_text
+from dlm_jax.training.metrics import METRICS, WallClock, check_metrics, check_trackers
 from dlm_jax.training.tasks import (
     MakeHead,
     MakeNetwork,
@@ -108,7 +108,7 @@ def write_config(config: Config, out_dir: Path) -> None:
     except (OSError, ValueError):
         is_there = False
     if not is_there:
-        replace_text(path, text)
+        write_whole(path, text.encode())
 
 
 def _checkpoints_beside(out_dir: Path) -> str:
@@ -317,12 +317,10 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
-    """Returns the mesh of `config`. A value of 0 for ``mesh.fsdp`` is resolved from the size of the
-    model.
+    """Returns the mesh of `config` for the devices of all processes.
 
-    Args:
-      config: config with ``model.vocab_size`` set.
-      devices: devices of all processes.
+    A value of 0 for ``mesh.fsdp`` is resolved from the size of the model, so ``model.vocab_size``
+    must be set.
     """
     mesh = config.mesh
     memory = device_bytes(devices[0])
@@ -505,14 +503,8 @@ class Best:
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Starts a save of the parameters if the value at this step is the lowest so far, and
-        returns whether it is the lowest.
-
-        Args:
-          step: step of the evaluation.
-          figure: value to minimise. Non-finite values are never the best.
-          params: evaluated parameters.
-          meta: metadata to save with the parameters.
+        """Starts a save of the evaluated parameters and `meta` if `figure` at this step is the
+        lowest so far, and returns whether it is the lowest. Non-finite values are never the best.
         """
         if not math.isfinite(figure) or (self.figure is not None and figure >= self.figure):
             return False
