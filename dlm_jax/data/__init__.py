@@ -1,8 +1,14 @@
 """Tokenizers, corpora, token files, and the training pipeline."""
 
 from dlm_jax.data.corpus import LAYOUTS, Corpus, Setup, load_corpus
-from dlm_jax.data.pipeline import RowSource, train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import TAILS, DocumentRows
+from dlm_jax.data.pipeline import (
+    TAILS,
+    DocumentRows,
+    RowSource,
+    train_batches,
+    train_dataset,
+    validation_windows,
+)
 from dlm_jax.data.shards import DamagedShard, ShardMixture, TokenShards
 from dlm_jax.data.text import (
     BUILTIN_CORPUS,

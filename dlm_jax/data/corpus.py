@@ -19,10 +19,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config
-from dlm_jax.data import rows as token_files
 from dlm_jax.data import text as corpora
-from dlm_jax.data.pipeline import RowSource
-from dlm_jax.data.rows import TAILS, DocumentRows, Encoded, cut_into_rows
+from dlm_jax.data.pipeline import (
+    TAILS,
+    DocumentRows,
+    Encoded,
+    RowSource,
+    cut_into_rows,
+    default_cache_dir,
+    is_intact,
+    open_tokens,
+    write_tokens,
+)
 from dlm_jax.data.shards import (
     INDEX_NAME,
     PARTS,
@@ -228,7 +236,7 @@ def load_corpus(
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
-    named = token_files.default_cache_dir() if cache_dir is None else cache_dir
+    named = default_cache_dir() if cache_dir is None else cache_dir
     folder = Path(os.path.expanduser(named)).absolute()
     roots = roots_of(source)
     if roots:
@@ -281,12 +289,12 @@ def _load_windows(
     coder = _coder(tokenizer, text, parts["train"])
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     paths = _paths(folder, "tokens", _cache_key(sha256, coder, held_out))
-    missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
+    missing = [part for part in PARTS if not is_intact(paths[part])]
     # Encode both parts before writing either of them, so that an error leaves no file.
     encoded = {part: _encode(coder, parts[part], documents) for part in missing}
     for part, ids in encoded.items():
-        token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
-    counts = {part: len(token_files.open_tokens(path)) for part, path in paths.items()}
+        write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
+    counts = {part: len(open_tokens(path)) for part, path in paths.items()}
     _check_fills_a_row(name, counts["train"], seq_len)
     return Corpus(
         name=name,
@@ -321,12 +329,12 @@ def _load_documents(
     made = {
         part: cut_into_rows(_encoded(coder, parts[part]), seq_len=seq_len)
         for part in PARTS
-        if not all(map(token_files.is_intact, (paths[part], bounds_paths[part])))
+        if not all(map(is_intact, (paths[part], bounds_paths[part])))
     }
     for part, (stretches, bounds) in made.items():
         ids = np.concatenate(stretches)
-        token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
-        token_files.write_tokens(bounds_paths[part], bounds, vocab_size=len(ids) + 1)
+        write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
+        write_tokens(bounds_paths[part], bounds, vocab_size=len(ids) + 1)
     rows = {
         part: DocumentRows(
             tokens_path=paths[part],

@@ -28,7 +28,7 @@ from typing import NoReturn
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore
 
-from dlm_jax.data.rows import id_dtype
+from dlm_jax.data.pipeline import id_dtype
 from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
 from dlm_jax.data.text import Document, parse_line
 from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer
