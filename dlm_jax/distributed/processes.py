@@ -223,20 +223,15 @@ def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
         yield
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-        _flush()
-        watch.left(code)
-        os._exit(code)
     except Exception as error:
         # If a lost process is the cause, the watch detects this during the sleep and ends this
         # process.
         time.sleep(PATIENCE + 10 * _INTERVAL)
         code = end_of(error)
-        _flush()
-        watch.left(code)
-        os._exit(code)
-    watch.done()
-
-
-def _flush() -> None:
+    else:
+        watch.done()
+        return
     sys.stdout.flush()
     sys.stderr.flush()
+    watch.left(code)
+    os._exit(code)

@@ -101,8 +101,7 @@ def read_published(
         raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
     family, model, longest, fields = read_model(directory)
     length = min(family.trained_length or longest, longest)
-    own = family.recommended
-    said = read_settings(directory, length, lambda said: {} if own is None else own(said, model))
+    said = read_settings(directory, length, lambda said: family.recommended(said, model))
     shards = Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
     if model.attention_type == "causal":
@@ -462,7 +461,7 @@ def write_published(
 def _settings(family: Family, config: Config, implied: SampleConfig) -> dict[str, Any]:
     """The fields of generation_config.json for the settings, including those of the family."""
     sample, own = config.sample, {}
-    if family.spoken is not None and family.recommended is not None and sample != implied:
+    if sample != implied:
         own = family.spoken(sample, config.model)
         length = own.get("max_new_tokens", implied.gen_length)
         given = family.recommended(own, config.model)

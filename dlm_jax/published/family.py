@@ -224,8 +224,8 @@ class Family:
     outside: tuple[str, ...] = ()
     generates_from_mask: bool = True
     process: str = "masked"
-    recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] | None = None
-    spoken: Callable[[SampleConfig, ModelConfig], dict[str, Any]] | None = None
+    recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] = lambda *_: {}
+    spoken: Callable[[SampleConfig, ModelConfig], dict[str, Any]] = lambda *_: {}
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:

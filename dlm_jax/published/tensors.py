@@ -221,7 +221,7 @@ def read_params(
     *,
     dtype: np.dtype | None,
     place: Place,
-    finish: Finish = lambda path, parameter: parameter,
+    finish: Finish,
 ) -> Params:
     """Loads the parameters in `dtype` (None: as stored), with shardings from `place`.
 

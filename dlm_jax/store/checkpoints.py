@@ -74,36 +74,48 @@ _PATIENCE = 1800.0
 _POLL = 0.2
 
 
-Part = tuple[str, tuple[slice, ...], np.ndarray]
-"""A piece of an array on the host: name of the array, index of the piece, and values."""
+Piece = tuple[str, tuple[int, ...]]
+"""A shard: the name of its array, and the first index and the end of the shard on each axis."""
 
 
-def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
-    """Zarr metadata of each array, and copies of the shards that this process writes.
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    pairs = zip(index, shape, strict=True)
+    return tuple(bound for part, size in pairs for bound in part.indices(size)[:2])
 
-    Each piece of an array is written by the process that has the first replica of the piece.
+
+def _own_shards(state: Any, *, replicas: bool) -> dict[Piece, np.ndarray]:
+    """Copies of the different shards on the devices of this process.
+
+    Without `replicas`, a shard is only in the process that has its first replica.
     """
-    specs: dict[str, Any] = {}
-    found: list[tuple[str, Any, jax.Array]] = []
+    found: dict[Piece, Any] = {}
     for name, leaf in named_leaves(state):
         array = plain(leaf)
-        specs[name] = {
+        for shard in array.addressable_shards:
+            if replicas or shard.replica_id == 0:
+                found[name, _bounds(shard.index, array.shape)] = shard.data
+    for data in found.values():
+        data.copy_to_host_async()
+    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
+    return {piece: np.array(data) for piece, data in found.items()}
+
+
+def _zarr_specs(state: Any) -> dict[str, Any]:
+    """Zarr metadata of each array."""
+    return {
+        name: {
             "shape": list(array.shape),
             "chunks": [max(1, size) for size in array.sharding.shard_shape(array.shape)],
             "dtype": _zarr_type(array.dtype),
             "compressor": None,
             "fill_value": None,
         }
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                shard.data.copy_to_host_async()
-                found.append((name, shard.index, shard.data))
-    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
-    return specs, [(name, index, np.array(data)) for name, index, data in found]
+        for name, array in named_leaves(jax.tree.map(plain, state))
+    }
 
 
-def _file_of(name: str, index: tuple[slice, ...], chunks: list[int]) -> str:
-    starts = [(part.start or 0) // size for part, size in zip(index, chunks, strict=True)]
+def _file_of(name: str, bounds: tuple[int, ...], chunks: list[int]) -> str:
+    starts = [first // size for first, size in zip(bounds[::2], chunks, strict=True)]
     return f"state/{name}/{'.'.join(map(str, starts)) or '0'}"
 
 
@@ -139,16 +151,19 @@ def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> 
     return ts.open(ts.Spec(spec), open=True, create=create)
 
 
-def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
-    """Writes the pieces of this process, reads the files back, and writes their checksums."""
+def _write_shards(step: AnyPath, specs: dict[str, Any], shards: dict[Piece, np.ndarray]) -> None:
+    """Writes the shards of this process, reads the files back, and writes their checksums."""
     first = jax.process_index() == 0
-    wanted = set(specs) if first else {name for name, _, _ in parts}
+    wanted = set(specs) if first else {name for name, _ in shards}
     opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
     arrays = {name: future.result() for name, future in opened.items()}
-    writes = [arrays[name][index].write(value) for name, index, value in parts]
+    writes = [
+        arrays[name][tuple(map(slice, bounds[::2], bounds[1::2]))].write(value)
+        for (name, bounds), value in shards.items()
+    ]
     for write in writes:
         write.result()
-    files = [_file_of(name, index, specs[name]["chunks"]) for name, index, _ in parts]
+    files = [_file_of(name, bounds, specs[name]["chunks"]) for name, bounds in shards]
     files += [f"state/{name}/.zarray" for name in specs] if first else []
     files += ["meta/metadata"] if first else []
     store = ts.KvStore.open(ts.KvStore.Spec(_store_of(step, ""))).result()
@@ -309,7 +324,12 @@ class Checkpoints:
         self._checked.clear()
         if is_remote(self.directory):
             self._pending = self._finisher.submit(
-                self._finish_in_bucket, step, facts_of(leaves, meta), meta, *on_host(state)
+                self._finish_in_bucket,
+                step,
+                facts_of(leaves, meta),
+                meta,
+                _zarr_specs(state),
+                _own_shards(state, replicas=False),
             )
             return True
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
@@ -383,7 +403,7 @@ class Checkpoints:
         facts: dict[str, Any],
         meta: dict[str, Any],
         arrays: dict[str, Any],
-        parts: list[Part],
+        shards: dict[Piece, np.ndarray],
     ) -> None:
         """Writes a checkpoint to a bucket: every process writes its own files, and then process 0
         writes the manifest.
@@ -393,7 +413,7 @@ class Checkpoints:
             (path / "meta").mkdir(parents=True, exist_ok=True)
             (path / "meta" / "metadata").write_text(json.dumps(meta))
         with failures_of_writing(path):
-            _write_parts(path, arrays, parts)
+            _write_shards(path, arrays, shards)
             if is_first:
                 _commit(path, facts, self._check)
         if is_first:
@@ -552,9 +572,6 @@ def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
 
 _KEEP = 2  # Hosts that are killed during a save have the checkpoint before it in common.
 
-Piece = tuple[str, tuple[int, ...]]
-"""A shard: the name of its array, and the first index and the end of the shard on each axis."""
-
 
 class LocalCheckpoints:
     """The local checkpoints of one process.
@@ -581,7 +598,7 @@ class LocalCheckpoints:
         """
         check_saveable(step, state, meta)
         self.wait()
-        facts, shards = facts_of(describe(state, "state"), meta), _own_shards(state)
+        facts, shards = facts_of(describe(state, "state"), meta), _own_shards(state, replicas=True)
         self._pending = self._writer.submit(self._write, step, facts, meta, shards)
 
     def wait(self) -> None:
@@ -673,26 +690,8 @@ class LocalCheckpoints:
         prune(self.directory, keep=_KEEP)
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    pairs = zip(index, shape, strict=True)
-    return tuple(bound for part, size in pairs for bound in part.indices(size)[:2])
-
-
 def _own_bounds(leaf: Any) -> set[tuple[int, ...]]:
     """The shards of an abstract array on the devices of this process."""
     shape = jax.eval_shape(plain, leaf).shape
     indices = leaf.sharding.addressable_devices_indices_map(shape).values()
     return {_bounds(index, shape) for index in indices}
-
-
-def _own_shards(state: Any) -> dict[Piece, np.ndarray]:
-    """Copies of the different shards on the devices of this process."""
-    found: dict[Piece, Any] = {}
-    for name, leaf in named_leaves(state):
-        array = plain(leaf)
-        for shard in array.addressable_shards:
-            found[name, _bounds(shard.index, array.shape)] = shard.data
-    for data in found.values():
-        data.copy_to_host_async()
-    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
-    return {piece: np.array(data) for piece, data in found.items()}
