@@ -282,12 +282,7 @@ def differing(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config, *, header: str = "") -> str:
-    """The config as TOML; comments show the defaults of changed values.
-
-    Args:
-      config: the config.
-      header: lines of the comment at the top.
-    """
+    """The config as TOML after a comment `header`; comments show the defaults of changed values."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     for section, pairs in _with_defaults(config):
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]

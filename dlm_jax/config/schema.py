@@ -311,9 +311,6 @@ class RowSettings(Section):
     """Validated settings of one row, declared by a table of rules.
 
     The defaults do not change the samples.
-
-    Attributes:
-      table: the rules that declare the settings.
     """
 
     table: ClassVar[RuleTable] = BUILT_IN

@@ -286,10 +286,6 @@ def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Shardi
 class OwnRows:
     """The rows of a batch that this process provides and reads. A single process has all rows.
 
-    Args:
-      home: placement of the rows.
-      num_rows: total number of rows in all processes.
-
     Attributes:
       share: (index of this process's part of the rows, number of parts); processes across which
         only parameters are split have the same part.

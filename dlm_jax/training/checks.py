@@ -109,11 +109,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises ValueError if settings or data would change the result of a resumed run.
 
-    The message names the first difference and the remedy.
-
-    Args:
-      meta: metadata of this run, see `Run`.
-      saved: metadata of the checkpoints in the directory.
+    Both arguments are metadata, see `Run`: of this run, and of the checkpoints in the directory.
     """
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
@@ -198,10 +194,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
 def growth(config: Config, saved: dict[str, Any], step: int) -> str:
     """A message about the effect of extending a run to more steps, or an empty string.
 
-    Args:
-      config: new config of the run.
-      saved: metadata of the checkpoint to resume from, see `Run`.
-      step: step of that checkpoint.
+    `saved` is the metadata of the checkpoint of `step` from which the run resumes, see `Run`.
     """
     before, after = saved["config"]["train"]["steps"], config.train.steps
     if before == after or saved["own"].keys() & {"optimizer", "schedule"}:

@@ -63,16 +63,12 @@ class Plan:
     """A compiled training step, with costs per device.
 
     Attributes:
-      config: resolved config.
-      mesh: mesh of the devices.
       state: shapes and shardings of the training state.
       chip: peak performance of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       at_best: estimated cost of a step if all operations except matrix products are memory-bound.
       at_worst: estimated cost of a step from the compiler's cycle estimates.
       flops: model FLOPs per device and step.
-      compile_seconds: compile time.
-      options: compiler options.
       text: the program text from the compiler.
     """
 
@@ -124,10 +120,8 @@ def lowered_step(
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
     """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
-    Args:
-      config: config with ``model.vocab_size`` set.
-      mesh: mesh of the devices, which need not exist.
-      tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
+    The devices need not exist, and ``model.vocab_size`` must be set. Without a tokenizer, special
+    ids are at the end of the vocabulary.
 
     Raises:
       ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.

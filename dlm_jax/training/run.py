@@ -252,13 +252,9 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """The trained parameters, with the token vectors moved to the new ids. The vectors of ids
-    without a trained vector are freshly initialised.
+    """The trained `params`, with the token vectors moved to the new ids `places` (see `places_of`).
 
-    Args:
-      params: trained parameters.
-      fresh: parameters of the new run, which provide the vectors of new characters.
-      places: result of `places_of`.
+    The vectors of ids without a trained vector are those of `fresh`.
     """
 
     def move(name: str, given: Any) -> Any:
@@ -467,11 +463,7 @@ class Best:
     model of a run that has the same config and no checkpoints. Every process of a run creates one
     instance and calls the same methods in the same order.
 
-    Args:
-      config: config of the run.
-      meta: metadata of the run, see `Run`.
-      is_new: whether this is a new run.
-      check: see `Checkpoints`.
+    For `meta` see `Run`, and for `check` see `Checkpoints`.
 
     Raises:
       ValueError: `FOLDER` is not a directory or contains the best model of another run.
@@ -688,11 +680,6 @@ class Problem:
     """The training of a config as pure functions, for a custom loop.
 
     All heads are trained, and no files are written.
-
-    Attributes:
-      setup: resolved config, tokenizer and mesh.
-      corpus: corpus of the config.
-      task: task with its losses.
     """
 
     setup: Setup

@@ -515,12 +515,8 @@ def held_out(
 ) -> tuple[Any, np.ndarray]:
     """The result of `Task.measure` for each window, and the number of free tokens in each window.
 
-    Args:
-      run: run with the held-out text.
-      eval_step: compiled `Task.measure`.
-      params: parameters to evaluate.
-      part: index of this process's part of the batch, and number of parts.
-      place: creates the global array from the rows of this process.
+    `eval_step` is the compiled `Task.measure`. `part` is the index of this process's part of the
+    batch, and the number of parts. `place` creates the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
     windows = _windows_of(run)

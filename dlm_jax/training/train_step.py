@@ -71,12 +71,7 @@ class NoisedBatch(NamedTuple):
 class StageLoss:
     """The loss of a stage, as pure functions of a batch.
 
-    Attributes:
-      network: the model and its heads.
-      mixture: objectives of the model itself.
-      heads: all heads of the run.
-      stage: the groups that train.
-      mask_id: the id of MASK.
+    The mixture has the objectives of the model itself, and the heads are all heads of the run.
     """
 
     network: Network
@@ -355,16 +350,9 @@ def make_train_step(
     the whole batch before the batch is split, so accumulation gives the gradient of the whole
     batch.
 
-    Args:
-      step_loss: loss of the stage.
-      optimizer: optimiser of the stage.
-      state: state, or its shapes.
-      mesh: mesh of the devices.
-      batch_size: number of rows in the global batch.
-      accumulate: number of microbatches, which run sequentially.
-      ema_decay: decay of the parameter average, in [0, 1); 0 disables it.
-      updates: number of parameter updates per batch, each with fresh noise.
-      compiler_options: as ``mesh.compiler_options``.
+    `state` is a state, or its shapes. The global batch has `batch_size` rows, in `accumulate`
+    microbatches, which run sequentially. `updates` is the number of parameter updates per batch,
+    each with fresh noise. An `ema_decay` of 0 disables the parameter average.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
