@@ -57,14 +57,11 @@ def teacher_of(params: Params, reference: Params | None) -> Params:
     return jax.lax.stop_gradient(params) | (reference or {})
 
 
-class NoisedBatch(NamedTuple):
-    """A batch with all its noise, or some rows of such a batch.
+NoisedBatch = tuple[MixedExample, dict[str, Any]]
+"""A batch with all its noise, that of heads by their names, or some rows of such a batch.
 
-    The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
-    """
-
-    example: MixedExample
-    noise: dict[str, Any]
+The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,18 +98,19 @@ class StageLoss:
             head.name: head.draw(example, self._noise_key(head, key, step))
             for head in self.trained_heads
         }
-        return NoisedBatch(example, noise)
+        return example, noise
 
     def anchored(self, drawn: NoisedBatch, params: Params, reference: Params | None) -> NoisedBatch:
         """The batch with the results of `anchor` for the parameters before a step and the
         reference.
         """
-        noise = drawn.example.noise
+        example, of_heads = drawn
+        noise = example.noise
         for name, objective in self.mixture.objectives.items():
             if isinstance(objective, NetworkObjective) and objective.anchor is not None:
                 kept = teacher_of(params, reference)
                 noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
-        return drawn._replace(example=drawn.example._replace(noise=noise))
+        return example._replace(noise=noise), of_heads
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
@@ -130,13 +128,14 @@ class StageLoss:
         The unit of the loss is nats per token if the objectives and heads use this unit.
         `reference` is as in `anchored`; objectives with a teacher read it.
         """
-        hidden_BLD = self._hidden(params, drawn.example)
+        example, noise = drawn
+        hidden_BLD = self._hidden(params, example)
         means: dict[str, jax.Array] = {}
         total = jnp.zeros(())
         if self.stage.trains(MAIN):
             reads = hidden_BLD if self.mixture.reads_trunk else None
             found = self.mixture.losses(
-                self.network, params, drawn.example, reads, mask_id=self.mask_id,
+                self.network, params, example, reads, mask_id=self.mask_id,
                 teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
             )  # fmt: skip
             means = {name: _mean(loss, name) for name, loss in found.items()}
@@ -144,7 +143,8 @@ class StageLoss:
             for loss in found.values():
                 means |= {name: _mean(Loss(*figure), name) for name, figure in loss.figures.items()}
         for head in self.trained_heads:
-            mean = _mean(head.loss(self._inputs(head, params, drawn, hidden_BLD)), head.name)
+            inputs = self._inputs(head, params, example, noise[head.name], hidden_BLD)
+            mean = _mean(head.loss(inputs), head.name)
             means[head.metric] = mean
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
         return total, means
@@ -173,15 +173,13 @@ class StageLoss:
         return jax.lax.optimization_barrier(hidden_BLD)
 
     def _inputs(
-        self, head: Head, params: Params, drawn: NoisedBatch, hidden_BLD: Any
+        self, head: Head, params: Params, example: MixedExample, noise: Any, hidden_BLD: Any
     ) -> HeadInputs:
         if not head.trains_trunk:
             own = {head.name: params[head.name]}
             params, hidden_BLD = jax.lax.stop_gradient((params, hidden_BLD))
             params = params | own
-        return HeadInputs(
-            self.network, params, drawn.example, drawn.noise[head.name], hidden_BLD, self.stage
-        )
+        return HeadInputs(self.network, params, example, noise, hidden_BLD, self.stage)
 
 
 def _mean(loss: Loss, name: str) -> jax.Array:
