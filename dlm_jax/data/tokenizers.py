@@ -629,9 +629,8 @@ class HubTokenizer:
 
     def __post_init__(self) -> None:
         content, plain, marked = _backends(self.content)
-        object.__setattr__(self, "content", content)
-        object.__setattr__(self, "_plain", plain)
-        object.__setattr__(self, "_marked", marked)
+        # The fields of a frozen dataclass cannot be assigned.
+        vars(self).update(content=content, _plain=plain, _marked=marked)
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = (self.content, self.mask_id, self.pad_id, self.eos_id, self.bos_id)
