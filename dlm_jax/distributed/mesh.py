@@ -49,8 +49,7 @@ class MeshConfig(Section):
     fsdp: int = setting(
         0,
         "number of devices across which the batch, parameters and optimiser state are split; 0: "
-        "the "
-        "smallest number that leaves three quarters of an accelerator's memory free",
+        "the smallest number that leaves three quarters of an accelerator's memory free",
         low=0,
         high=_MOST_DEVICES,
     )

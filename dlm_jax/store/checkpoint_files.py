@@ -210,8 +210,7 @@ def newest_usable(
             if facts["format"] != FORMAT:
                 raise ValueError(
                     f"checkpoint {path} has format {facts['format']}, but this program reads "
-                    f"{FORMAT}; "
-                    f"use the program that wrote it (with {facts['versions']})"
+                    f"{FORMAT}; use the program that wrote it (with {facts['versions']})"
                 )
             if leaves is not None:
                 check_same_leaves(leaves, facts["leaves"], path)
