@@ -645,17 +645,25 @@ class HubTokenizer:
         given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         return tuple(id_ for id_ in given if id_ is not None)
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """The highest id plus 1."""
-        return 1 + max((*self._known_ids, *self._specials))
+        return self._num_ids
 
     @cached_property
+    def _num_ids(self) -> int:
+        return 1 + max((*self._known_ids, *self._specials))
+
+    @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that samplers never propose, ascending: MASK, PAD, BOS and ids without a token.
 
         PAD and BOS can be proposed if they equal EOS.
         """
+        return self._banned
+
+    @cached_property
+    def _banned(self) -> tuple[int, ...]:
         empty = set(range(self.vocab_size)) - self._known_ids
         return tuple(sorted((empty | set(self._specials)) - {self.eos_id}))
 
