@@ -200,7 +200,7 @@ def _compiled_look():
             return sum(weights[name] * mean for name, mean in means.items()), means
 
         gradient, means = jax.grad(total, has_aux=True)(params)
-        return Outcome(gradient, means, shown, part.example)
+        return Outcome(gradient, means, shown, part[0])
 
     return look
 
