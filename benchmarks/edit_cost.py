@@ -25,7 +25,7 @@ from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, columns
 from dlm_jax.sampling.edits import EDIT_RULES

@@ -46,7 +46,7 @@ from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.diffusion.processes import PROCESSES
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.loop import Advance
 

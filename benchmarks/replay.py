@@ -33,8 +33,7 @@ from dlm_jax.heads import MAIN
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import make_optimizer
-from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.train_step import init_state, make_train_step
+from dlm_jax.training.train_step import Stage, StageLoss, init_state, make_train_step
 
 TOKENIZER = CharacterTokenizer.of(string.ascii_letters + " .\n")
 ROWS, POSITIONS, STEPS = 16, 128, 8

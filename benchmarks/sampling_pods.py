@@ -37,7 +37,7 @@ from dlm_jax.devices import used
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Mode, cost
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
-from dlm_jax.distributed.partitions import make_mesh, on_own_rows, path_name, shardings
+from dlm_jax.distributed.partitions import make_mesh, named_leaves, on_own_rows, shardings
 from dlm_jax.model.quantized import quantized
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance
@@ -111,8 +111,7 @@ def bound(
     bytes/s.
     """
     params = jax.eval_shape(build(model).init, jax.random.key(0))
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    numbers = {path_name(path): math.prod(leaf.shape) for path, leaf in leaves}
+    numbers = {path: math.prod(leaf.shape) for path, leaf in named_leaves(params)}
     matrices = sum(n for path, n in numbers.items() if path.endswith("kernel") and "blocks" in path)
     rows, of_weight = step.rows / chips, 2.0
     if step.quantize and step.kind != "rest":

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from dlm_jax.data import ByteTokenizer, load_corpus, train_batches
-from dlm_jax.data.rows import id_dtype
+from dlm_jax.data.pipeline import id_dtype
 from dlm_jax.data.shard import RECORD_TOKENS, ShardingJob, _Writer
 from dlm_jax.data.shards import Index
 from dlm_jax.store.files import located

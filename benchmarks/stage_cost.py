@@ -26,8 +26,7 @@ from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
-from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.train_step import init_state, make_train_step
+from dlm_jax.training.train_step import Stage, StageLoss, init_state, make_train_step
 
 VOCAB_SIZE, ROWS, POSITIONS = 512, 16, 128
 MASK = VOCAB_SIZE - 1

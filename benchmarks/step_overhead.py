@@ -20,7 +20,7 @@ import numpy as np
 import dlm_jax
 from benchmarks.generation_pair import make_model
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.loop import Advance
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from etils import epath
 
 _MISSING = "needs moto with its server, s3fs and boto3 (the extra `test`)"
 
@@ -51,3 +52,11 @@ def bucket() -> Iterator[str]:
         name = f"pail-{uuid.uuid4().hex[:12]}"
         boto3.client("s3").create_bucket(Bucket=name)
         yield f"s3://{name}"
+
+
+def files_under(directory: epath.Path) -> list[epath.Path]:
+    """All files under a directory or a prefix, sorted."""
+    found: list[epath.Path] = []
+    for path in directory.iterdir():
+        found += files_under(path) if path.is_dir() else [path]
+    return sorted(found)

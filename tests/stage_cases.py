@@ -17,7 +17,7 @@ from dlm_jax.diffusion.objectives import Batch, Mixture, ObjectiveConfig, denois
 from dlm_jax.distributed.partitions import make_mesh, path_name
 from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
-from dlm_jax.training.stages import Stage, StageLoss
+from dlm_jax.training.train_step import Stage, StageLoss
 from dlm_jax.types import Network
 
 ROWS, POSITIONS = 8, 8

@@ -17,7 +17,7 @@ import viewing_cases
 
 import dlm_jax.config as configs
 from dlm_jax.batch.result_file import Results
-from dlm_jax.data.rows import write_tokens
+from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import copy_whole, located, replacing
 from dlm_jax.training.metrics import MetricsLog, plot_losses

@@ -17,7 +17,7 @@ import dlm_jax.config as configs
 from benchmarks.attacks.report import TEXT, Tally, environment, finish, flags
 from dlm_jax.batch import result_file
 from dlm_jax.data import TokenShards, load_corpus, make_tokenizer, shard, train_bpe
-from dlm_jax.data.rows import is_intact
+from dlm_jax.data.pipeline import is_intact
 from dlm_jax.store import load_params, load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.metrics import read_records

@@ -31,7 +31,7 @@ from benchmarks.attacks.report import Tally, environment, finish, flags
 from dlm_jax.cli import common, evaluation, exporter, sample, server, train
 from dlm_jax.cli.ends import End
 from dlm_jax.data import shard
-from dlm_jax.data.subword import train_bpe
+from dlm_jax.data.tokenizers import train_bpe
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.store import load_params, save_weights
 

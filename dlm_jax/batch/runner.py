@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import dlm_jax.config as configs
 from dlm_jax.batch.request_file import Key, Line
 from dlm_jax.batch.result_file import result_key
-from dlm_jax.distributed.local_rows import digest_of, spans_processes, split_rows
+from dlm_jax.distributed.partitions import digest_of, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model

@@ -28,7 +28,7 @@ from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts, say_error
 from dlm_jax.config import MeshConfig, RowSettings
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
-from dlm_jax.distributed.local_rows import OwnRows, num_shares, split_rows
+from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.candidates import HostSampler, Written, shown
 from dlm_jax.inference.model import Model, load

@@ -30,7 +30,7 @@ import numpy as np
 from dlm_jax.cli.common import CHECKPOINT, QUANTIZE, SEED, Parser, load_model, start_jax, whole
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
-from dlm_jax.data.rows import Columns
+from dlm_jax.data.pipeline import Columns
 from dlm_jax.data.text import NAMED, read_jsonl
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
@@ -252,7 +252,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
     """The held-out part of the requested corpus, or of the model's own corpus.
 
     A weights file may be untrusted, so it cannot determine which files are read. The location of
-    written files depends only on the environment (`dlm_jax.data.rows.default_cache_dir`).
+    written files depends only on the environment (`dlm_jax.data.pipeline.default_cache_dir`).
     """
     assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None

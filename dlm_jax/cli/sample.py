@@ -57,7 +57,7 @@ from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.local_rows import num_shares, spans_processes, split_rows
+from dlm_jax.distributed.partitions import num_shares, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import all_requests, chain_report, texts_of
 from dlm_jax.inference.model import DTYPES, Model

@@ -10,8 +10,7 @@ from typing import Any
 
 from dlm_jax.config import Config
 from dlm_jax.training import Outcome
-from dlm_jax.training.goodput import DOWN, wall_of
-from dlm_jax.training.metrics import METRICS, read_records
+from dlm_jax.training.metrics import DOWN, METRICS, read_records, wall_of
 
 Point = dict[str, str]
 """Texts of the settings of one run, by dotted key."""

@@ -35,8 +35,7 @@ from dlm_jax.rl import RewardError
 from dlm_jax.settings import SettingError
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.checks import check_model_fits, check_parts
-from dlm_jax.training.goodput import WallClock
-from dlm_jax.training.metrics import PICTURE
+from dlm_jax.training.metrics import PICTURE, WallClock
 from dlm_jax.training.plan import Plan, lines, plan
 from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
 from dlm_jax.training.train_loop import parse_span

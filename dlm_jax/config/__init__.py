@@ -5,6 +5,7 @@ from dlm_jax.config.reading import (
     add_flags,
     add_sample_flags,
     differing,
+    flat,
     from_dict,
     load,
     override,
@@ -40,7 +41,6 @@ __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MOVED", "MeshConfig", "ModelConfig",
     "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
-    "differing", "from_dict", "keys", "layered", "load", "override", "parse_flags", "resolve",
-    "sample_settings", "sections", "shipped",
-    "to_dict", "to_toml",
+    "differing", "flat", "from_dict", "keys", "layered", "load", "override", "parse_flags",
+    "resolve", "sample_settings", "sections", "shipped", "to_dict", "to_toml",
 ]  # fmt: skip

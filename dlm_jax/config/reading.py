@@ -24,7 +24,7 @@ import msgspec
 
 from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
 from dlm_jax.elsewhere import named_here
-from dlm_jax.settings import Setting, SettingError
+from dlm_jax.settings import Setting, SettingError, closest
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -43,22 +43,22 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
       ValueError: a section or key is unknown (the message suggests the nearest match), or a value
         has the wrong type or is out of range.
     """
-    flat = {}
+    given = {}
     for section, values in raw.items():
         _check_known(section, sections(), where=where, what="section")
         if not isinstance(values, Mapping):
             raise ValueError(
                 f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
             )
-        flat |= {f"{section}.{name}": value for name, value in values.items()}
+        given |= {f"{section}.{name}": value for name, value in values.items()}
     for old, new in MOVED.items():
-        if old in flat:
-            value = flat.pop(old)
-            flat.setdefault(new, value)
-    for key, value in flat.items():
+        if old in given:
+            value = given.pop(old)
+            given.setdefault(new, value)
+    for key, value in given.items():
         _check_known(key, declared(), where=where, what="key", value=value)
     try:
-        return _build(flat)
+        return _build(given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -88,7 +88,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """
     if not overrides:
         return config
-    known, values = declared(), _flat(to_dict(config))
+    known, values = declared(), flat(to_dict(config))
     for key, text in overrides.items():
         _check_known(key, known, where="command line", what="flag", value=text)
         try:
@@ -109,14 +109,15 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         raise ValueError(f"command line: {flags}: {error}") from None
 
 
-def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of nested sections by dotted key."""
     return {f"{s}.{name}": value for s, values in nested.items() for name, value in values.items()}
 
 
-def _build(flat: Mapping[str, Any]) -> Config:
+def _build(given: Mapping[str, Any]) -> Config:
     known = declared()
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-    for key, value in flat.items():
+    for key, value in given.items():
         section, name = key.split(".", 1)
         nested[section][name] = _typed(key, value, known[key])
     return Config(**{name: cls(**nested[name]) for name, cls in sections().items()})
@@ -169,8 +170,7 @@ def _check_known(
 ) -> None:
     if name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    advice = named_here(name, known, value) or f"did you mean {near[0]!r}?"
+    advice = named_here(name, known, value) or f"did you mean {closest(name, known)!r}?"
     raise ValueError(f"{where}: unknown {what} {name!r}; {advice}")
 
 
@@ -265,9 +265,8 @@ def parse_flags(
         flags = [option for action in parser._actions for option in action.option_strings]
         name, _, value = unknown[0].partition("=")
         value = value or next((text for text in unknown[1:2] if not text.startswith("-")), "")
-        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)
         advice = named_here(name, flags, value) if name.startswith("-") else ""
-        advice = advice or f"did you mean {near[0]!r}?"
+        advice = advice or f"did you mean {closest(name, flags)!r}?"
         raise ValueError(f"command line: unknown argument {name!r}; {advice}")
     keys = declared()
     return args, {name: value for name, value in vars(args).items() if name in keys}
@@ -283,12 +282,7 @@ def differing(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config, *, header: str = "") -> str:
-    """The config as TOML; comments show the defaults of changed values.
-
-    Args:
-      config: the config.
-      header: lines of the comment at the top.
-    """
+    """The config as TOML after a comment `header`; comments show the defaults of changed values."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     for section, pairs in _with_defaults(config):
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]

@@ -265,8 +265,7 @@ class RLConfig(Section):
     advantage: str = setting(
         "grpo",
         "normalisation of rewards within a group: grpo (mean subtracted, divided by the standard "
-        "deviation), "
-        "grpo_mean (mean subtracted) or rloo (mean of the other rewards subtracted)",
+        "deviation), grpo_mean (mean subtracted) or rloo (mean of the other rewards subtracted)",
         choices=("grpo", "grpo_mean", "rloo"),
     )
     clip: float = setting(
@@ -311,9 +310,6 @@ class RowSettings(Section):
     """Validated settings of one row, declared by a table of rules.
 
     The defaults do not change the samples.
-
-    Attributes:
-      table: the rules that declare the settings.
     """
 
     table: ClassVar[RuleTable] = BUILT_IN

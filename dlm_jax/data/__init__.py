@@ -1,12 +1,15 @@
 """Tokenizers, corpora, token files, and the training pipeline."""
 
-from dlm_jax.data.corpus import LAYOUTS, Corpus, load_corpus
-from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json
-from dlm_jax.data.pipeline import RowSource, train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import TAILS, DocumentRows
-from dlm_jax.data.setup import Setup
+from dlm_jax.data.corpus import LAYOUTS, Corpus, Setup, load_corpus
+from dlm_jax.data.pipeline import (
+    TAILS,
+    DocumentRows,
+    RowSource,
+    train_batches,
+    train_dataset,
+    validation_windows,
+)
 from dlm_jax.data.shards import DamagedShard, ShardMixture, TokenShards
-from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.text import (
     BUILTIN_CORPUS,
     PYTHON_SOURCE,
@@ -16,13 +19,20 @@ from dlm_jax.data.text import (
     read_documents,
     split_text,
 )
-from dlm_jax.data.tokenizer_kinds import TOKENIZERS, check_fits, from_json, make_tokenizer
 from dlm_jax.data.tokenizers import (
+    TOKENIZERS,
     ByteTokenizer,
     CharacterTokenizer,
+    HubTokenizer,
+    SubwordTokenizer,
     Tokenizer,
+    check_fits,
+    from_json,
+    make_tokenizer,
     noise_ids,
+    qwen_json,
     text_ids,
+    train_bpe,
 )
 
 __all__ = [

@@ -16,11 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from dlm_jax.data import rows as token_files
+from dlm_jax.config import Config
 from dlm_jax.data import text as corpora
-from dlm_jax.data.pipeline import RowSource
-from dlm_jax.data.rows import TAILS, DocumentRows, Encoded, cut_into_rows
+from dlm_jax.data.pipeline import (
+    TAILS,
+    DocumentRows,
+    Encoded,
+    RowSource,
+    cut_into_rows,
+    default_cache_dir,
+    is_intact,
+    open_tokens,
+    write_tokens,
+)
 from dlm_jax.data.shards import (
     INDEX_NAME,
     PARTS,
@@ -33,8 +43,7 @@ from dlm_jax.data.shards import (
     read_index,
 )
 from dlm_jax.data.text import Document, Source
-from dlm_jax.data.tokenizer_kinds import make_tokenizer
-from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer, noise_ids, text_ids
 from dlm_jax.store.files import is_remote
 
 
@@ -227,7 +236,7 @@ def load_corpus(
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
-    named = token_files.default_cache_dir() if cache_dir is None else cache_dir
+    named = default_cache_dir() if cache_dir is None else cache_dir
     folder = Path(os.path.expanduser(named)).absolute()
     roots = roots_of(source)
     if roots:
@@ -280,12 +289,12 @@ def _load_windows(
     coder = _coder(tokenizer, text, parts["train"])
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     paths = _paths(folder, "tokens", _cache_key(sha256, coder, held_out))
-    missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
+    missing = [part for part in PARTS if not is_intact(paths[part])]
     # Encode both parts before writing either of them, so that an error leaves no file.
     encoded = {part: _encode(coder, parts[part], documents) for part in missing}
     for part, ids in encoded.items():
-        token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
-    counts = {part: len(token_files.open_tokens(path)) for part, path in paths.items()}
+        write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
+    counts = {part: len(open_tokens(path)) for part, path in paths.items()}
     _check_fills_a_row(name, counts["train"], seq_len)
     return Corpus(
         name=name,
@@ -320,12 +329,12 @@ def _load_documents(
     made = {
         part: cut_into_rows(_encoded(coder, parts[part]), seq_len=seq_len)
         for part in PARTS
-        if not all(map(token_files.is_intact, (paths[part], bounds_paths[part])))
+        if not all(map(is_intact, (paths[part], bounds_paths[part])))
     }
     for part, (stretches, bounds) in made.items():
         ids = np.concatenate(stretches)
-        token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
-        token_files.write_tokens(bounds_paths[part], bounds, vocab_size=len(ids) + 1)
+        write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
+        write_tokens(bounds_paths[part], bounds, vocab_size=len(ids) + 1)
     rows = {
         part: DocumentRows(
             tokens_path=paths[part],
@@ -390,3 +399,38 @@ def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> n
             except ValueError as error:
                 raise ValueError(f"{document.name}: {error}") from None
         raise
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The inputs for creating a network, an objective or a head.
+
+    Attributes:
+      config: resolved config with ``model.vocab_size`` set.
+      tokenizer: tokenizer of the corpus.
+      mesh: devices over which the rows of a batch are sharded.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    mesh: Mesh
+
+    @property
+    def mask_id(self) -> int:
+        """The id of MASK."""
+        return self.tokenizer.mask_id
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that are never written into a hole."""
+        return (*self.tokenizer.banned_ids, self.tokenizer.pad_id)
+
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """Ids of text tokens, which can replace the true token in a corruption."""
+        return text_ids(self.tokenizer)
+
+    @property
+    def noise_ids(self) -> tuple[int, ...]:
+        """Ids that forward processes other than the masked one can use as noise."""
+        return noise_ids(self.tokenizer)

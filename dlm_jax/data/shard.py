@@ -28,11 +28,10 @@ from typing import NoReturn
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore
 
-from dlm_jax.data.rows import id_dtype
+from dlm_jax.data.pipeline import id_dtype
 from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
 from dlm_jax.data.text import Document, parse_line
-from dlm_jax.data.tokenizer_kinds import make_tokenizer
-from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from dlm_jax.store.files import (
     check_bucket,
     copy_whole,

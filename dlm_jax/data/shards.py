@@ -38,9 +38,7 @@ import numpy as np
 from array_record.python import array_record_module  # pyright: ignore
 from etils import epath
 
-from dlm_jax.data.rows import Mapped
-from dlm_jax.data.tokenizer_kinds import from_json
-from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.data.tokenizers import Tokenizer, from_json
 from dlm_jax.store.files import (
     Damaged,
     copy_whole,
@@ -131,6 +129,13 @@ _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 class DamagedShard(ValueError):
     """An error for a shard that does not match its index."""
+
+
+class Mapped:
+    """A source that drops its mapped files (fields that begin with an underscore) when pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
 
 
 @dataclass(frozen=True)

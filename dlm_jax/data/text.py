@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.data.rows import default_cache_dir
+from dlm_jax.data.pipeline import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
-from dlm_jax.store.files import replacing
+from dlm_jax.store.files import write_whole
 from dlm_jax.tasks import TASKS
 
 
@@ -106,8 +106,8 @@ _BY_PATH = "pass the path of the file instead: --data.source path/to/input.txt"
 def read_shakespeare() -> str:
     """The text of Tiny Shakespeare, from `$DLM_JAX_TINYSHAKESPEARE`, the cache, or a download.
 
-    A download is stored atomically in the cache directory (`dlm_jax.data.rows.default_cache_dir`);
-    a damaged cached copy is downloaded again.
+    A download is stored atomically in the cache directory (`default_cache_dir`); a damaged cached
+    copy is downloaded again.
     """
     named = os.environ.get(SHAKESPEARE_PATH)
     if named:
@@ -154,8 +154,7 @@ def _keep(path: Path, data: bytes) -> None:
     """Writes `data` to `path`, and ignores failures."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(data)
+        write_whole(path, data)
 
 
 BUILTIN_CORPUS = "python-reference"

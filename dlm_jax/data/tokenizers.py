@@ -1,19 +1,32 @@
-"""The interface of tokenizers, and the byte and character tokenizers.
+"""Tokenizers: bytes, characters, subwords, and those of published models.
 
 A vocabulary consists of the text ids, followed by the special tokens in the order MASK, PAD, BOS,
 EOS. Tokenizers are immutable and can be pickled, and tokenizers with the same fields are equal.
-Checkpoints store tokenizers as JSON, which `to_json` writes and `tokenizer_kinds.from_json` reads.
+Checkpoints store tokenizers as JSON, which `to_json` writes and `from_json` reads. `make_tokenizer`
+creates a tokenizer from a kind and a text.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-_NUM_SPECIALS = 4
+from dlm_jax.store.files import said
+
+SPECIALS = ("mask", "pad", "bos", "eos")
 
 # Bytes that never occur in UTF-8, which a model must not write.
 NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
@@ -135,7 +148,7 @@ class _WithSpecials:
 
     @property
     def vocab_size(self) -> int:
-        return self.num_text_ids + _NUM_SPECIALS
+        return self.num_text_ids + len(SPECIALS)
 
     @property
     def mask_id(self) -> int:
@@ -261,3 +274,553 @@ class CharacterTokenizer(_WithSpecials):
 def _code_points(text: str) -> np.ndarray:
     """Unicode code points of `text`, uint32 `[n]`, including lone surrogates."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+
+
+MOST_IDS = 2**22
+"""The largest vocabulary size of a tokenizer, 16 times that of published models."""
+
+# Names of special tokens without brackets, in lower case. The first name in the file is used.
+_NAMES = {
+    "mask": ("mask", "mdm_mask"),
+    "pad": ("pad", "padding"),
+    "bos": ("bos", "s", "startoftext", "begin_of_text", "begin_of_sentence", "cls"),
+    "eos": ("eos", "/s", "endoftext", "end_of_text", "end_of_sentence", "im_end", "eot_id", "sep"),
+}
+_SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
+
+# Plain byte-level splitting makes a newline between two non-space characters a piece of its own, so
+# text can be cut after such a newline without changing ids.
+_PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+_CHUNK = 1 << 16
+_CHUNKS_AT_ONCE = 64
+
+
+@dataclass(unsafe_hash=True)
+class SubwordTokenizer:
+    """The tokenizer of a Hugging Face `tokenizer.json`, or a BPE that is trained on a text.
+
+    Checkpoints store the content of the file, and tokenizers with the same content are equal.
+    Encoding deviates from the settings of the file in a few ways that make ids unambiguous:
+
+    - The special tokens are the added tokens of the file with a common name (`<|mask|>`, `[PAD]`,
+      `<s>`, `</s>`, ...). Missing special tokens are appended to the vocabulary: MASK, PAD, BOS,
+      EOS.
+    - Text never becomes a special token: the name of a special token is encoded as text.
+    - Truncation, padding, BPE dropout and template specials are disabled.
+    - Text that the file cannot encode raises an error, instead of being dropped or mapped to an
+      unknown token.
+    """
+
+    content: str
+
+    def __post_init__(self) -> None:
+        try:
+            data = json.loads(self.content)
+            self.content = json.dumps(data, separators=(",", ":"))
+            self._read(data)
+        # The library raises plain Exception, and files from other programs can cause any error.
+        except Exception as error:
+            raise ValueError(
+                f"the tokenizer.json is broken ({said(error)}); "
+                "use a file written by the `tokenizers` library"
+            ) from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SubwordTokenizer, (self.content,)
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> SubwordTokenizer:
+        """The tokenizer in the file `path`. Raises ValueError if the file cannot be read or is
+        broken.
+        """
+        file = Path(os.path.expanduser(path))
+        if file.is_dir():
+            raise ValueError(
+                f"{path} is a directory; pass its file, {Path(path) / 'tokenizer.json'}"
+            )
+        try:
+            content = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"{path} does not exist; pass the path of a tokenizer.json") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}); pass the path of a tokenizer.json"
+            ) from None
+        try:
+            return cls(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _read(self, data: Any) -> None:
+        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+            raise ValueError("it has no model")
+        added = data.get("added_tokens") or []
+        self._names = _find_specials([token["content"] for token in added])
+        data = _without_extras(data, self._names)
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        inner = {role: _inner(data, name) for role, name in self._names.items()}
+        self._tokenizer.add_special_tokens(list(inner.values()))
+        self._tokenizer.encode_special_tokens = True
+        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not self._vocabulary:
+            raise ValueError("it has no tokens")
+        num_tokens = max(self._vocabulary.values()) + 1
+        # The number of ids is checked before memory is allocated for each id.
+        if num_tokens > MOST_IDS:
+            raise ValueError(
+                f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
+            )
+        missing = [role for role in SPECIALS if role not in inner]
+        self.vocab_size = num_tokens + len(missing)
+        self._specials = {role: self._vocabulary[name] for role, name in inner.items()}
+        self._specials |= {role: num_tokens + i for i, role in enumerate(missing)}
+        ids = (self._specials[role] for role in SPECIALS)
+        self.mask_id, self.pad_id, self.bos_id, self.eos_id = ids
+        self._unknown_id = self._id_of_unknown(data["model"])
+        textless = set(range(num_tokens)) - set(self._vocabulary.values())
+        textless |= set(self._specials.values())
+        if self._unknown_id is not None:
+            textless.add(self._unknown_id)
+        self._textless_ids = sorted(textless)
+        self.banned_ids = tuple(sorted((textless | self._impossible_ids(data)) - {self.eos_id}))
+        has_bytes = _mentions_bytes(data, "pre_tokenizer", "normalizer") and self._has_all_bytes()
+        is_bpe = "merges" in data["model"]
+        can_always = has_bytes or data["model"].get("byte_fallback")
+        self._may_drop = is_bpe and self._unknown_id is None and not can_always
+        self._may_cut = (
+            is_bpe
+            and has_bytes
+            and data.get("normalizer") is None
+            and _PLAIN_BYTE_LEVEL.items()
+            <= {"use_regex": True, **(data.get("pre_tokenizer") or {})}.items()
+            and all(t["special"] or t["content"] in inner.values() for t in added)
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        if self._may_cut:
+            parts = [np.zeros(0, np.int32)]
+            chunks = _chunks(text)
+            while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
+                encoded = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+                parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
+            ids = np.concatenate(parts)
+        else:
+            self._refuse_dropped(text)
+            encoding = self._encode_whole(text)
+            ids = np.array(encoding.ids, np.int32)
+            if self._unknown_id is not None and (ids == self._unknown_id).any():
+                _refuse(text, encoding.offsets[int(np.argmax(ids == self._unknown_id))][0])
+        for role, name in self._names.items():
+            if (ids == self._specials[role]).any():
+                raise ValueError(
+                    f"the text contains {name!r} at position {text.find(name)}, which this "
+                    f"tokenizer reserves; remove it from the text"
+                )
+        return ids
+
+    def _encode_whole(self, text: str) -> tokenizers.Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        # The library raises plain Exception if the model has no unknown token.
+        except Exception as error:
+            raise ValueError(
+                f"this tokenizer cannot encode the text ({error}); "
+                "remove the unknown characters, or train a model with the byte tokenizer"
+            ) from None
+
+    def decode(self, ids: Any) -> str:
+        array = checked_ids(ids, self.vocab_size)
+        is_text = ~np.isin(array, self._textless_ids)
+        return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
+
+    def _candidates(self, piece: str) -> Iterator[int]:
+        """Yields candidates for the id of `piece` within a text."""
+        ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
+        if len(ids) == 1:
+            yield ids[0]
+        for token in (piece, piece.replace(" ", "\u2581")):
+            if token in self._vocabulary:
+                yield self._vocabulary[token]
+
+    def _refuse_dropped(self, text: str) -> None:
+        """Raises ValueError for a character that the model would silently drop."""
+        if not self._may_drop:
+            return
+        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        normal = normalizer.normalize_str(text) if normalizer else text
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(normal)] if splitter else [normal]
+        model = self._tokenizer.model
+        prefix = getattr(model, "continuing_subword_prefix", None) or ""
+        suffix = getattr(model, "end_of_word_suffix", None) or ""
+        for character in sorted(set().union(*pieces)):
+            forms = {character, prefix + character, character + suffix, prefix + character + suffix}
+            if not forms & self._vocabulary.keys():
+                _refuse(text, text.find(character))
+
+    def _id_of_unknown(self, model: dict[str, Any]) -> int | None:
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self._vocabulary.get(token)
+
+    def _has_all_bytes(self) -> bool:
+        never = {chr(byte) for byte in NEVER_IN_UTF8}
+        return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
+
+    def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
+        """Ids of tokens with bytes that never occur in UTF-8."""
+        learnt = self._tokenizer.get_vocab(with_added_tokens=False)
+        if _mentions_bytes(data, "decoder"):
+            # In the byte-level alphabet, each of these bytes is the character with the same number.
+            never = {chr(byte) for byte in NEVER_IN_UTF8}
+            return {number for token, number in learnt.items() if not never.isdisjoint(token)}
+        fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
+        has_fallback = data["model"].get("byte_fallback")
+        return {learnt[token] for token in fallbacks if has_fallback and token in learnt}
+
+    @property
+    def space_id(self) -> int | None:
+        return self.piece_id(" ")
+
+    def piece_id(self, piece: str) -> int | None:
+        """The id that appends `piece` to preceding text, or None.
+
+        The piece is tested between two other tokens, because some tokenizers treat the first token
+        of a text differently.
+        """
+        first = next(self._candidates("a"), None)
+        if not piece or first is None:
+            return None
+        alone, twice = self.decode([first]), self.decode([first, first])
+        for candidate in self._candidates(piece):
+            if self.decode([first, candidate, first]) == alone + piece + twice[len(alone) :]:
+                return candidate
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "subword", "tokenizer_json": self.content}
+
+
+def train_json(text: str, num_tokens: int) -> str:
+    """The `tokenizer.json` of a byte-level BPE with at most `num_tokens` ids, trained on `text`."""
+    plain = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
+    plain["pre_tokenizer"] = plain["decoder"] = {**_PLAIN_BYTE_LEVEL, "trim_offsets": True}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_chunks(text), trainer)
+    return backend.to_str()
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Parts of `text` whose concatenated ids equal the ids of the whole text."""
+    start = 0
+    while cut := _CUT.search(text, start + _CHUNK):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def _find_specials(names: Iterable[str]) -> dict[str, str]:
+    """The special token in `names` for each role; roles without a token are omitted."""
+    cores: dict[str, str] = {}
+    for name in names:
+        if match := _SPECIAL.fullmatch(name):
+            cores.setdefault(match[1].lower().replace("\u2581", "_"), name)
+    return {
+        role: next(cores[core] for core in known if core in cores)
+        for role, known in _NAMES.items()
+        if not cores.keys().isdisjoint(known)
+    }
+
+
+def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str, Any]:
+    """`data` without truncation, padding and dropout, with special tokens that no text can produce.
+
+    A word-level model would encode the name of a special token as that token, so special tokens are
+    renamed. BPE merges never produce special tokens.
+    """
+    model = {key: value for key, value in data["model"].items() if key != "dropout"}
+    data = {**data, "model": model, "truncation": None, "padding": None}
+    if "merges" not in model:
+        new = {name: _inner(data, name) for name in specials.values()}
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {new.get(key, key): value for key, value in model["vocab"].items()}
+        else:
+            model["vocab"] = [[new.get(key, key), score] for key, score in model["vocab"]]
+        data["added_tokens"] = [
+            {**token, "content": new.get(token["content"], token["content"])}
+            for token in data.get("added_tokens") or []
+        ]
+    return data
+
+
+def _inner(data: dict[str, Any], name: str) -> str:
+    """The internal name of the special token `name`."""
+    return name if "merges" in data["model"] else f"\ue000{name}\ue000"
+
+
+def _mentions_bytes(data: dict[str, Any], *parts: str) -> bool:
+    return any('"ByteLevel"' in json.dumps(data.get(part)) for part in parts)
+
+
+def _refuse(text: str, position: int) -> None:
+    raise ValueError(
+        f"the character {text[position]!a} (U+{ord(text[position]):04X}) at position {position} "
+        "has no id in this tokenizer; remove it, or train a model with the byte tokenizer"
+    )
+
+
+def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
+    """A byte-level BPE with exactly `vocab_size` ids: 256 bytes, merges and four special tokens.
+
+    Any text can be encoded and decodes exactly. A pair of pieces is merged only if it occurs at
+    least twice. The same text always produces the same tokenizer.
+    """
+    smallest = 256 + len(SPECIALS)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"a BPE of {vocab_size} ids cannot contain the 256 bytes and {len(SPECIALS)} "
+            f"special tokens; use at least bpe:{smallest}"
+        )
+    # The library allocates memory for all ids, and every merge requires two bytes of text.
+    largest = min(smallest + len(utf8(text)), MOST_IDS)
+    if vocab_size > largest:
+        raise ValueError(
+            f"a BPE of {vocab_size} ids cannot be trained on a text of {len(text)} characters; "
+            f"use at most bpe:{largest} or more text"
+        )
+    tokenizer = SubwordTokenizer(train_json(text, vocab_size - len(SPECIALS)))
+    if tokenizer.vocab_size < vocab_size:
+        raise ValueError(
+            f"the text of {len(text)} characters supports a BPE of {tokenizer.vocab_size} ids, "
+            f"not {vocab_size}; use at most bpe:{tokenizer.vocab_size} or more text"
+        )
+    return tokenizer
+
+
+# The split of Qwen2 (like GPT-4's): contractions, words, single digits, punctuation, white space.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class HubTokenizer:
+    """The tokenizer in a published `tokenizer.json`, with the ids of its special tokens.
+
+    Unlike in `SubwordTokenizer`, no special tokens are appended, because the model was trained with
+    its own special tokens. `encode` never encodes text as a special token. `encode_marked` is for
+    chat templates, in which names of special tokens represent these tokens.
+    """
+
+    content: str
+    mask_id: int
+    pad_id: int
+    eos_id: int
+    bos_id: int | None = None
+    _plain: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
+    _marked: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        content, plain, marked = _backends(self.content)
+        # The fields of a frozen dataclass cannot be assigned.
+        vars(self).update(content=content, _plain=plain, _marked=marked)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = (self.content, self.mask_id, self.pad_id, self.eos_id, self.bos_id)
+        return HubTokenizer, given
+
+    @cached_property
+    def _known_ids(self) -> frozenset[int]:
+        return frozenset(self._marked.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
+    def _specials(self) -> tuple[int, ...]:
+        given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
+        return tuple(id_ for id_ in given if id_ is not None)
+
+    @property
+    def vocab_size(self) -> int:
+        """The highest id plus 1."""
+        return self._num_ids
+
+    @cached_property
+    def _num_ids(self) -> int:
+        return 1 + max((*self._known_ids, *self._specials))
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that samplers never propose, ascending: MASK, PAD, BOS and ids without a token.
+
+        PAD and BOS can be proposed if they equal EOS.
+        """
+        return self._banned
+
+    @cached_property
+    def _banned(self) -> tuple[int, ...]:
+        empty = set(range(self.vocab_size)) - self._known_ids
+        return tuple(sorted((empty | set(self._specials)) - {self.eos_id}))
+
+    @property
+    def space_id(self) -> int | None:
+        return self.piece_id(" ")
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_marked(self, text: str) -> np.ndarray:
+        """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
+        tokens.
+        """
+        utf8(text)
+        return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Any) -> str:
+        array = checked_ids(ids, self.vocab_size)
+        is_text = ~np.isin(array, self._specials)
+        return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
+
+    def piece_id(self, piece: str) -> int | None:
+        ids = self._plain.encode(piece, add_special_tokens=False).ids
+        return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
+
+    def token(self, id_: int) -> str:
+        """The name of a token in the file; empty for an id without a name."""
+        return self._marked.id_to_token(id_) or ""
+
+    def id_of(self, token: str) -> int | None:
+        """The id of the token named `token`, or None."""
+        return self._marked.token_to_id(token)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "type": "hub", "tokenizer_json": self.content, "mask_id": self.mask_id,
+            "pad_id": self.pad_id, "eos_id": self.eos_id, "bos_id": self.bos_id,
+        }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """The text of a tokenizer.json without truncation and padding, and two tokenizers made from it.
+
+    The first tokenizer never encodes text as a special token. Results are cached, because parsing a
+    large file takes seconds.
+    """
+    try:
+        data = {**json.loads(content), "truncation": None, "padding": None}
+        content = json.dumps(data, separators=(",", ":"))
+        plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
+    # The library raises plain Exception, and files from other programs can cause any error.
+    except Exception as error:
+        why = f"the tokenizer.json is broken ({said(error)}); download it again"
+        raise ValueError(why) from None
+    plain.encode_special_tokens = True
+    return content, plain, marked
+
+
+def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:
+    """Returns the `tokenizer.json` of a Qwen2 vocabulary that was published as plain lists."""
+    pairs = [(left, right) for left, _, right in (line.partition(" ") for line in merges)]
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(tokenizers.Regex(_QWEN_SPLIT), behavior="isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+    made.decoder = decoders.ByteLevel()
+    data = json.loads(made.to_str())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    data["added_tokens"] = [plain | token for token in sorted(added, key=lambda t: t["id"])]
+    return json.dumps(data)
+
+
+_BPE = "bpe:"
+
+
+_FROM_TEXT: dict[str, Callable[[str], Tokenizer]] = {
+    "byte": lambda text: ByteTokenizer(),
+    "character": CharacterTokenizer.of,
+}
+_OF_ONE_TEXT: dict[str, tuple[type, str]] = {
+    "character": (CharacterTokenizer, "characters"),
+    "subword": (SubwordTokenizer, "tokenizer_json"),
+}
+_OF_HUB = {"type", "tokenizer_json", "mask_id", "pad_id", "bos_id", "eos_id"}
+
+TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)
+
+
+def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of `kind` for the corpus `text`.
+
+    Args:
+      kind: one of `TOKENIZERS`; ``bpe:SIZE``, which trains a byte-level BPE with SIZE ids; or the
+        path, ending in ``.json``, of a Hugging Face ``tokenizer.json``.
+      text: all text that the tokenizer must encode.
+      train_text: the part of `text` that a BPE is trained on; None means all of `text`.
+    """
+    if kind in _FROM_TEXT:
+        return _FROM_TEXT[kind](text)
+    if kind.startswith(_BPE):
+        size = kind.removeprefix(_BPE)
+        if not (size.isascii() and size.isdigit() and len(size) < 20):
+            raise ValueError(
+                f"tokenizer={kind!r} has no size; write the number of ids, such as {_BPE}1024"
+            )
+        return train_bpe(text if train_text is None else train_text, int(size))
+    if kind.endswith(".json") or os.path.exists(os.path.expanduser(kind)):
+        return SubwordTokenizer.of_file(kind)
+    known = (*TOKENIZERS, f"{_BPE}SIZE")
+    raise ValueError(f"{_unknown('tokenizer', kind, known)} or the path of a tokenizer.json")
+
+
+def from_json(data: Any) -> Tokenizer:
+    kind = data.get("type") if isinstance(data, dict) else None
+    if kind in _OF_ONE_TEXT:
+        made, field = _OF_ONE_TEXT[kind]
+        if set(data) != {"type", field} or not isinstance(data[field], str):
+            raise ValueError(
+                f"a {kind} tokenizer is stored as {{'type': '{kind}', '{field}': TEXT}}, "
+                f"but the file has the fields {sorted(data)}; it is damaged or from another program"
+            )
+        return made(data[field])
+    if kind == "byte":
+        if set(data) != {"type"}:
+            raise ValueError(
+                f"the byte tokenizer has no fields, but the file has {sorted(set(data) - {'type'})}"
+            )
+        return ByteTokenizer()
+    if kind != "hub":
+        raise ValueError(_unknown("tokenizer type", kind, ("byte", *_OF_ONE_TEXT, "hub")))
+    if set(data) != _OF_HUB or not isinstance(data["tokenizer_json"], str):
+        raise ValueError(
+            f"a hub tokenizer has the fields {sorted(_OF_HUB)}, but the file has {sorted(data)}; "
+            "the file is damaged or from another program"
+        )
+    ids = {name: value for name, value in data.items() if name.endswith("_id")}
+    return HubTokenizer(data["tokenizer_json"], **ids)
+
+
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises an error if a tokenizer has more ids than a model of `vocab_size` logits.
+
+    Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
+    index `tokenizer.vocab_size` or higher have no token, so sampling must ban them.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {vocab_size} "
+            "logits; use the tokenizer that the model was trained with"
+        )
+
+
+def _unknown(what: str, value: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{what}={value!r} is unknown; {hint}use one of {', '.join(known)}"

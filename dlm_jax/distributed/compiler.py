@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -23,16 +22,6 @@ from dlm_jax.settings import SettingError
 Use = Literal["train", "sample"]
 
 
-@dataclass(frozen=True)
-class Option:
-    """A compiler option, the uses for which it is a default, and its gain."""
-
-    name: str
-    value: str
-    uses: tuple[Use, ...]
-    gain: str
-
-
 # The on-chip memory that one operation may use. More memory allows larger tiles, for which
 # compilation takes longer.
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -40,31 +29,33 @@ _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # products, the matrix is gathered first.
 _WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
-OPTIONS: Mapping[str, tuple[Option, ...]] = {
-    "v5p": (
-        Option(_VMEM, "98304", ("train",), "1.3B, 4x4x4: 658 / 887 to 658 / 765; 78 to 227 s"),
-        Option(_VMEM, "65536", ("sample",), "8B, 2x2x1: 1162 / 1563 to 1162 / 1277; 29 to 125 s"),
+OPTIONS: Mapping[str, Mapping[Use, Mapping[str, str]]] = {
+    "v5p": {
+        "train": {_VMEM: "98304"},  # 1.3B, 4x4x4: 658 / 887 to 658 / 765; 78 to 227 s
+        "sample": {_VMEM: "65536"},  # 8B, 2x2x1: 1162 / 1563 to 1162 / 1277; 29 to 125 s
+    },
+    "v5e": {
+        "train": {_VMEM: "98304"},  # 1.3B, 16x16: 934 / 1052 to 905 / 946; 212 s
+        "sample": {
+            _WINDOWED: "1000000",  # 8B, 4x4: 3304 / 6095 to 1406 / 1787; 32 s
+            _VMEM: "65536",  # 8B, 4x4: 1406 / 1787 to 1431 / 1565; 32 to 167 s
+        },
+    },
+    "v6e": {
+        "train": {
+            _WINDOWED: "1000000",  # 1.3B, 4x4: 2016 / 2032 to 876 / 734; 70, 137 s
+            _VMEM: "65536",  # 1.3B, 4x4: 876 / 734 to 538 / 689; 137 to 234 s
+        },
+        "sample": {_VMEM: "65536"},  # 8B, 4x4: 209 / 335 to 214 / 283; 29 to 46 s
+    },
+    # YNNPACK computes reductions (softmax and norms). Eigen still computes matrix products, because
+    # it is faster for the batched products of attention.
+    "cpu": dict.fromkeys(
+        ("train", "sample"),
+        {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
     ),
-    "v5e": (
-        Option(_VMEM, "98304", ("train",), "1.3B, 16x16: 934 / 1052 to 905 / 946; 212 s"),
-        Option(_WINDOWED, "1000000", ("sample",), "8B, 4x4: 3304 / 6095 to 1406 / 1787; 32 s"),
-        Option(_VMEM, "65536", ("sample",), "8B, 4x4: 1406 / 1787 to 1431 / 1565; 32 to 167 s"),
-    ),
-    "v6e": (
-        Option(_WINDOWED, "1000000", ("train",), "1.3B, 4x4: 2016 / 2032 to 876 / 734; 70, 137 s"),
-        Option(_VMEM, "65536", ("train",), "1.3B, 4x4: 876 / 734 to 538 / 689; 137 to 234 s"),
-        Option(_VMEM, "65536", ("sample",), "8B, 4x4: 209 / 335 to 214 / 283; 29 to 46 s"),
-    ),
-    "cpu": (
-        # YNNPACK computes reductions. Eigen still computes matrix products, because it is faster
-        # for the batched products of attention.
-        Option(
-            "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE",
-            ("train", "sample"), "softmax and norms",
-        ),
-    ),
-}  # fmt: skip
-"""Default options by chip name (see `dlm_jax.distributed.mesh.CHIPS`) or platform.
+}
+"""Default options by chip name (see `dlm_jax.distributed.mesh.CHIPS`) or platform, and by use.
 
 Options that the installed compiler does not support are omitted. GPUs have no default options.
 """
@@ -86,12 +77,8 @@ def options(
     device: Any = _device_of(place)
     chip = CHIPS.get(device.device_kind)
     kind = chip.name if chip else device.platform
-    defaults = () if WITHOUT_DEFAULTS in given else OPTIONS.get(kind, ())
-    found = {
-        option.name: option.value
-        for option in defaults
-        if use in option.uses and not _fault(device, option.name, option.value)
-    }
+    defaults = {} if WITHOUT_DEFAULTS in given else OPTIONS.get(kind, {}).get(use, {})
+    found = {name: value for name, value in defaults.items() if not _fault(device, name, value)}
     for text in given:
         if text == WITHOUT_DEFAULTS:
             continue

@@ -31,8 +31,7 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
     """Runs ``decide`` on process 0 and returns its result, or raises its error, on every process.
 
     Every process must call this function at the same point. The call returns after process 0 has
-    run ``decide``. The result must be a JSON value. An error in process 0 is raised as `ValueError`
-    in the other processes.
+    run ``decide``. An error in process 0 is raised as `ValueError` in the other processes.
     """
     if jax.process_count() == 1:
         return decide()
@@ -43,10 +42,7 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
             outcome = {"value": decide()}
         except Exception as error:
             outcome, failure = {"error": str(error)}, error
-    text = json.dumps(outcome).encode()
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    padded = np.frombuffer(text.ljust(size)[:size], dtype=np.uint8)
-    outcome = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    outcome = gathered(outcome)[0]
     if failure is not None:
         raise failure
     if "error" in outcome:
@@ -61,8 +57,7 @@ def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return counts
-    own = np.concatenate([[share[0]], counts]).astype(np.int32)
-    by_share = {int(one[0]): one[1:] for one in multihost_utils.process_allgather(own)}
+    by_share = dict(gathered((share[0], counts)))
     return np.sum(list(by_share.values()), axis=0)
 
 
@@ -228,20 +223,15 @@ def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
         yield
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-        _flush()
-        watch.left(code)
-        os._exit(code)
     except Exception as error:
         # If a lost process is the cause, the watch detects this during the sleep and ends this
         # process.
         time.sleep(PATIENCE + 10 * _INTERVAL)
         code = end_of(error)
-        _flush()
-        watch.left(code)
-        os._exit(code)
-    watch.done()
-
-
-def _flush() -> None:
+    else:
+        watch.done()
+        return
     sys.stdout.flush()
     sys.stderr.flush()
+    watch.left(code)
+    os._exit(code)

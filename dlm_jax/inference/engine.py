@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dlm_jax.distributed.local_rows import OwnRows, num_shares, spans_processes, split_rows
+from dlm_jax.distributed.partitions import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
 from dlm_jax.inference.candidates import Candidates
 from dlm_jax.inference.model import Model

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from dlm_jax.distributed.local_rows import spans_processes, split_rows
+from dlm_jax.distributed.partitions import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine

@@ -23,7 +23,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from dlm_jax import devices
-from dlm_jax.distributed.local_rows import num_shares, split_rows
+from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.inference.candidates import (
     Accepting,
     Candidates,

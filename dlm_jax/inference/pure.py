@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from dlm_jax import devices
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import (
     PROMPT_KEYS,

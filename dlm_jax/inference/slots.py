@@ -19,8 +19,8 @@ import numpy as np
 
 from dlm_jax import devices
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.local_rows import OwnRows, placement, split_rows
-from dlm_jax.distributed.memory import require_room
+from dlm_jax.distributed.mesh import require_room
+from dlm_jax.distributed.partitions import OwnRows, placement, split_rows
 from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.model import Model

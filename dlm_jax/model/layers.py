@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax import devices
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.memory import device_bytes
+from dlm_jax.distributed.mesh import device_bytes
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu

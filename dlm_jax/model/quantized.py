@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import map_named
 from dlm_jax.model.kernels import cpu
 from dlm_jax.pytree import pytree
 from dlm_jax.settings import SettingError, nearest
@@ -132,7 +132,4 @@ def is_quantized(params: Params) -> bool:
 
 def quantized(params: Params, kind: str) -> Params:
     """Quantises the matrices of the blocks in `params`, which contains arrays or shapes."""
-    of_leaf = quantizer(kind)
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: of_leaf(path_name(keys), leaf), params
-    )
+    return map_named(quantizer(kind), params)

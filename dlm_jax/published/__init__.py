@@ -1,9 +1,14 @@
 """Reads and writes models from other projects; presets reproduce their sampling loops."""
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
-from dlm_jax.published.directory import Published, is_published, read_published, read_shape
+from dlm_jax.published.directory import (
+    Published,
+    is_published,
+    read_published,
+    read_shape,
+    write_published,
+)
 from dlm_jax.published.hub import fetched, hub_id, push_to_hub
-from dlm_jax.published.writing import write_published
 
 __all__ = [
     "ChatTemplate",

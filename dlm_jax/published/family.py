@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from dlm_jax.config import ModelConfig, SampleConfig
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.types import Params
 
 _MISSING = object()
@@ -146,7 +145,7 @@ def pieces_of(
     `layers` maps each stack of blocks to its layer indices.
     """
     found: dict[str, list[TensorPart]] = {}
-    for path, leaf in leaves(abstract):
+    for path, leaf in named_leaves(abstract):
         if path not in sources:
             raise ValueError(
                 f"this family has no tensor for {path}; disable the feature that needs it"
@@ -179,10 +178,6 @@ def tensor_shapes(pieces: Mapping[str, list[TensorPart]]) -> dict[str, tuple[int
         ends = [max(pair) for pair in zip(ends, known, strict=False)]
         shapes[piece.tensor] = (*ends, *piece.shape[1:])
     return shapes
-
-
-def leaves(tree: Params) -> list[tuple[str, Any]]:
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,8 +224,8 @@ class Family:
     outside: tuple[str, ...] = ()
     generates_from_mask: bool = True
     process: str = "masked"
-    recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] | None = None
-    spoken: Callable[[SampleConfig, ModelConfig], dict[str, Any]] | None = None
+    recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] = lambda *_: {}
+    spoken: Callable[[SampleConfig, ModelConfig], dict[str, Any]] = lambda *_: {}
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +244,7 @@ class Family:
 
 
 # Tensor names that many families use, by path of the parameter in a block.
-_QWEN = {
+QWEN = {
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
     "attention/query/kernel": "self_attn.q_proj.weight",
@@ -273,7 +268,7 @@ EXPERTS = {
 def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
     """Sources with the tensor names of Qwen, Llama and others (``model.layers.0.mlp...``)."""
     mlp = EXPERTS if model.experts else DENSE
-    blocks = _QWEN | dict(more or {})
+    blocks = QWEN | dict(more or {})
     return in_blocks(blocks | mlp, blocks | DENSE, "model.layers.{i}.") | {
         "embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",

@@ -7,7 +7,7 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig, SampleConfig
 from dlm_jax.published import family
-from dlm_jax.published.family import DENSE, Family, FileFields, Source
+from dlm_jax.published.family import DENSE, QWEN, Family, FileFields, Source
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _EVERY = 6
@@ -139,20 +139,13 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 def _sources(model: ModelConfig) -> dict[str, Source]:
     inner = model.expert_width
-    blocks: dict[str, Source] = {
-        "attention_norm/scale": "input_layernorm.weight",
+    own: dict[str, Source] = {
         "attention_out_norm/scale": "post_attention_layernorm.weight",
         "mlp_norm/scale": "pre_feedforward_layernorm.weight",
         "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
         "dense_out_norm/scale": "post_feedforward_layernorm_1.weight",
         "experts_norm/scale": "pre_feedforward_layernorm_2.weight",
         "experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
-        "attention/query/kernel": "self_attn.q_proj.weight",
-        "attention/key/kernel": "self_attn.k_proj.weight",
-        "attention/value/kernel": "self_attn.v_proj.weight",
-        "attention/out/kernel": "self_attn.o_proj.weight",
-        "attention/query_norm/scale": "self_attn.q_norm.weight",
-        "attention/key_norm/scale": "self_attn.k_norm.weight",
         "experts/router/kernel": "router.proj.weight",
         "experts/router_scale": "router.scale",
         "experts/output_scale": "router.per_expert_scale",
@@ -161,7 +154,7 @@ def _sources(model: ModelConfig) -> dict[str, Source]:
         "experts/expert_down": "experts.down_proj",
         "canvas_scale": "layer_scalar",
     }
-    blocks |= DENSE
+    blocks: dict[str, Source] = QWEN | DENSE | own
     found: dict[str, Source] = {
         "embedding": "model.decoder.embed_tokens.weight",
         "norm/scale": "model.decoder.norm.weight",

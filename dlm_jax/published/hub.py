@@ -42,10 +42,6 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
 def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | os.PathLike[str]:
     """The local path of a model: `path` itself, or the path of a copy in the Hub cache.
 
-    Args:
-      path: path or Hub id of a model.
-      setting: name of the setting in error messages.
-
     Raises:
       SettingError: ``huggingface_hub`` is not installed, the model or its revision does not exist,
         or the Hub cannot be reached and the model is not in the cache.

@@ -1,4 +1,4 @@
-"""Loads a published model's weights from safetensors files into device arrays.
+"""Loads a published model's weights from safetensors files into device arrays, and writes them.
 
 Files are mapped into memory and read one tensor at a time; nothing is unpickled.
 
@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.published.family import TensorPart, read_json, tensor_shapes, without_twins
 from dlm_jax.types import Params
 
@@ -36,6 +36,8 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Dtypes of stored weights, by their names in files."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LONGEST_HEADER = 100_000_000
 _MOST_AXES = 8
@@ -219,7 +221,7 @@ def read_params(
     *,
     dtype: np.dtype | None,
     place: Place,
-    finish: Finish = lambda path, parameter: parameter,
+    finish: Finish,
 ) -> Params:
     """Loads the parameters in `dtype` (None: as stored), with shardings from `place`.
 
@@ -227,8 +229,7 @@ def read_params(
     any parameter is read, `finish` is called with the shapes of all parameters.
     """
 
-    def read(keys: Any, leaf: Any) -> Any:
-        path = path_name(keys)
+    def read(path: str, leaf: Any) -> Any:
         return jax.block_until_ready(finish(path, stored(path, leaf)))
 
     def stored(path: str, leaf: Any) -> jax.Array:
@@ -241,8 +242,8 @@ def read_params(
             return _put(shards, parts[0], leaf.shape, kind, sharding)
         return _stacked(shards, parts, leaf.shape, kind, sharding)
 
-    jax.tree_util.tree_map_with_path(lambda keys, leaf: finish(path_name(keys), leaf), abstract)
-    return jax.tree_util.tree_map_with_path(read, abstract)
+    map_named(finish, abstract)
+    return map_named(read, abstract)
 
 
 def _stored_dtype(shards: Shards, parts: list[TensorPart]) -> np.dtype:
@@ -342,3 +343,66 @@ def _without_axes(sharding: Sharding, count: int, ndim: int) -> Sharding:
     return jax.sharding.NamedSharding(
         sharding.mesh, jax.sharding.PartitionSpec(*spec[count:]), memory_kind=sharding.memory_kind
     )
+
+
+def write_weights(
+    directory: Path, params: Params, pieces: Mapping[str, list[TensorPart]], max_bytes: int
+) -> None:
+    """Writes safetensors files of at most `max_bytes` bytes each, or of one tensor."""
+    values = dict(named_leaves(params))
+    shapes = tensor_shapes(pieces)
+    parts: dict[str, list[tuple[TensorPart, Any]]] = {name: [] for name in shapes}
+    for path, own in pieces.items():
+        if values[path].dtype not in _NAMES:
+            raise ValueError(
+                f"parameter {path} is {values[path].dtype}; only {', '.join(DTYPES)} are written"
+            )
+        for piece in own:
+            parts[piece.tensor].append((piece, values[path]))
+    sizes = {
+        name: math.prod(shape) * parts[name][0][1].dtype.itemsize for name, shape in shapes.items()
+    }
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    room = max_bytes
+    for name, shape in shapes.items():
+        if sizes[name] > room and shards[-1]:
+            shards.append({})
+            room = max_bytes
+        shards[-1][name] = shape
+        room -= sizes[name]
+    if len(shards) == 1:
+        _write_file(directory / SINGLE, shapes, parts)
+        return
+    where = {}
+    for number, own in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(directory / file, own, parts)
+        where |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_file(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, list[tuple[TensorPart, Any]]],
+) -> None:
+    """Writes a safetensors file, one tensor at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        dtype = np.dtype(parts[name][0][1].dtype)
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape),
+                        "data_offsets": [end, end + size]}  # fmt: skip
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            whole = np.empty(shape, parts[name][0][1].dtype)
+            for piece, value in parts[name]:
+                value = np.asarray(value[piece.place] if piece.place else value)
+                whole[piece.part] = value.T if piece.is_transposed else value
+            stream.write(whole.tobytes())

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.store import files
 from dlm_jax.store.files import AnyPath, is_remote, located, remove_tree
 from dlm_jax.types import Params
@@ -33,7 +33,7 @@ def not_finite(params: Params) -> str | None:
     Every parameter is read once, without a copy (about 1 GB/s on a CPU). Each process reads the
     shards on its own devices.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    for path, leaf in named_leaves(params):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         parts = (
@@ -42,7 +42,7 @@ def not_finite(params: Params) -> str | None:
             else [leaf]
         )
         if not all(_is_finite(part) for part in parts):
-            return path_name(path)
+            return path
     return None
 
 
@@ -158,6 +158,13 @@ def remove(path: Path) -> None:
     located(path).rmtree(missing_ok=True)
 
 
+def remove_from(root: Path, step: int) -> None:
+    """Deletes the complete checkpoints of `step` and later steps."""
+    for later in complete_steps(root):
+        if later >= step:
+            remove(step_path(root, later))
+
+
 def prune(root: Path, *, keep: int) -> None:
     """Deletes all complete checkpoints except the ``keep`` newest."""
     for step in complete_steps(root)[:-keep]:
@@ -203,8 +210,7 @@ def newest_usable(
             if facts["format"] != FORMAT:
                 raise ValueError(
                     f"checkpoint {path} has format {facts['format']}, but this program reads "
-                    f"{FORMAT}; "
-                    f"use the program that wrote it (with {facts['versions']})"
+                    f"{FORMAT}; use the program that wrote it (with {facts['versions']})"
                 )
             if leaves is not None:
                 check_same_leaves(leaves, facts["leaves"], path)
@@ -281,8 +287,7 @@ def _why_empty(root: Path) -> str:
 def describe(tree: Any, what: str) -> Leaves:
     """Dtype and shape of every array in a pytree, by path; `what` names the pytree in errors."""
     leaves: Leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = path_name(path)
+    for name, leaf in named_leaves(tree):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(f"{what} {name} is a {type(leaf).__name__}; use a JAX array")
         leaves[name] = [str(leaf.dtype), list(leaf.shape)]
@@ -313,8 +318,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_not_quantised(tree: Any) -> None:
     """Raises ValueError for an 8-bit matrix, as created by `dlm_jax.load` with ``quantize``."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = path_name(path)
+    for name, leaf in named_leaves(tree):
         if name.endswith("/kernel/values") and leaf.dtype == jnp.int8:
             raise ValueError(
                 f"parameter {name.removesuffix('/values')} is quantised, but only float "
@@ -333,9 +337,9 @@ def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
             f"meta is not JSON ({error}); use only dicts, lists, strings and numbers"
         ) from error
     if jax.process_count() > 1:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        for name, leaf in named_leaves(state):
             if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
                 raise ValueError(
-                    f"state {path_name(path)} is in one process only; create the state under "
+                    f"state {name} is in one process only; create the state under "
                     "jit with shardings over the whole mesh"
                 )

@@ -18,6 +18,12 @@ in a bucket contains a zarr array for each array. Tensorstore writes and reads t
 Orbax does not support ``s3://``. Each process writes the shards of its devices, reads the files
 back, and writes their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all
 processes, process 0 writes the manifest, which completes the checkpoint.
+
+`LocalCheckpoints` are on a disk of each host, for a restart without the shared directory or bucket.
+Every process saves the shards of its own devices in its own directory, without waiting for the
+others. In their format, ``state/`` is one file with the bytes of all shards. A local checkpoint is
+restored if every process has the shards of its devices; after a change of the mesh or the hosts, no
+local checkpoint fits.
 """
 
 from __future__ import annotations
@@ -41,8 +47,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from dlm_jax.distributed.partitions import path_name
-from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.distributed.partitions import map_named, named_leaves
+from dlm_jax.distributed.processes import gathered, on_first_process
 from dlm_jax.store import files
 from dlm_jax.store.checkpoint_files import (
     Leaves,
@@ -68,36 +74,48 @@ _PATIENCE = 1800.0
 _POLL = 0.2
 
 
-Part = tuple[str, tuple[slice, ...], np.ndarray]
-"""A piece of an array on the host: name of the array, index of the piece, and values."""
+Piece = tuple[str, tuple[int, ...]]
+"""A shard: the name of its array, and the first index and the end of the shard on each axis."""
 
 
-def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
-    """Zarr metadata of each array, and copies of the shards that this process writes.
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    pairs = zip(index, shape, strict=True)
+    return tuple(bound for part, size in pairs for bound in part.indices(size)[:2])
 
-    Each piece of an array is written by the process that has the first replica of the piece.
+
+def _own_shards(state: Any, *, replicas: bool) -> dict[Piece, np.ndarray]:
+    """Copies of the different shards on the devices of this process.
+
+    Without `replicas`, a shard is only in the process that has its first replica.
     """
-    specs: dict[str, Any] = {}
-    found: list[tuple[str, Any, jax.Array]] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name, array = path_name(path), plain(leaf)
-        specs[name] = {
+    found: dict[Piece, Any] = {}
+    for name, leaf in named_leaves(state):
+        array = plain(leaf)
+        for shard in array.addressable_shards:
+            if replicas or shard.replica_id == 0:
+                found[name, _bounds(shard.index, array.shape)] = shard.data
+    for data in found.values():
+        data.copy_to_host_async()
+    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
+    return {piece: np.array(data) for piece, data in found.items()}
+
+
+def _zarr_specs(state: Any) -> dict[str, Any]:
+    """Zarr metadata of each array."""
+    return {
+        name: {
             "shape": list(array.shape),
             "chunks": [max(1, size) for size in array.sharding.shard_shape(array.shape)],
             "dtype": _zarr_type(array.dtype),
             "compressor": None,
             "fill_value": None,
         }
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                shard.data.copy_to_host_async()
-                found.append((name, shard.index, shard.data))
-    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
-    return specs, [(name, index, np.array(data)) for name, index, data in found]
+        for name, array in named_leaves(jax.tree.map(plain, state))
+    }
 
 
-def _file_of(name: str, index: tuple[slice, ...], chunks: list[int]) -> str:
-    starts = [(part.start or 0) // size for part, size in zip(index, chunks, strict=True)]
+def _file_of(name: str, bounds: tuple[int, ...], chunks: list[int]) -> str:
+    starts = [first // size for first, size in zip(bounds[::2], chunks, strict=True)]
     return f"state/{name}/{'.'.join(map(str, starts)) or '0'}"
 
 
@@ -133,16 +151,19 @@ def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> 
     return ts.open(ts.Spec(spec), open=True, create=create)
 
 
-def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
-    """Writes the pieces of this process, reads the files back, and writes their checksums."""
+def _write_shards(step: AnyPath, specs: dict[str, Any], shards: dict[Piece, np.ndarray]) -> None:
+    """Writes the shards of this process, reads the files back, and writes their checksums."""
     first = jax.process_index() == 0
-    wanted = set(specs) if first else {name for name, _, _ in parts}
+    wanted = set(specs) if first else {name for name, _ in shards}
     opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
     arrays = {name: future.result() for name, future in opened.items()}
-    writes = [arrays[name][index].write(value) for name, index, value in parts]
+    writes = [
+        arrays[name][tuple(map(slice, bounds[::2], bounds[1::2]))].write(value)
+        for (name, bounds), value in shards.items()
+    ]
     for write in writes:
         write.result()
-    files = [_file_of(name, index, specs[name]["chunks"]) for name, index, _ in parts]
+    files = [_file_of(name, bounds, specs[name]["chunks"]) for name, bounds in shards]
     files += [f"state/{name}/.zarray" for name in specs] if first else []
     files += ["meta/metadata"] if first else []
     store = ts.KvStore.open(ts.KvStore.Spec(_store_of(step, ""))).result()
@@ -176,8 +197,8 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
 
 def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
     """The saved arrays. `sharding_of` maps each abstract leaf to the sharding of its array."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
+    leaves = named_leaves(abstract)
+    opened = [_opened(step, name, None, create=False) for name, _ in leaves]
     pending = []
     for (_, leaf), future in zip(leaves, opened, strict=True):
         store = future.result()
@@ -187,15 +208,18 @@ def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any])
             for index in sharding.addressable_devices_indices_map(store.shape).values()
         }
         pending.append((leaf, store.shape, sharding, reads))
-    return jax.tree.unflatten(structure, [_assembled(*one) for one in pending])
+    return jax.tree.unflatten(jax.tree.structure(abstract), [
+        _assembled(leaf, shape, sharding, lambda index, reads=reads: reads[str(index)].result())
+        for leaf, shape, sharding, reads in pending
+    ])  # fmt: skip
 
 
-def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str, Any]) -> Any:
-    array = jax.make_array_from_callback(
-        shape, sharding, lambda index: np.asarray(reads[str(index)].result())
-    )
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    if is_key:
+def _assembled(
+    leaf: Any, shape: tuple[int, ...], sharding: Any, shard_at: Callable[[Any], Any]
+) -> jax.Array:
+    """The array of numbers in these shards, as the dtype of `leaf` or as its typed keys."""
+    array = jax.make_array_from_callback(shape, sharding, lambda at: np.asarray(shard_at(at)))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl="threefry2x32")
     return array.astype(leaf.dtype)
 
@@ -269,7 +293,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, exc_type: object, *_: object) -> None:
-        self._close(together=exc_type is None)
+        # After an exception, a process does not wait for the others, which may have ended.
+        self.close(together=exc_type is None)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order, without a save in progress."""
@@ -299,7 +324,12 @@ class Checkpoints:
         self._checked.clear()
         if is_remote(self.directory):
             self._pending = self._finisher.submit(
-                self._finish_in_bucket, step, facts_of(leaves, meta), meta, *on_host(state)
+                self._finish_in_bucket,
+                step,
+                facts_of(leaves, meta),
+                meta,
+                _zarr_specs(state),
+                _own_shards(state, replicas=False),
             )
             return True
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
@@ -321,19 +351,20 @@ class Checkpoints:
                 pending.result()
             on_first_process(pending.result)
 
-    def close(self) -> None:
-        self._close(together=True)
+    def close(self, *, together: bool = True) -> None:
+        """Ends all threads, and waits for a save in progress and other processes if `together`."""
+        try:
+            if together:
+                self.wait()
+        finally:
+            self._finisher.shutdown()
+            self._writer.close()
+            self.when_closed.close()
 
-    def abandon(self) -> None:
-        """Ends all threads without waiting for other processes."""
-        self._close(together=False)
-
-    def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
-        """The metadata of the checkpoint that `restore` would return, with the same arguments and
-        errors.
-        """
+    def read_meta(self, *, report: Report | None = None) -> dict[str, Any]:
+        """The metadata of the newest usable checkpoint, with the errors of `restore`."""
         self.wait()
-        return _read_meta(self._usable(step, None, report)[1])
+        return _read_meta(_newest(self.directory, None, None, report, self._checked)[1])
 
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
@@ -354,14 +385,9 @@ class Checkpoints:
         """
         self.wait()
         leaves = describe(abstract_state, "abstract_state")
-        found, path = self._usable(step, leaves, report)
+        found, path = _newest(self.directory, step, leaves, report, self._checked)
         state = _read_arrays(path, abstract_state, partial=False)
         return Restored(found, state, _read_meta(path))
-
-    def _usable(
-        self, step: int | None, leaves: Leaves | None, report: Report | None
-    ) -> tuple[int, Path]:
-        return _newest(self.directory, step, leaves, report, self._checked)
 
     def _written(self, step: int) -> Path:
         path = step_path(self.directory, step)
@@ -377,7 +403,7 @@ class Checkpoints:
         facts: dict[str, Any],
         meta: dict[str, Any],
         arrays: dict[str, Any],
-        parts: list[Part],
+        shards: dict[Piece, np.ndarray],
     ) -> None:
         """Writes a checkpoint to a bucket: every process writes its own files, and then process 0
         writes the manifest.
@@ -387,7 +413,7 @@ class Checkpoints:
             (path / "meta").mkdir(parents=True, exist_ok=True)
             (path / "meta" / "metadata").write_text(json.dumps(meta))
         with failures_of_writing(path):
-            _write_parts(path, arrays, parts)
+            _write_shards(path, arrays, shards)
             if is_first:
                 _commit(path, facts, self._check)
         if is_first:
@@ -403,16 +429,6 @@ class Checkpoints:
             self._written(step).rename(step_path(self.directory, step))
             sync(self.directory)
             prune(self.directory, keep=self._keep)
-
-    def _close(self, *, together: bool) -> None:
-        try:
-            if together:
-                self.wait()
-        finally:
-            # After an exception, a process does not wait for the others, which may have ended.
-            self._finisher.shutdown()
-            self._writer.close()
-            self.when_closed.close()
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
@@ -475,9 +491,7 @@ def load_params(
         wanted = {entry: abstract_params(meta)}
         check_same_leaves(describe(wanted, "abstract_params"), saved, path)
     if place is not None:
-        wanted = {entry: jax.tree_util.tree_map_with_path(
-            lambda path, leaf: place(path_name(path), leaf), wanted[entry]
-        )}  # fmt: skip
+        wanted = {entry: map_named(place, wanted[entry])}
     return _read_arrays(path, wanted, partial=True)[entry], meta
 
 
@@ -554,3 +568,130 @@ def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     if not isinstance(meta["config"].get("model"), dict):
         raise ValueError(f"{path} has a config without [model]; load a model from train.py")
     return meta
+
+
+_KEEP = 2  # Hosts that are killed during a save have the checkpoint before it in common.
+
+
+class LocalCheckpoints:
+    """The local checkpoints of one process.
+
+    Args:
+      directory: directory of the run on a disk of this host.
+      report: called with one line if a save fails, which does not end the run, or if a checkpoint
+        is not usable.
+
+    ``directory`` is the parent of the ``step_*`` directories of this process.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], report: Callable[[str], None]):
+        index, count = jax.process_index(), jax.process_count()
+        self.directory = Path(directory).absolute() / f"process_{index}_of_{count}"
+        self._report = report
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local")
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Starts to save a checkpoint, after the previous one is complete.
+
+        The arrays may be donated once the method has returned.
+        """
+        check_saveable(step, state, meta)
+        self.wait()
+        facts, shards = facts_of(describe(state, "state"), meta), _own_shards(state, replicas=True)
+        self._pending = self._writer.submit(self._write, step, facts, meta, shards)
+
+    def wait(self) -> None:
+        """Waits until the save in progress is complete, and reports its failure."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except (OSError, ValueError) as error:
+            self._report(f"warning: no local checkpoint ({error}); training continues")
+
+    def close(self) -> None:
+        self.wait()
+        self._writer.shutdown()
+
+    def newest(self, abstract_state: Any) -> int | None:
+        """The newest step that every process can restore; None if there is none.
+
+        All processes must call this method at the same point.
+        """
+        usable = {
+            (step, self.read_meta(step)["run"])
+            for step in complete_steps(self.directory)
+            if self._fits(step, abstract_state)
+        }
+        common = set.intersection(*gathered(usable))
+        return max((step for step, _ in common), default=None)
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        return json.loads((step_path(self.directory, step) / "meta").read_text(encoding="utf-8"))
+
+    def restore(self, abstract_state: Any, step: int) -> Any:
+        """The state of a step that `newest` returned for the same abstract state."""
+        path = step_path(self.directory, step)
+        places = self._places(path)
+        content = np.memmap(path / "state", np.uint8, "r")
+
+        def restored(name: str, leaf: Any) -> jax.Array:
+            data = jax.eval_shape(plain, leaf)
+            shape = leaf.sharding.shard_shape(data.shape)
+
+            def shard(index: Any) -> np.ndarray:
+                first, size = places[name, _bounds(index, data.shape)]
+                return np.array(content[first : first + size].view(data.dtype).reshape(shape))
+
+            return _assembled(leaf, data.shape, leaf.sharding, shard)
+
+        return map_named(restored, abstract_state)
+
+    def _fits(self, step: int, abstract_state: Any) -> bool:
+        """Whether the checkpoint is intact and has all shards of the devices of this process."""
+        try:
+            newest_usable(self.directory, step, describe(abstract_state, "state"), self._report, {})
+            places = self._places(step_path(self.directory, step))
+        except ValueError as error:
+            self._report(f"the local checkpoint of step {step} is not used: {error}")
+            return False
+        return all(
+            (name, bounds) in places
+            for name, leaf in named_leaves(abstract_state)
+            for bounds in _own_bounds(leaf)
+        )
+
+    def _places(self, path: Path) -> dict[Piece, tuple[int, int]]:
+        """First byte and number of bytes of each shard."""
+        found, first = {}, 0
+        for name, bounds, size in json.loads((path / "shards").read_text()):
+            found[name, tuple(bounds)] = (first, size)
+            first += size
+        return found
+
+    def _write(
+        self, step: int, facts: dict[str, Any], meta: dict[str, Any], shards: dict[Piece, Any]
+    ) -> None:
+        if not make_room(self.directory, step, {}):
+            return
+        path = step_path(self.directory, step)
+        writing = path.with_name(f"{path.name}.writing")
+        writing.mkdir()
+        with (writing / "state").open("wb") as file:
+            for shard in shards.values():
+                file.write(shard.tobytes())
+        table = [[name, bounds, shard.nbytes] for (name, bounds), shard in shards.items()]
+        (writing / "shards").write_text(json.dumps(table))
+        (writing / "meta").write_text(json.dumps(meta), encoding="utf-8")
+        files.write_manifest(writing, facts)
+        writing.rename(path)
+        files.sync(self.directory)
+        prune(self.directory, keep=_KEEP)
+
+
+def _own_bounds(leaf: Any) -> set[tuple[int, ...]]:
+    """The shards of an abstract array on the devices of this process."""
+    shape = jax.eval_shape(plain, leaf).shape
+    indices = leaf.sharding.addressable_devices_indices_map(shape).values()
+    return {_bounds(index, shape) for index in indices}

@@ -80,12 +80,12 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise ValueError(
-            f"{what}={location} is not allowed ({_said(error)}); check the read and write "
+            f"{what}={location} is not allowed ({said(error)}); check the read and write "
             f"permissions"
         ) from None
     except FileNotFoundError as error:
         raise ValueError(
-            f"{what}={location} does not exist ({_said(error)}); check the bucket and the path"
+            f"{what}={location} does not exist ({said(error)}); check the bucket and the path"
         ) from None
     except ValueError:
         raise
@@ -93,7 +93,7 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
         if is_full(error) or not (is_remote(location) or isinstance(error, OSError)):
             raise
         raise ValueError(
-            f"{what}={location} cannot be reached ({_said(error)}); check the network, the "
+            f"{what}={location} cannot be reached ({said(error)}); check the network, the "
             "credentials and the endpoint"
         ) from None
 
@@ -112,22 +112,18 @@ def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
         probe.unlink()
 
 
-def files_under(directory: epath.Path) -> list[epath.Path]:
-    """All files under a directory or a prefix, sorted."""
-    found: list[epath.Path] = []
-    for path in directory.iterdir():
-        found += files_under(path) if path.is_dir() else [path]
-    return sorted(found)
+def crc_of(file: IO[bytes], crc: int = 0) -> int:
+    """The CRC32 of the rest of a file, given the `crc` of the bytes before it."""
+    while chunk := file.read(_CHUNK):
+        crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """Returns (size in bytes, CRC32) of a file, which is read in chunks."""
-    size = crc = 0
+    """Returns (size in bytes, CRC32) of a file."""
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
-    return size, crc
+        crc = crc_of(file)
+        return file.tell(), crc
 
 
 def copy_whole(source: epath.Path, target: epath.Path) -> None:
@@ -194,6 +190,12 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
             temporary.unlink()
 
 
+def write_whole(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
+    """Replaces the file with `content` atomically; see `replacing`."""
+    with replacing(path) as file:
+        file.write(content)
+
+
 def remove_leftovers(path: Path) -> None:
     """Removes temporary files left by killed processes that wrote `path`. Call this only if no
     other process is writing `path`.
@@ -251,7 +253,8 @@ def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
         raise ValueError(f"{what} cannot be written: {error.strerror}; {remedy}") from error
 
 
-def _said(error: Any) -> str:
+def said(error: Exception) -> str:
+    """The message of an error on one line of at most 200 characters, or the name of its type."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -332,8 +335,7 @@ def put_manifest(
 
 def write_line(path: AnyPath, line: str) -> None:
     """Atomically writes a line and, as a second line, its CRC32 in hex."""
-    with replacing(path) as file:
-        file.write(_with_crc(line).encode())
+    write_whole(path, _with_crc(line).encode())
 
 
 def read_line(path: AnyPath) -> str:

@@ -22,9 +22,9 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
-from dlm_jax.store.files import refused_unless_full, replacing
+from dlm_jax.store.files import crc_of, refused_unless_full, write_whole
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
@@ -33,7 +33,6 @@ _KEY = "dlm_jax"
 _CHECKSUM = "crc32_of_file"
 _DIGITS = re.compile(rb'"crc32_of_file": ?"([0-9a-f]{8})"')
 _NO_DIGITS = "0" * 8
-_PART = 1 << 26
 _NUMPY_OF = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
 
 
@@ -58,8 +57,7 @@ def save_weights(
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     check_not_quantised(params)
     tensors = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = path_name(keys)
+    for name, leaf in named_leaves(params):
         value = np.asarray(leaf)
         if not (np.abs(value) <= np.finfo(dtype).max).all():
             raise ValueError(f"parameter {name} does not fit in {dtype}; use float32")
@@ -71,8 +69,7 @@ def save_weights(
     with refused_unless_full(target, "name another"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # The writer of the safetensors library creates files that other users cannot read.
-        with replacing(target) as file:
-            file.write(content)
+        write_whole(target, content)
     return target.stat().st_size
 
 
@@ -163,10 +160,7 @@ def _checksum_of(path: Path) -> int:
         head = bytearray(size + file.read(int.from_bytes(size, "little")))
         place = _place_of_digits(head)
         head[place : place + 8] = _NO_DIGITS.encode()
-        crc = zlib.crc32(head)
-        while part := file.read(_PART):
-            crc = zlib.crc32(part, crc)
-    return crc
+        return crc_of(file, zlib.crc32(head))
 
 
 def _place_of_digits(content: bytes | bytearray) -> int:

@@ -99,7 +99,7 @@ def facts_of(config: Config) -> dict[str, Any]:
     """Values that all processes of a run must share: the config without local paths, the version of
     JAX, and its settings.
     """
-    local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
+    local, flat = configs.keys(Trait.LOCAL), configs.flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     # All processes look for local checkpoints together.
     facts["train.local_checkpoint_dir is set"] = bool(config.train.local_checkpoint_dir)
@@ -109,12 +109,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises ValueError if settings or data would change the result of a resumed run.
 
-    Args:
-      meta: metadata of this run, see `Run`.
-      saved: metadata of the checkpoints in the directory.
-
-    Raises:
-      ValueError: the runs differ. The message names the first difference and the remedy.
+    Both arguments are metadata, see `Run`: of this run, and of the checkpoints in the directory.
     """
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
@@ -134,7 +129,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         there, here = (found["version of jax"] for found in (drawn, draws))
         what = f"that used jax {there}, which draws different random numbers from jax {here}"
         return what, f"use jax {there}"
-    here, there = _flat(meta["config"]), _flat(saved["config"])
+    here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
     # A head may be trained on rows that were filled with the recommended settings.
     heads = [head for head in HEADS if head.switch and here[f"model.{head.switch}"]]
@@ -173,19 +168,16 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     Args:
       asked: config of the new run, without values that depend on the data.
       out_dir: ``train.out_dir``.
-
-    Raises:
-      ValueError: the metrics belong to a run with another config, or cannot be read.
     """
     path, config_path = out_dir / METRICS, out_dir / CONFIG
     if not read_records(path):
         return
     try:
-        there = _flat(configs.to_dict(configs.load(str(config_path))))
+        there = configs.flat(configs.to_dict(configs.load(str(config_path))))
     except ValueError as error:
         why = f"its config is unknown: {error}"
     else:
-        here = _flat(configs.to_dict(asked))
+        here = configs.flat(configs.to_dict(asked))
         # Without a checkpoint, there is no checksum of the text to compare.
         free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
         differing = [key for key in here if key not in free and here[key] != there[key]]
@@ -202,10 +194,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
 def growth(config: Config, saved: dict[str, Any], step: int) -> str:
     """A message about the effect of extending a run to more steps, or an empty string.
 
-    Args:
-      config: new config of the run.
-      saved: metadata of the checkpoint to resume from, see `Run`.
-      step: step of that checkpoint.
+    `saved` is the metadata of the checkpoint of `step` from which the run resumes, see `Run`.
     """
     before, after = saved["config"]["train"]["steps"], config.train.steps
     if before == after or saved["own"].keys() & {"optimizer", "schedule"}:
@@ -219,11 +208,3 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
         f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result differs "
         f"from a run of {after} steps"
     )
-
-
-def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{section}.{name}": value
-        for section, values in config.items()
-        for name, value in values.items()
-    }

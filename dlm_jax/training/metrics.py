@@ -1,25 +1,46 @@
-"""Metrics of a run: a JSON lines file, a plot of the losses, and trackers."""
+"""Metrics of a run: a JSON lines file, a plot of the losses, trackers, and the wall clock.
+
+Goodput is the share of the wall time of a run that its kept training steps take.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.monitoring
 
-from dlm_jax.store.files import Damaged, has_crc, remove_leftovers, replacing, with_crc, without_crc
-from dlm_jax.training.goodput import PARTS
+from dlm_jax.store.files import (
+    Damaged,
+    has_crc,
+    remove_leftovers,
+    replacing,
+    said,
+    with_crc,
+    without_crc,
+    write_whole,
+)
 
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
+
+STEPS, LOST, DOWN = "steps", "lost", "down"
+PARTS = (
+    STEPS, "import", "devices", "data", "restore", "compile", "evaluation", "sample", "checkpoint",
+    "other", LOST, DOWN,
+)  # fmt: skip
+"""Parts of the wall time of a run."""
 
 
 class MetricsLog:
@@ -40,7 +61,7 @@ class MetricsLog:
         found = read_records(self._path)
         self.last = found[-1] if found else {}
         kept = [record for record in found if record["step"] <= step]
-        replace_text(self._path, "".join(map(_line, kept)))
+        write_whole(self._path, "".join(map(_line, kept)).encode())
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, **record: Any) -> None:
@@ -95,11 +116,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(path: Path, identity: str) -> None:
-    """Raises ValueError if the run with this identity cannot continue the metrics file.
-
-    Raises:
-      ValueError: a line belongs to another run, or `read_records` raises.
-    """
+    """Raises ValueError if the run with this identity cannot continue the metrics file."""
     runs = {record.get("run", "") for record in read_records(path)}
     if others := runs - {identity}:
         raise ValueError(
@@ -121,12 +138,6 @@ def _record(line: bytes) -> dict[str, Any]:
     return record
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replaces the file with `text` atomically."""
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
 def plot_losses(
     records: list[dict[str, Any]],
     path: str | os.PathLike[str],
@@ -136,13 +147,8 @@ def plot_losses(
 ) -> None:
     """Plots the training loss and each of its parts over the steps as a PNG.
 
-    Nothing is plotted without training records. Requires matplotlib (extra ``plots``).
-
-    Args:
-      records: the records of a metrics file.
-      path: path of the PNG.
-      held_out: evaluation metric to plot with the losses.
-      unit: unit of all curves.
+    Nothing is plotted without training records. Requires matplotlib (extra ``plots``). `held_out`
+    is the evaluation metric to plot with the losses.
     """
     curves = loss_curves(records, held_out)
     if not curves:
@@ -211,11 +217,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError if the package of a tracker is not installed.
-
-    Raises:
-      ValueError: the message names the tracker, the package and the extra that installs it.
-    """
+    """Raises ValueError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
@@ -281,16 +283,9 @@ Records of later steps are dropped. A tracker has the methods ``write(record)`` 
 class Journal:
     """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
 
-    A failed tracker or plot is reported once and does not end the run.
-
-    Args:
-      out_dir: directory of the run.
-      config: config of the run, as plain values.
-      identity: identity of the run.
-      figure: evaluation metric to plot with the training loss.
-      unit: unit of both curves.
-      step: last saved step. Records of later steps are dropped.
-      report: called with one line per failure.
+    A failed tracker or plot is reported in one line and does not end the run. Records of steps
+    after `step`, the last saved one, are dropped. The plot has the training loss and the evaluation
+    metric `figure`.
 
     ``last`` is the last record of the earlier processes of the run, or empty.
     """
@@ -361,5 +356,83 @@ class Journal:
         try:
             yield
         except Exception as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            self._report(f"warning: {what} ({why}); training continues")
+            self._report(f"warning: {what} ({said(error)}); training continues")
+
+
+def wall_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds by part in a record of the metrics or the metadata of a checkpoint."""
+    return {part: record[f"wall_{part}"] for part in PARTS if f"wall_{part}" in record}
+
+
+def _without_down(wall: Mapping[str, float]) -> float:
+    return sum(seconds for part, seconds in wall.items() if part != DOWN)
+
+
+class WallClock:
+    """Divides the wall time of a run since its first start among its activities.
+
+    `charge` assigns the time since the previous call, so the parts add up to the wall time. The
+    parts are saved in checkpoints. A restart restores the parts of its checkpoint: the steps after
+    this checkpoint, which are repeated, are ``lost``, and the time between the last line of the
+    metrics and the restart is ``down``. Only the parts of process 0 are saved and logged.
+
+    Args:
+      start: time at which the program started; by default now.
+    """
+
+    def __init__(self, start: float | None = None):
+        self._start = self._mark = time.time() if start is None else start
+        self._seconds: dict[str, float] = {}
+        self._earlier: dict[str, float] = {}
+        self._compiled_before = collections.Counter(_compilations())
+
+    def charge(self, part: str) -> None:
+        """Assigns the time since the previous call to one of `PARTS`."""
+        now = max(time.time(), self._mark)
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
+        self._mark = now
+
+    def resume(self, saved: Mapping[str, Any], last: Mapping[str, Any]) -> None:
+        """Adds the time of the earlier processes of the run.
+
+        Args:
+          saved: metadata of the restored checkpoint; empty without a checkpoint.
+          last: last record of the metrics, including the records of lost steps; empty if none.
+        """
+        kept = wall_of(saved)
+        records = [one for one in (saved, last) if wall_of(one)]
+        if records:
+            newest = max(records, key=lambda one: one["time"])
+            seen = wall_of(newest)
+            lost = max(0.0, _without_down(seen) - _without_down(kept))
+            kept[LOST] = kept.get(LOST, 0.0) + lost
+            kept[DOWN] = seen.get(DOWN, 0.0) + max(0.0, self._start - newest["time"])
+        self._earlier = kept
+
+    def figures(self) -> dict[str, Any]:
+        """``goodput``, a fraction, and ``wall_PART``, seconds up to ``time``, the last `charge`."""
+        wall = collections.Counter(self._earlier)
+        wall.update(self._seconds)
+        share = wall[STEPS] / max(sum(wall.values()), 1e-9)
+        parts = {f"wall_{part}": round(seconds, 3) for part, seconds in wall.items()}
+        return {"goodput": share, "time": round(self._mark, 3), **parts}
+
+    def first_step(self) -> str:
+        """A line with the parts of the time from the start of this process to its first step."""
+        made = _compilations() - self._compiled_before
+        cached = f" ({made[_HIT]} of {made[_ASKED]} programs cached)" if made[_ASKED] else ""
+        names = {STEPS: "step", "compile": f"compile{cached}"}
+        parts = ", ".join(f"{names.get(p, p)} {s:.1f} s" for p, s in self._seconds.items())
+        return f"first step after {sum(self._seconds.values()):.1f} s: {parts}"
+
+
+_HIT = "/jax/compilation_cache/cache_hits"
+_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+
+
+@functools.cache
+def _compilations() -> collections.Counter[str]:
+    """Counts of JAX's events in this process since the first call."""
+    counts: collections.Counter[str] = collections.Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
+    return counts

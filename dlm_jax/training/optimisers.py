@@ -16,7 +16,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +29,9 @@ from optax import contrib
 
 from dlm_jax import devices
 from dlm_jax.config import Config, HeadsConfig, OptimConfig
-from dlm_jax.distributed.partitions import partition, path_name
+from dlm_jax.distributed.partitions import map_named, named_leaves, partition
 from dlm_jax.heads import MAIN, Head
-from dlm_jax.training.stages import KEPT, Stage, group_of
+from dlm_jax.training.train_step import KEPT, Stage, group_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration on the singular values (Jordan et al. 2024)."""
@@ -82,8 +82,8 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
         optionally by experts. `dlm_jax.distributed.partitions.RULES` must match their paths.
       mesh: the devices in use.
     """
-    flat, structure = jax.tree_util.tree_flatten_with_path(updates)
-    found = [partition(path_name(path), leaf.shape, mesh) for path, leaf in flat]
+    flat = named_leaves(updates)
+    found = [partition(path, leaf.shape, mesh) for path, leaf in flat]
     # Extend each partition to one entry per dimension.
     specs = [
         P(*spec, *[None] * (leaf.ndim - len(spec)))
@@ -119,7 +119,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
         ]
 
     split = jax.shard_map(of_device, in_specs=(specs,), out_specs=specs, check_vma=False)
-    return jax.tree.unflatten(structure, split([leaf for _, leaf in flat]))
+    return jax.tree.unflatten(jax.tree.structure(updates), split([leaf for _, leaf in flat]))
 
 
 def _dealt(
@@ -196,8 +196,8 @@ def is_matrix(path: str) -> bool:
     return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
 
 
-def _over_paths(params: Any, value: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), params)
+def _over_paths(params: Any, value: Callable[[str], Any]) -> Any:
+    return map_named(lambda path, _: value(path), params)
 
 
 def rate_of(

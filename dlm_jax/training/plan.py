@@ -10,19 +10,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Setup, Tokenizer
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
-from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
+from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, named_leaves
 from dlm_jax.randomness import key_of
 from dlm_jax.training.tasks import Task, make_task
-from dlm_jax.training.train_step import TrainState, make_train_step
+from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
 from dlm_jax.types import Params
 
 
@@ -33,20 +31,14 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     Each matrix parameter costs 6 FLOPs per token that uses it. Attention costs 12 FLOPs per layer,
     head feature and visible pair of positions. A causal model has half the pairs (PaLM, Chowdhery
     et al. 2022, appendix B). A block-causal model reads a noisy and a clean stream. A tied
-    embedding table is counted once, as the LM head.
-
-    Args:
-      params: arrays or their shapes.
-      config: config of the model.
-      num_rows: number of rows per step.
-      num_positions: number of tokens per row.
+    embedding table is counted once, as the LM head. `params` are arrays or their shapes.
     """
     kind = config.attention_type
     in_products = sum(
         math.prod(leaf.shape)
         * _share_met(path, leaf, config)
-        * (2 if kind == "block_causal" and "blocks" in path_name(path).split("/")[0] else 1)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        * (2 if kind == "block_causal" and "blocks" in path.split("/")[0] else 1)
+        for path, leaf in named_leaves(params)
     )
     inner = config.heads * config.size_of_head
     pairs = num_positions / 2 if kind == "causal" else num_positions
@@ -56,11 +48,11 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     return float(num_rows * num_positions * per_token)
 
 
-def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
+def _share_met(path: str, leaf: Any, config: ModelConfig) -> float:
     """The fraction of a parameter that one token uses. For the parameters of experts, this is the
     fraction of the experts to which a token is routed.
     """
-    last = path_name(path).split("/")[-1]
+    last = path.split("/")[-1]
     if last.startswith("expert_"):
         return config.experts_per_token / config.experts
     return float(last == "kernel" or (last == "embedding" and config.tied_head))
@@ -71,16 +63,12 @@ class Plan:
     """A compiled training step, with costs per device.
 
     Attributes:
-      config: resolved config.
-      mesh: mesh of the devices.
       state: shapes and shardings of the training state.
       chip: peak performance of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       at_best: estimated cost of a step if all operations except matrix products are memory-bound.
       at_worst: estimated cost of a step from the compiler's cycle estimates.
       flops: model FLOPs per device and step.
-      compile_seconds: compile time.
-      options: compiler options.
       text: the program text from the compiler.
     """
 
@@ -110,11 +98,7 @@ class Plan:
 def lowered_step(
     config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
 ) -> tuple[jax.stages.Lowered, Task]:
-    """The lowered training step of `plan`, and its task.
-
-    The arguments are those of `plan`. Raises ValueError if the batch or the model does not fit the
-    mesh.
-    """
+    """The lowered training step of `plan`, which has the same arguments, and its task."""
     if tokenizer is None:
         mask_id = config.model.vocab_size - 1
         tokenizer = cast(Tokenizer, SimpleNamespace(
@@ -129,21 +113,15 @@ def lowered_step(
         accumulate=train.accumulate, ema_decay=config.optim.ema_decay,
         compiler_options=config.mesh.compiler_options,
     )  # fmt: skip
-    rows = batch_sharding(mesh, train.batch_size)
-    columns: list[Any] = [
-        jax.ShapeDtypeStruct((train.batch_size, *more), jnp.int32, sharding=rows)
-        for more in ((config.data.seq_len,), (), ())
-    ]
-    return step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0))), task
+    batch = abstract_batch(config, batch_sharding(mesh, train.batch_size))
+    return step.lower(state, batch, jax.eval_shape(lambda: key_of(0))), task
 
 
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
     """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
-    Args:
-      config: config with ``model.vocab_size`` set.
-      mesh: mesh of the devices, which need not exist.
-      tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
+    The devices need not exist, and ``model.vocab_size`` must be set. Without a tokenizer, special
+    ids are at the end of the vocabulary.
 
     Raises:
       ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
@@ -265,8 +243,8 @@ def _places(found: Plan) -> list[str]:
         for kind, shape in shapes.items()
     ]
     arrays = [
-        (path_name(path), leaf.shape, leaf.sharding.spec)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(found.state.params)[0]
+        (path, leaf.shape, leaf.sharding.spec)
+        for path, leaf in named_leaves(found.state.params)
         if len(leaf.shape) > 1
     ]
     return [

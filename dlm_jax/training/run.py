@@ -38,9 +38,14 @@ from dlm_jax.data import (
 from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.memory import device_bytes, require_room
-from dlm_jax.distributed.mesh import fsdp_for
-from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
+from dlm_jax.distributed.mesh import device_bytes, fsdp_for, require_room
+from dlm_jax.distributed.partitions import (
+    batch_sharding,
+    make_mesh,
+    map_named,
+    named_leaves,
+    share_of_batch,
+)
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP
@@ -49,9 +54,9 @@ from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
-from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
-from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
-from dlm_jax.store.local import LocalCheckpoints
+from dlm_jax.store.checkpoint_files import complete_steps, remove_from
+from dlm_jax.store.checkpoints import LocalCheckpoints
+from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located, write_whole
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
     CONFIG,
@@ -64,9 +69,7 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
-from dlm_jax.training.goodput import WallClock
-from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers, replace_text
-from dlm_jax.training.stages import Stage
+from dlm_jax.training.metrics import METRICS, WallClock, check_metrics, check_trackers
 from dlm_jax.training.tasks import (
     MakeHead,
     MakeNetwork,
@@ -76,6 +79,7 @@ from dlm_jax.training.tasks import (
     make_task,
 )
 from dlm_jax.training.train_step import (
+    Stage,
     TrainState,
     check_adds_up,
 )
@@ -104,7 +108,7 @@ def write_config(config: Config, out_dir: Path) -> None:
     except (OSError, ValueError):
         is_there = False
     if not is_there:
-        replace_text(path, text)
+        write_whole(path, text.encode())
 
 
 def _checkpoints_beside(out_dir: Path) -> str:
@@ -248,17 +252,12 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """The trained parameters, with the token vectors moved to the new ids. The vectors of ids
-    without a trained vector are freshly initialised.
+    """The trained `params`, with the token vectors moved to the new ids `places` (see `places_of`).
 
-    Args:
-      params: trained parameters.
-      fresh: parameters of the new run, which provide the vectors of new characters.
-      places: result of `places_of`.
+    The vectors of ids without a trained vector are those of `fresh`.
     """
 
-    def move(path: Any, given: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    def move(name: str, given: Any) -> Any:
         own: Any = fresh
         for part in name.split("/") if name in _AXES else ():
             own = own.get(part) if isinstance(own, dict) else None
@@ -274,7 +273,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
         whole[(slice(None),) * axis + (places,)] = np.asarray(given, np.float32)
         return whole
 
-    return jax.tree_util.tree_map_with_path(move, params)
+    return map_named(move, params)
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
@@ -314,12 +313,10 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
-    """Returns the mesh of `config`. A value of 0 for ``mesh.fsdp`` is resolved from the size of the
-    model.
+    """Returns the mesh of `config` for the devices of all processes.
 
-    Args:
-      config: config with ``model.vocab_size`` set.
-      devices: devices of all processes.
+    A value of 0 for ``mesh.fsdp`` is resolved from the size of the model, so ``model.vocab_size``
+    must be set.
     """
     mesh = config.mesh
     memory = device_bytes(devices[0])
@@ -366,8 +363,8 @@ def begin_with(
         characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
-      setting: setting that contains the path of the model. A teacher must have the tokenizer of the
-        run and must not be a published model.
+      setting: setting with the path of the model. A teacher must have the tokenizer of the run and
+        must not be a published model.
 
     Raises:
       ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
@@ -406,7 +403,9 @@ def begin_with(
     if ignored:
         report(f"{where} has {', '.join(ignored)}, which are ignored")
     own = {name: tree for name, tree in state.params.items() if name not in fresh}
-    return _with_params(state, _laid_out(where, own, {name: params[name] for name in own}))
+    return state.begun_with(
+        state.params | _laid_out(where, own, {name: params[name] for name in own})
+    )
 
 
 def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
@@ -423,10 +422,10 @@ def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None
 def _laid_out(where: str, own: Params, given: Params) -> Params:
     """The given parameters with the dtypes and shardings of this run."""
 
-    def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
+    def take(path: str, own: jax.Array, given: Any) -> jax.Array:
         if given.shape != own.shape:
             raise ValueError(
-                f"{where} has {path_name(path)} of shape {given.shape}, but the config requires "
+                f"{where} has {path} of shape {given.shape}, but the config requires "
                 f"{own.shape}; use the [model] of the other run"
             )
         return jax.device_put(np.asarray(given, own.dtype), own.sharding)
@@ -434,17 +433,11 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
     for name in own:
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
             raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
-    return jax.tree_util.tree_map_with_path(take, own, given)
-
-
-def _with_params(state: TrainState, params: Params) -> TrainState:
-    """The initial `state` with the given parameters, which also replace their moving averages."""
-    return state.begun_with(state.params | params)
+    return map_named(take, own, given)
 
 
 def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
-    own = {path_name(path): leaf.sharding
-           for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
+    own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
     found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
     given = found.params
     fresh = [name for name in state.params if name not in given]
@@ -454,7 +447,7 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
         )
     if fresh:
         report(f"train.init_from={source} lacks {', '.join(fresh)}, which are freshly initialised")
-    return _with_params(state, given)
+    return state.begun_with(state.params | given)
 
 
 FOLDER = "best"
@@ -470,11 +463,7 @@ class Best:
     model of a run that has the same config and no checkpoints. Every process of a run creates one
     instance and calls the same methods in the same order.
 
-    Args:
-      config: config of the run.
-      meta: metadata of the run, see `Run`.
-      is_new: whether this is a new run.
-      check: see `Checkpoints`.
+    For `meta` see `Run`, and for `check` see `Checkpoints`.
 
     Raises:
       ValueError: `FOLDER` is not a directory or contains the best model of another run.
@@ -506,14 +495,8 @@ class Best:
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Starts a save of the parameters if the value at this step is the lowest so far, and
-        returns whether it is the lowest.
-
-        Args:
-          step: step of the evaluation.
-          figure: value to minimise. Non-finite values are never the best.
-          params: evaluated parameters.
-          meta: metadata to save with the parameters.
+        """Starts a save of the evaluated parameters and `meta` if `figure` at this step is the
+        lowest so far, and returns whether it is the lowest. Non-finite values are never the best.
         """
         if not math.isfinite(figure) or (self.figure is not None and figure >= self.figure):
             return False
@@ -529,7 +512,7 @@ class Best:
 
     def close(self) -> None:
         """Stops all threads. A save without a later `wait` can be lost."""
-        self._checkpoints.abandon()
+        self._checkpoints.close(together=False)
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
         """The value of the saved model; None if there is no saved model or if other windows were
@@ -565,9 +548,7 @@ class Best:
 
     def _remove_from(self, step: int) -> None:
         self._check()
-        for later in complete_steps(self._checkpoints.directory):
-            if later >= step:
-                remove(step_path(self._checkpoints.directory, later))
+        remove_from(self._checkpoints.directory, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -624,16 +605,8 @@ def prepare(
 ) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
-    Args:
-      config: loaded config. A ``model.vocab_size`` of 0 is replaced by the vocabulary size of the
-        tokenizer.
-      network: replaces the Transformer of the config; see `dlm_jax.training.train`.
-      objective: replaces the objective of the config; see `dlm_jax.training.train`.
-      heads: additional heads; see `dlm_jax.training.train`.
-      optimizer: replaces the optimiser of the config; see `dlm_jax.training.train`.
-      schedule: replaces the warm-up and cosine decay; see `dlm_jax.training.train`.
-      report: called with one-line messages, for example if a damaged checkpoint is skipped.
-      clock: clock of the run; by default one that starts now.
+    The arguments are those of `dlm_jax.training.train`. A ``model.vocab_size`` of 0 is replaced by
+    the vocabulary size of the tokenizer. By default, the clock of the run starts now.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
@@ -707,11 +680,6 @@ class Problem:
     """The training of a config as pure functions, for a custom loop.
 
     All heads are trained, and no files are written.
-
-    Attributes:
-      setup: resolved config, tokenizer and mesh.
-      corpus: corpus of the config.
-      task: task with its losses.
     """
 
     setup: Setup

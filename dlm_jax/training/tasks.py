@@ -30,12 +30,15 @@ from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.settings import SettingError
 from dlm_jax.training.optimisers import by_update, learning_rates, make_grouped_optimizer
-from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
 from dlm_jax.training.train_step import (
+    Stage,
+    StageLoss,
     TrainState,
     abstract_state,
+    group_of,
     init_state,
     keeping,
+    stage_at,
 )
 from dlm_jax.types import Network, Params
 

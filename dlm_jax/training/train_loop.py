@@ -22,28 +22,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.distributed.memory import require_working_room
-from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.distributed.mesh import CHIPS, require_working_room
+from dlm_jax.distributed.partitions import batch_sharding, named_leaves, share_of_batch
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
-from dlm_jax.training.goodput import STEPS
-from dlm_jax.training.metrics import Journal
+from dlm_jax.store.checkpoint_files import remove_from
+from dlm_jax.training.metrics import STEPS, Journal
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOptimizer
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
+    abstract_batch,
     compile_eval_step,
     make_train_step,
 )
@@ -183,8 +182,8 @@ def parameters_by_part(params: Params) -> dict[str, int]:
     blocks.
     """
     sizes: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        names = [str(getattr(key, "key", key)) for key in path]
+    for path, leaf in named_leaves(params):
+        names = path.split("/")
         part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes
@@ -269,7 +268,7 @@ class _Loop:
         )  # fmt: skip
         if run.task.rollouts is None:
             self._clock.charge("other")
-            self._compile_train_step(_abstract_batch(run, self._rows))
+            self._compile_train_step(abstract_batch(config, self._rows))
             self._clock.charge("compile")
         self._meter = Meter(run, self._shares)
         self._batches = train_batches(
@@ -296,7 +295,8 @@ class _Loop:
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
         if run.local is not None:
-            run.local.remove_after(self.step)
+            # The run repeats the later steps.
+            remove_from(run.local.directory, self.step + 1)
         self._clock.resume(run.saved, self._journal.last)
         self._clock.charge("other")
         self._first, self._since = self.step, time.perf_counter()
@@ -494,15 +494,6 @@ class _Loop:
         self._idle += spent
 
 
-def _abstract_batch(run: Run, rows: NamedSharding) -> Batch:
-    size = run.config.train.batch_size
-    columns: list[Any] = [
-        jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
-        for shape in ((size, run.config.data.seq_len), (size,), (size,))
-    ]
-    return Batch(*columns)
-
-
 def _windows_of(run: Run) -> dict[str, np.ndarray]:
     """The held-out rows of an evaluation, padded to whole batches."""
     return validation_windows(
@@ -524,12 +515,8 @@ def held_out(
 ) -> tuple[Any, np.ndarray]:
     """The result of `Task.measure` for each window, and the number of free tokens in each window.
 
-    Args:
-      run: run with the held-out text.
-      eval_step: compiled `Task.measure`.
-      params: parameters to evaluate.
-      part: index of this process's part of the batch, and number of parts.
-      place: creates the global array from the rows of this process.
+    `eval_step` is the compiled `Task.measure`. `part` is the index of this process's part of the
+    batch, and the number of parts. `place` creates the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
     windows = _windows_of(run)
@@ -679,12 +666,7 @@ def peak_flops(device: Any) -> float | None:
 
 
 class Meter:
-    """Measures the timing of a run between records.
-
-    Args:
-      run: run to time.
-      shares: number of parts of the batch, each of which is read by one process or more.
-    """
+    """Measures the timing of a run, whose batch is read in `shares` parts, between records."""
 
     def __init__(self, run: Run, shares: int = 1):
         config, devices = run.config, list(run.mesh.devices.flat)

@@ -1,9 +1,14 @@
-"""The training step and the evaluation step, as pure functions compiled for a mesh."""
+"""The training step and the evaluation step, as pure functions compiled for a mesh.
+
+Training is staged: a stage is a static set of trained parameter groups, so frozen groups add no
+cost. Within a stage, only the weights of the losses change.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +19,173 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
-from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.config import Config
+from dlm_jax.diffusion.losses import Loss, hidden_of
+from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture, NetworkObjective
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
+from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
+from dlm_jax.model.lora import GROUP
 from dlm_jax.randomness import key_of
-from dlm_jax.training.stages import StageLoss
+from dlm_jax.sampling.positions import returned
 from dlm_jax.types import Network, Params
+
+_SALT = 0x68656164
+KEPT = "kept"
+"""The group of parameters that are never trained and have no optimiser state."""
+
+
+def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
+    """The stage of a step (counted from 0). A head trains if its loss has a positive weight."""
+    own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
+    return Stage((*[MAIN] * train_main, *own), adapts)
+
+
+def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
+    """The optimiser group of the parameters under a top-level name.
+
+    In a model with adapters, the frozen parameters are in the group `KEPT`.
+    """
+    group = next((head.group for head in heads if head.name == name), MAIN)
+    return KEPT if adapts and group == MAIN and name != GROUP else group
+
+
+def teacher_of(params: Params, reference: Params | None) -> Params:
+    """All parameters of the teacher, taken from `reference` if present and otherwise from
+    `params`.
+    """
+    return jax.lax.stop_gradient(params) | (reference or {})
+
+
+NoisedBatch = tuple[MixedExample, dict[str, Any]]
+"""A batch with all its noise, that of heads by their names, or some rows of such a batch.
+
+The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
+"""
+
+
+@dataclass(frozen=True)
+class StageLoss:
+    """The loss of a stage, as pure functions of a batch.
+
+    The mixture has the objectives of the model itself, and the heads are all heads of the run.
+    """
+
+    network: Network
+    mixture: Mixture
+    heads: tuple[Head, ...]
+    stage: Stage
+    mask_id: int
+
+    @property
+    def trained_heads(self) -> list[Head]:
+        return [head for head in self.heads if self.stage.trains(head.group)]
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """The trained and the frozen parameters, each keyed by top-level name."""
+        groups = {name: group_of(name, self.heads, adapts=self.stage.adapts) for name in params}
+        trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
+        return trained, {name: tree for name, tree in params.items() if name not in trained}
+
+    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> NoisedBatch:
+        """The batch with the noise of a step, which depends only on the key of the run and the
+        step.
+
+        Each head has separate noise, so that the noise of the model does not depend on the heads.
+        """
+        example = self.mixture.example(batch, jax.random.fold_in(key, step))
+        noise = {
+            head.name: head.draw(example, self._noise_key(head, key, step))
+            for head in self.trained_heads
+        }
+        return example, noise
+
+    def anchored(self, drawn: NoisedBatch, params: Params, reference: Params | None) -> NoisedBatch:
+        """The batch with the results of `anchor` for the parameters before a step and the
+        reference.
+        """
+        example, of_heads = drawn
+        noise = example.noise
+        for name, objective in self.mixture.objectives.items():
+            if isinstance(objective, NetworkObjective) and objective.anchor is not None:
+                kept = teacher_of(params, reference)
+                noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
+        return example._replace(noise=noise), of_heads
+
+    def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
+        if head.joins_main:
+            # The key indices of heads follow those of the objectives.
+            place = 1 + len(self.mixture.objectives) + self.heads.index(head)
+            return jax.random.fold_in(jax.random.fold_in(key, step), place)
+        salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
+        return jax.random.fold_in(salted, head.stream)
+
+    def __call__(
+        self, params: Params, drawn: NoisedBatch, step: jax.Array, reference: Params | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The total loss, and the loss of each objective and head, for a batch or a part of it.
+
+        The unit of the loss is nats per token if the objectives and heads use this unit.
+        `reference` is as in `anchored`; objectives with a teacher read it.
+        """
+        example, noise = drawn
+        hidden_BLD = self._hidden(params, example)
+        means: dict[str, jax.Array] = {}
+        total = jnp.zeros(())
+        if self.stage.trains(MAIN):
+            reads = hidden_BLD if self.mixture.reads_trunk else None
+            found = self.mixture.losses(
+                self.network, params, example, reads, mask_id=self.mask_id,
+                teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
+            )  # fmt: skip
+            means = {name: _mean(loss, name) for name, loss in found.items()}
+            total = sum((self.mixture.shares[name] * means[name] for name in means), total)
+            for loss in found.values():
+                means |= {name: _mean(Loss(*figure), name) for name, figure in loss.figures.items()}
+        for head in self.trained_heads:
+            inputs = self._inputs(head, params, example, noise[head.name], hidden_BLD)
+            mean = _mean(head.loss(inputs), head.name)
+            means[head.metric] = mean
+            total = total + (mean if head.weight is None else head.weight_at(step) * mean)
+        return total, means
+
+    def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
+        """The parts of the loss and the weights of heads; empty if the loss has a single part and
+        no head trains.
+        """
+        own = [head for head in self.trained_heads if head.group != MAIN]
+        if len(means) < 2 and not own:
+            return {}
+        weighted = [head for head in own if head.weight is not None]
+        return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
+
+    def _hidden(self, params: Params, example: MixedExample) -> jax.Array | None:
+        """The output of the trunk for the shown canvas; None if no loss reads it."""
+        is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
+        if not is_read and not any(head.reads_hidden for head in self.trained_heads):
+            return None
+        batch = example.batch
+        hidden_BLD = hidden_of(
+            self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
+        )
+        # Without this barrier, the heads would be fused into the trunk, so that the trunk would
+        # round differently from a trunk without heads.
+        return jax.lax.optimization_barrier(hidden_BLD)
+
+    def _inputs(
+        self, head: Head, params: Params, example: MixedExample, noise: Any, hidden_BLD: Any
+    ) -> HeadInputs:
+        if not head.trains_trunk:
+            own = {head.name: params[head.name]}
+            params, hidden_BLD = jax.lax.stop_gradient((params, hidden_BLD))
+            params = params | own
+        return HeadInputs(self.network, params, example, noise, hidden_BLD, self.stage)
+
+
+def _mean(loss: Loss, name: str) -> jax.Array:
+    returned(loss.sum, name, "loss(...).sum", "", (), float)
+    returned(loss.weight, name, "loss(...).weight", "", (), float)
+    return loss.sum / jnp.maximum(loss.weight, 1.0)
 
 
 class TrainState(NamedTuple):
@@ -128,6 +294,16 @@ def abstract_state(
     )
 
 
+def abstract_batch(config: Config, rows: NamedSharding) -> Batch:
+    """The shapes and the sharding of the rows of a step."""
+    size = config.train.batch_size
+    columns: list[Any] = [
+        jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+        for shape in ((size, config.data.seq_len), (size,), (size,))
+    ]
+    return Batch(*columns)
+
+
 def _new_state(
     network: Network, optimizer: optax.GradientTransformation, key: jax.Array, has_ema: bool
 ) -> TrainState:
@@ -172,16 +348,9 @@ def make_train_step(
     the whole batch before the batch is split, so accumulation gives the gradient of the whole
     batch.
 
-    Args:
-      step_loss: loss of the stage.
-      optimizer: optimiser of the stage.
-      state: state, or its shapes.
-      mesh: mesh of the devices.
-      batch_size: global batch size in rows.
-      accumulate: number of microbatches, which run sequentially.
-      ema_decay: decay of the parameter average, in [0, 1); 0 disables it.
-      updates: number of parameter updates per batch, each with fresh noise.
-      compiler_options: as ``mesh.compiler_options``.
+    `state` is a state, or its shapes. The global batch has `batch_size` rows, in `accumulate`
+    microbatches, which run sequentially. `updates` is the number of parameter updates per batch,
+    each with fresh noise. An `ema_decay` of 0 disables the parameter average.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -283,9 +452,6 @@ def check_adds_up(
 
     Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign can cancel, so
     the tolerance is relative to the magnitudes of the parts.
-
-    Raises:
-      ValueError: a loss is not additive. The message names the loss and both values.
     """
     shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
     num_rows = next(

@@ -20,7 +20,7 @@ from dlm_jax.batch.result_file import Results
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SampleConfig
 from dlm_jax.data.tokenizers import CharacterTokenizer
-from dlm_jax.distributed.local_rows import digest_of
+from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference import own_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use

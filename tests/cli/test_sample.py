@@ -14,7 +14,7 @@ from dlm_jax.cli import sample, sample_file
 from dlm_jax.cli.common import start_jax
 from dlm_jax.cli.ends import End
 from dlm_jax.config import sample_settings
-from dlm_jax.distributed import memory
+from dlm_jax.distributed import mesh
 from dlm_jax.inference import slots as inference_memory
 
 
@@ -364,7 +364,7 @@ def test_results_that_hold_every_kind_of_line_end_as_text_are_read_back(run_dir,
 
 def test_a_canvas_that_does_not_fit_is_refused_in_one_line(run_dir, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(inference_memory, "_LARGE", 1)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(mesh, "free_bytes", lambda device: 1000)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("{}\n")
     for flags in ([], ["--watch"], ["--prompts", str(source), "--output", str(target)]):

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from dlm_jax.data import corpus as loading
-from dlm_jax.data import rows as token_files
 from dlm_jax.data.corpus import load_corpus
-from dlm_jax.data.pipeline import train_dataset, validation_windows
-from dlm_jax.data.rows import open_tokens
+from dlm_jax.data.pipeline import is_intact, open_tokens, train_dataset, validation_windows
 from dlm_jax.data.text import BUILTIN_CORPUS
-from dlm_jax.data.tokenizer_kinds import TOKENIZERS
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer
+from dlm_jax.data.tokenizers import TOKENIZERS, ByteTokenizer, CharacterTokenizer
 
 TEXT = "".join(f"line {i:04d} of the text\n" for i in range(400))
 
@@ -32,13 +29,13 @@ def source(tmp_path):
 def writes(monkeypatch):
     """Names of the token files that were written."""
     names: list[str] = []
-    write = token_files.write_tokens
+    write = loading.write_tokens
 
     def recording(path, ids, *, vocab_size):
         names.append(path.name)
         write(path, ids, vocab_size=vocab_size)
 
-    monkeypatch.setattr(loading.token_files, "write_tokens", recording)
+    monkeypatch.setattr(loading, "write_tokens", recording)
     return names
 
 
@@ -121,7 +118,7 @@ def test_many_processes_may_load_at_once(source, tmp_path):
         jobs = [pool.submit(load_corpus, source, cache_dir=tmp_path / "c") for _ in range(8)]
         corpora = {job.result().train_rows: job.result() for job in jobs}
     (corpus,) = corpora.values()
-    assert token_files.is_intact(corpus.train_rows)
+    assert is_intact(corpus.train_rows)
     assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".npy", ".npy"]
 
 

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from dlm_jax.data import pipeline
-from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import DocumentRows, write_tokens
+from dlm_jax.data.pipeline import (
+    DocumentRows,
+    train_batches,
+    train_dataset,
+    validation_windows,
+    write_tokens,
+)
 
 NUM_TOKENS = 1003
 SIZES = {"seq_len": 16, "batch_size": 8}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.data.rows import DocumentRows, cut_into_rows, write_tokens
+from dlm_jax.data.pipeline import DocumentRows, cut_into_rows, write_tokens
 
 SEQ_LEN, EOS, PAD = 8, 90, 91
 IDS = st.lists(st.integers(0, 80), min_size=1, max_size=30).map(np.array)

@@ -17,8 +17,7 @@ import pytest
 
 from dlm_jax.data import shard, shards
 from dlm_jax.data.corpus import load_corpus
-from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import write_tokens
+from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows, write_tokens
 from dlm_jax.data.shards import DamagedShard, read_index
 from dlm_jax.data.tokenizers import ByteTokenizer
 

@@ -15,7 +15,7 @@ from dlm_jax.data import shard
 from dlm_jax.data.corpus import load_corpus
 from dlm_jax.data.pipeline import train_batches
 from dlm_jax.data.shards import DamagedShard
-from dlm_jax.store.files import files_under, located
+from dlm_jax.store.files import located
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -59,7 +59,7 @@ def test_a_damaged_shard_of_a_bucket_is_refused_and_its_copy_is_not_kept(made, t
     other = f"{url}-damaged"
     flags = ["--out", other, "--shards", "1", "--workers", "1", "--held-out", "0.2"]
     assert shard.main([str(source), *flags]) == 0
-    path = next(path for path in files_under(located(other)) if "train-" in path.name)
+    path = next(path for path in buckets.files_under(located(other)) if "train-" in path.name)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

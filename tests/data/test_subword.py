@@ -18,10 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from dlm_jax.data import subword
-from dlm_jax.data.subword import SubwordTokenizer, train_bpe
-from dlm_jax.data.tokenizer_kinds import from_json
-from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.data import tokenizers as tokenizers_module
+from dlm_jax.data.tokenizers import SubwordTokenizer, Tokenizer, from_json, train_bpe
 
 TEXT = "Now is the winter of our discontent\nmade glorious summer by this sun of York;\n" * 20
 BPE = train_bpe(TEXT, 300)
@@ -127,7 +125,7 @@ def test_a_trained_bpe_has_the_size_asked_for_and_its_specials_last():
 
 def test_training_gives_the_same_tokenizer_in_another_process():
     code = (
-        "import sys; from dlm_jax.data.subword import train_bpe;"
+        "import sys; from dlm_jax.data.tokenizers import train_bpe;"
         "print(train_bpe(sys.stdin.read(), 300).content, end='')"
     )
     done = subprocess.run(
@@ -146,15 +144,15 @@ def test_training_gives_the_same_tokenizer_in_another_process():
 def test_a_text_encoded_in_parts_has_the_ids_of_the_whole(text, chunk):
     whole = tokenizers.Tokenizer.from_str(SPACED.content).encode(text).ids
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subword, "_CHUNK", chunk)
-        patch.setattr(subword, "_CHUNKS_AT_ONCE", 2)
+        patch.setattr(tokenizers_module, "_CHUNK", chunk)
+        patch.setattr(tokenizers_module, "_CHUNKS_AT_ONCE", 2)
         assert SPACED.encode(text).tolist() == whole
 
 
 def test_only_plain_byte_level_files_are_encoded_in_parts(of_file, monkeypatch):
     text = "of the\nsun of\nour\nwinter\n" * 3
     whole = of_file.encode(text).tolist()
-    monkeypatch.setattr(subword, "_CHUNK", 1)
+    monkeypatch.setattr(tokenizers_module, "_CHUNK", 1)
     assert of_file.encode(text).tolist() == whole
 
 

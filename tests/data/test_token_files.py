@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlm_jax.data import rows
-from dlm_jax.data.rows import default_cache_dir, id_dtype, is_intact, open_tokens, write_tokens
+from dlm_jax.data import pipeline
+from dlm_jax.data.pipeline import default_cache_dir, id_dtype, is_intact, open_tokens, write_tokens
 
 IDS = np.arange(1000, dtype=np.int32) % 250
 
@@ -87,9 +87,9 @@ def test_an_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    for name in ("_crc32", "os.replace"):
+    for name in ("crc_of", "os.replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"{rows.__name__}.{name}", interrupt)
+            patch.setattr(f"{pipeline.__name__}.{name}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 write_tokens(path, IDS[::-1], vocab_size=260)
         assert os.listdir(tmp_path) == ["t.npy"]
@@ -100,9 +100,9 @@ def test_a_killed_writer_leaves_no_file_of_that_name_and_its_rest_is_cleared(tmp
     path = tmp_path / "t.npy"
     program = (
         "import os, sys, pathlib, numpy as np\n"
-        "from dlm_jax.data import rows\n"
-        "rows._crc32 = lambda *_: os.kill(os.getpid(), 9)\n"
-        "rows.write_tokens(pathlib.Path(sys.argv[1]), np.arange(9), vocab_size=9)\n"
+        "from dlm_jax.data import pipeline\n"
+        "pipeline.crc_of = lambda *_: os.kill(os.getpid(), 9)\n"
+        "pipeline.write_tokens(pathlib.Path(sys.argv[1]), np.arange(9), vocab_size=9)\n"
     )
     root = Path(__file__).parents[2]
     killed = subprocess.run([sys.executable, "-c", program, str(path)], cwd=root, check=False)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from dlm_jax.data.subword import SubwordTokenizer, train_bpe
-from dlm_jax.data.tokenizer_kinds import check_fits, from_json, make_tokenizer
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer
+from dlm_jax.data.tokenizers import (
+    ByteTokenizer,
+    CharacterTokenizer,
+    SubwordTokenizer,
+    check_fits,
+    from_json,
+    make_tokenizer,
+    train_bpe,
+)
 
 TEXT = "the cat and the hat, the rat and the bat\n" * 3
 

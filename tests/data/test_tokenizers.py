@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.data.tokenizer_kinds import TOKENIZERS, from_json, make_tokenizer
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, noise_ids
+from dlm_jax.data.tokenizers import (
+    TOKENIZERS,
+    ByteTokenizer,
+    CharacterTokenizer,
+    Tokenizer,
+    from_json,
+    make_tokenizer,
+    noise_ids,
+)
 
 TEXTS = st.text(max_size=60)
 SMALL = CharacterTokenizer("\n abc\u00e9\U0001f600")

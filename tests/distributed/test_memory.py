@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from dlm_jax.distributed import memory
-from dlm_jax.distributed.memory import free_bytes, require_room
+from dlm_jax.distributed import mesh
+from dlm_jax.distributed.mesh import free_bytes, require_room
 
 
 class _Device:
@@ -37,12 +37,12 @@ def test_a_device_has_what_it_does_not_use():
 def test_a_cpu_has_what_the_operating_system_calls_available(tmp_path, monkeypatch):
     info = tmp_path / "meminfo"
     info.write_text("MemTotal:       100 kB\nMemFree:          3 kB\nMemAvailable:     7 kB\n")
-    monkeypatch.setattr(memory, "_INFO", info)
+    monkeypatch.setattr(mesh, "_INFO", info)
     assert free_bytes(_Device("cpu")) == 7 * 1024
     for content in ("", "MemTotal: 100 kB\n"):
         info.write_text(content)
         assert free_bytes(_Device("cpu")) is None
-    monkeypatch.setattr(memory, "_INFO", Path("/no/such/file"))
+    monkeypatch.setattr(mesh, "_INFO", Path("/no/such/file"))
     assert free_bytes(_Device("cpu")) is None
 
 
@@ -61,11 +61,11 @@ def test_every_device_is_asked_and_those_of_other_processes_are_not():
 
 
 def test_devices_that_are_parts_of_one_host_share_its_memory(monkeypatch):
-    monkeypatch.setattr(memory, "_free_on_host", lambda: 100)
+    monkeypatch.setattr(mesh, "_free_on_host", lambda: 100)
     require_room(50, [_Device("cpu")] * 2, "the state", "make it smaller")
     _refused(50, [_Device("cpu")] * 3)
 
 
 def test_where_nobody_says_what_is_free_nothing_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "_free_on_host", lambda: None)
+    monkeypatch.setattr(mesh, "_free_on_host", lambda: None)
     require_room(1 << 60, [_Device("cpu"), _Device()], "the state", "make it smaller")

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run_dir):
 
 
 def test_rows_of_a_mesh_are_fed_and_read_whole_by_a_lone_process():
-    from dlm_jax.distributed.local_rows import OwnRows
+    from dlm_jax.distributed.partitions import OwnRows
 
     mesh = make_mesh(MeshConfig(data=4, tensor=2))
     own = OwnRows(NamedSharding(mesh, PartitionSpec(("data", "fsdp"))), 8)

@@ -14,7 +14,7 @@ import toy
 from canvases import Row, holes
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.distributed.local_rows import OwnRows
+from dlm_jax.distributed.partitions import OwnRows
 from dlm_jax.inference.generate import all_requests
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.request import Request

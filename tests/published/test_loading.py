@@ -20,9 +20,8 @@ from dlm_jax import devices
 from dlm_jax.config import MeshConfig, SampleConfig
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.published.directory import _recommended
+from dlm_jax.published.directory import _recommended, read_settings, settings_fields
 from dlm_jax.published.families import family_for
-from dlm_jax.published.special import read_settings, settings_fields
 from dlm_jax.published.tensors import Shards
 
 FAMILIES = list(cases.CONFIGS)

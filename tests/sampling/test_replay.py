@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.distributed.local_rows import split_rows
-from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.partitions import make_mesh, split_rows
 from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
 from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.loop import make_advance

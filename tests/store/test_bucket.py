@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.store import Checkpoints, load_params
 from dlm_jax.store import checkpoints as bucket_module
-from dlm_jax.store.files import check_bucket, files_under, located
+from dlm_jax.store.files import check_bucket, located
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -67,7 +67,9 @@ def test_what_was_saved_is_restored_and_only_the_newest_are_kept(s3):
         restored = checkpoints.restore(_abstract(_state(0)))
     assert (restored.step, restored.meta) == (3, {**META, "step": 3})
     _assert_same(restored.state, _state(3))
-    left = {str(path).removeprefix(root).split("/")[1] for path in files_under(located(root))}
+    left = {
+        str(path).removeprefix(root).split("/")[1] for path in buckets.files_under(located(root))
+    }
     assert left == {"step_00000002", "step_00000003"}
     params, meta = load_params(f"{s3}/run", step=2)
     _assert_same(params, _state(2)["params"])
@@ -105,7 +107,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_onto_any(s3):
 
 
 def _object(root: str, name: str):
-    return next(path for path in files_under(located(root)) if str(path).endswith(name))
+    return next(path for path in buckets.files_under(located(root)) if str(path).endswith(name))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_an_unfinished_save_is_no_checkpoint_and_goes_with_the_next(s3, monkeypa
         checkpoints.save(3, _state(3), META)
         checkpoints.wait()
         assert checkpoints.steps() == [1, 3]
-    assert not [p for p in files_under(located(s3)) if "step_00000002" in str(p)]
+    assert not [p for p in buckets.files_under(located(s3)) if "step_00000002" in str(p)]
 
 
 def test_buckets_that_are_not_there_or_of_another_kind_are_refused_in_one_line(s3, monkeypatch):
@@ -171,7 +173,7 @@ def test_buckets_that_are_not_there_or_of_another_kind_are_refused_in_one_line(s
     with pytest.raises(ValueError, match="ftp://host/x is a URL of an unknown kind"):
         Checkpoints("ftp://host/x", keep=1)
     check_bucket("train.checkpoint_dir", f"{s3}/deep/inside")
-    assert files_under(located(s3)) == []
+    assert buckets.files_under(located(s3)) == []
 
 
 def test_a_bucket_that_does_not_let_one_in_is_refused(s3, monkeypatch):

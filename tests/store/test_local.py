@@ -9,9 +9,9 @@ import tiny_run
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.store import local as local_module
-from dlm_jax.store.checkpoint_files import step_path
-from dlm_jax.store.local import LocalCheckpoints
+from dlm_jax.store import checkpoints as checkpoints_module
+from dlm_jax.store.checkpoint_files import remove_from, step_path
+from dlm_jax.store.checkpoints import LocalCheckpoints
 
 META = {"run": "a"}
 
@@ -51,7 +51,7 @@ def test_a_state_comes_back_bit_for_bit_with_its_shards(saved):
     checkpoints, lines = saved
     assert checkpoints.newest(_abstract(_state(0))) == 6
     found = checkpoints.restore(_abstract(_state(0)), 6)
-    data = lambda tree: jax.tree.map(local_module.plain, tree)  # noqa: E731
+    data = lambda tree: jax.tree.map(checkpoints_module.plain, tree)  # noqa: E731
     tiny_run.assert_same(data(found), data(_state(6)))
     assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(
         lambda a: a.sharding, _state(6)
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_other_shards_is_not_restored(saved):
     ],
 )  # fmt: skip
 def test_only_a_step_that_all_hosts_have_is_restored(saved, monkeypatch, others, common):
-    monkeypatch.setattr(local_module, "gathered", lambda own: [own, others])
+    monkeypatch.setattr(checkpoints_module, "gathered", lambda own: [own, others])
     assert saved[0].newest(_abstract(_state(0))) == common
 
 
@@ -92,7 +92,7 @@ def test_a_failed_save_is_reported_and_later_steps_are_removed_before_they_are_r
     checkpoints.save(5, _state(5), META)
     checkpoints.wait()
     assert len(lines) == 1 and lines[0].startswith("warning: no local checkpoint (step=5")
-    checkpoints.remove_after(4)
+    remove_from(checkpoints.directory, 5)
     checkpoints.save(5, _state(5), META)
     checkpoints.wait()
     assert checkpoints.newest(_abstract(_state(0))) == 5

@@ -400,7 +400,7 @@ try:
     checkpoints.wait()
 except OSError as error:
     print(error.errno == errno.EFBIG, error.filename, error.strerror)
-checkpoints.abandon()
+checkpoints.close(together=False)
 """
 
 

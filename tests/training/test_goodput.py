@@ -7,9 +7,8 @@ import types
 import pytest
 import tiny_run
 
-from dlm_jax.training import goodput, metrics, train_loop
-from dlm_jax.training.goodput import wall_of
-from dlm_jax.training.metrics import read_records
+from dlm_jax.training import metrics, train_loop
+from dlm_jax.training.metrics import read_records, wall_of
 from dlm_jax.training.train_loop import StopRequest, _Loop
 
 GIVEN = {"train__steps": 12, "train__log_every": 3, "train__eval_every": 6}
@@ -25,7 +24,6 @@ def now(monkeypatch):
     """A clock that advances by a fixed time in each activity of a run."""
     clock = [1e6]
     fake = types.SimpleNamespace(time=lambda: clock[0])
-    monkeypatch.setattr(goodput, "time", fake)
     monkeypatch.setattr(metrics, "time", fake)
 
     def lasting(owner, name, seconds):
@@ -63,12 +61,12 @@ def test_the_parts_of_a_restart_add_up_to_the_time_since_the_first_start(now, ha
         clock.charge(part)
         return clock.figures()
 
-    start, first = now[0], goodput.WallClock()
+    start, first = now[0], metrics.WallClock()
     passes(first, "compile", 10)
     saved = passes(first, "steps", 20)
     last = passes(first, "steps", 8)
     now[0] += DOWN
-    second = goodput.WallClock()
+    second = metrics.WallClock()
     second.resume(saved, last if has_metrics else {})
     figures = passes(second, "restore", 5)
     lost = 8 if has_metrics else 0
@@ -77,7 +75,7 @@ def test_the_parts_of_a_restart_add_up_to_the_time_since_the_first_start(now, ha
     assert sum(expected.values()) == now[0] - start
     assert figures["goodput"] == pytest.approx(20 / (now[0] - start))
     now[0] += DOWN
-    third = goodput.WallClock()
+    third = metrics.WallClock()
     third.resume(saved, figures)
     wall = {"compile": 10, "steps": 20, "lost": lost + 5, "down": 2 * DOWN + 8 - lost}
     assert wall_of(passes(third, "restore", 0)) == wall | {"restore": 0}

@@ -15,8 +15,7 @@ from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
-from dlm_jax.training.stages import Stage
-from dlm_jax.training.train_step import TrainState, make_train_step
+from dlm_jax.training.train_step import Stage, TrainState, make_train_step
 from dlm_jax.types import Network
 
 STEPS, MIDWAY = 100, 40

@@ -11,7 +11,7 @@ import toy
 
 import dlm_jax
 from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
-from dlm_jax.data.setup import Setup
+from dlm_jax.data import Setup
 from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.processes import Process, Shares, process_of
 from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage

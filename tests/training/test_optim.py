@@ -21,7 +21,7 @@ from dlm_jax.training.optimisers import (
     make_grouped_optimizer,
     make_optimizer,
 )
-from dlm_jax.training.stages import Stage
+from dlm_jax.training.train_step import Stage
 
 CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
 STEPS = 24

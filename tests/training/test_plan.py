@@ -8,8 +8,7 @@ import pytest
 import toy
 
 from dlm_jax.config import Config, MeshConfig, TrainConfig
-from dlm_jax.distributed.memory import device_bytes
-from dlm_jax.distributed.mesh import CHIPS
+from dlm_jax.distributed.mesh import CHIPS, device_bytes
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import mesh_config, state_bytes
 

@@ -25,8 +25,7 @@ from dlm_jax.diffusion.objectives import Batch, Mixture
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.store import Checkpoints
 from dlm_jax.training.run import begin_with
-from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.train_step import TrainState, make_train_step
+from dlm_jax.training.train_step import Stage, StageLoss, TrainState, make_train_step
 from dlm_jax.types import live_positions
 
 ROWS, POSITIONS = 8, 8
@@ -88,7 +87,7 @@ def test_neither_parts_nor_devices_change_the_step():
 
 
 def test_the_loss_is_the_mean_over_the_rows_that_have_a_free_token():
-    rows = jax.device_get(_draw(BATCH, jax.random.key(5), jnp.int32(3))).noise["scorer_head"][0]
+    rows = jax.device_get(_draw(BATCH, jax.random.key(5), jnp.int32(3))[1]["scorer_head"][0])
     logit = np.asarray(SCORER.heads["scorer"](PARAMS, PARAMS["embedding"][rows.shown_BL],
                                      rows.length_B))  # fmt: skip
     share = np.asarray(rows.share_B)
@@ -100,7 +99,7 @@ def test_the_loss_is_the_mean_over_the_rows_that_have_a_free_token():
 
 def test_the_noise_of_a_step_is_that_of_the_key_and_the_step_and_some_batches_are_cut():
     def drawn(seed, step):
-        rows = _draw(BATCH, jax.random.key(seed), jnp.int32(step)).noise["scorer_head"][0]
+        rows = _draw(BATCH, jax.random.key(seed), jnp.int32(step))[1]["scorer_head"][0]
         return np.asarray(rows.shown_BL), int(rows.length_B.max())
 
     np.testing.assert_array_equal(drawn(1, 3)[0], drawn(1, 3)[0])

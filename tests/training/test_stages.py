@@ -25,8 +25,14 @@ from dlm_jax.heads.critic import _waves
 from dlm_jax.sampling.propose import Parallel, SamplerReadout, Wavefront
 from dlm_jax.store import load_meta
 from dlm_jax.training.optimisers import make_grouped_optimizer
-from dlm_jax.training.stages import Stage, StageLoss, stage_at
-from dlm_jax.training.train_step import TrainState, abstract_state, make_train_step
+from dlm_jax.training.train_step import (
+    Stage,
+    StageLoss,
+    TrainState,
+    abstract_state,
+    make_train_step,
+    stage_at,
+)
 from dlm_jax.types import Network
 
 ALL = (MAIN, *(head.name for head in cases.ADDED))
@@ -194,7 +200,7 @@ def _compiled_look():
             return sum(weights[name] * mean for name, mean in means.items()), means
 
         gradient, means = jax.grad(total, has_aux=True)(params)
-        return Outcome(gradient, means, shown, part.example)
+        return Outcome(gradient, means, shown, part[0])
 
     return look
 
