@@ -35,9 +35,8 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, refusals
 from dlm_jax.distributed.processes import gathered
-from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.engine import Engine, Report
 from dlm_jax.inference.own_rules import with_rules
-from dlm_jax.inference.report import Report
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
 from dlm_jax.store.files import source_digest
