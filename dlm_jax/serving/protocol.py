@@ -654,7 +654,7 @@ class Planner:
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
-            ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            ids = self.encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
                 length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
@@ -682,7 +682,7 @@ class Planner:
             raise refused(f"n={asked.n}: a response has a single text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
         if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
-            ids = self._encoded(asked.input, "input")
+            ids = self.encoded(asked.input, "input")
             content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
         else:
             content = {"tokens": self.chat_ids(asked.turns, asked)}
@@ -694,7 +694,7 @@ class Planner:
         if asked.template is not None:
             content: dict[str, Any] = {"template": asked.template}
         else:
-            prefix = self._encoded(asked.prefix or "", "prefix")
+            prefix = self.encoded(asked.prefix or "", "prefix")
             length = asked.max_tokens or self._length
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
@@ -959,13 +959,14 @@ class Planner:
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
-        behind = self._encoded(suffix, "suffix")
+        behind = self.encoded(suffix, "suffix")
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
 
-    def _encoded(self, text: str, name: str) -> Sequence[int]:
+    def encoded(self, text: str, name: str) -> Sequence[int]:
+        """Encodes the text that a client passed in the field `name`."""
         try:
             return self.model.tokenizer.encode(text).tolist()
         except ValueError as error:
@@ -1202,11 +1203,6 @@ class Answer:
             "forwards": sum(int(one.row.counters.forwards) for one in done),
             "seed": self.seed,
         }
-
-    @property
-    def replaces(self) -> bool:
-        """True if each event of a choice replaces the previous one."""
-        return bool(self.asked.diffusing)
 
     @property
     def _is_chat(self) -> bool:
