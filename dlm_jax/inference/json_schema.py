@@ -123,7 +123,7 @@ class _Schema:
         if schema is False:
             return None
         if schema is True or schema == {}:
-            return _any_value(_ANY_DEPTH)
+            return _inner(_ANY_DEPTH + 1)
         if not isinstance(schema, Mapping):
             raise _refused(where, f"{json.dumps(schema)[:60]} is not a schema")
         if "$ref" in schema:
@@ -225,8 +225,7 @@ class _Schema:
             if name not in {"const", "enum", "type"} | _NOTES:
                 raise _refused(where, f"{name!r} next to constants is not supported; remove it")
         if "type" in schema:
-            kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            values = [value for value in values if _is_of(value, kinds)]
+            values = [value for value in values if _is_of(value, _kinds(schema["type"]))]
         return _either([_literal(value) for value in values])
 
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
@@ -315,15 +314,8 @@ class _Schema:
 _MOST_LINKS = 32
 
 
-def _any_value(depth: int) -> str:
-    """Returns a pattern for JSON values nested up to a limited depth."""
-    plain = [_STRING, _NUMBER, "(true|false)", "null"]
-    return (
-        _either([*plain, _listing(_inner(depth), 0, None), _members(_inner(depth), 0, None)]) or ""
-    )
-
-
 def _inner(depth: int) -> str:
+    """Returns a pattern for JSON values nested up to a limited depth."""
     plain = [_STRING, _NUMBER, "(true|false)", "null"]
     if depth > 0:
         plain += [_listing(_inner(depth - 1), 0, None), _members(_inner(depth - 1), 0, None)]
@@ -698,9 +690,6 @@ class _Printed:
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, items = given
             return f"({self.items(items)}){_times(low, None if str(high) == 'MAXREPEAT' else high)}"
-        return self._unknown(op)
-
-    def _unknown(self, op: str) -> str:
         raise _refused(self._where, f"{op} in a pattern is not supported")
 
     def _literal(self, code: int) -> str:

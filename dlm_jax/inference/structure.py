@@ -8,6 +8,7 @@ Scott 1959). Equivalent states are merged (Moore 1956).
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import threading
 import unicodedata
@@ -173,7 +174,7 @@ class _Nodes:
 
         begin = number(self._closure([start]))
         rows = [np.zeros(len(first), np.int32)]
-        for nodes in _growing(subsets):
+        for nodes in itertools.islice(subsets, 1, None):  # the list grows in this loop
             reached: dict[int, list[int]] = {}
             for node in nodes:
                 move = self._moves[node]
@@ -260,14 +261,6 @@ class _Nodes:
                     found.add(node)
                     todo.append(node)
         return frozenset(found)
-
-
-def _growing(subsets: list[frozenset[int]]):
-    """Yields the subsets after the first, including those added during the iteration."""
-    place = 1
-    while place < len(subsets):
-        yield subsets[place]
-        place += 1
 
 
 def _merged(found: Characters) -> Characters:
