@@ -103,22 +103,8 @@ def generate(
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
-    return _made(model, requests, batch_size, max_candidates, on_commits)
-
-
-def _made(
-    model: Model,
-    requests: Sequence[Request],
-    batch_size: int,
-    max_candidates: int,
-    on_commits: Callable[[int], Any] | None,
-) -> Texts:
-    """Returns the texts of all requests. Each process generates a share of the texts and receives
-    all texts.
-    """
-    with _engine_for(
-        model, requests, batch_size=batch_size, max_candidates=max_candidates
-    ) as engine:
+    with _engine_for(model, requests, batch_size, max_candidates) as engine:
+        # Each process generates a share of the texts.
         index, count = engine.share
         owners = {
             engine.submit(request): place
@@ -173,7 +159,7 @@ def stream(
     """
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
-    return canvases(model, requests, every=every, batch_size=batch_size)
+    return _canvases(model, requests, every, batch_size)
 
 
 def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
@@ -236,7 +222,7 @@ def _raise_first(rows: Iterable[Row]) -> None:
 
 
 def _engine_for(
-    model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
+    model: Model, requests: Sequence[Request], batch_size: int, max_candidates: int = 64
 ) -> Engine:
     """Returns an engine for these requests, with the smallest sufficient number of programs and
     slots.
@@ -263,18 +249,9 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     return "\n".join([*lines, f"choice among the remaining candidates: host ({name})"])
 
 
-def canvases(
-    model: Model,
-    requests: Sequence[Request],
-    *,
-    every: int | Literal["block"] = 1,
-    batch_size: int = 64,
+def _canvases(
+    model: Model, requests: Sequence[Request], every: int | Literal["block"], batch_size: int
 ) -> Iterator[dict[int, Row]]:
-    """Yields rows by request index, before the first step and after every `every` steps.
-
-    With ``"block"``, a row is yielded after each finished block. The last value yielded for a row
-    is its final result, truncated after the first EOS. Programs alternate.
-    """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
         raise SettingError("every", every, "must be at least 1, or 'block'")
@@ -283,7 +260,7 @@ def canvases(
             "canvases can only be shown in a single process; use `generate` or one process"
         )
     num_steps = 1 if every == "block" else int(every)
-    with _engine_for(model, requests, batch_size=batch_size) as engine:
+    with _engine_for(model, requests, batch_size) as engine:
         for request in requests:
             engine.submit(request, is_watched=True)
         blocks: dict[int, int] = {}

@@ -588,8 +588,8 @@ def _settings(
     """Returns the settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
     recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
-    if not model.process.is_masked:
-        settings = _of_process(recommended, settings)
+    if not model.process.is_masked and recommended["order"] == "random":
+        settings = {"order": "posterior"} | settings
     if settings.get("fill", recommended["fill"]) == AUTO:
         settings = settings | _auto_fill(model, recommended, settings, needs_host=needs_host)
     sample = resolve(recommended, settings, table=rules.table)
@@ -625,14 +625,6 @@ def _settings(
         sample = replace(sample, block_length=unit)
     check_settings(model, sample)
     return sample
-
-
-def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds ``order="posterior"`` for a model whose noise is not MASK, unless another order is
-    recommended or given.
-    """
-    own = {} if recommended["order"] != "random" else {"order": "posterior"}
-    return own | dict(given)
 
 
 def _auto_fill(
