@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import os
 import platform
 import re
@@ -30,7 +31,7 @@ from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.local_rows import OwnRows, num_shares, split_rows
 from dlm_jax.distributed.processes import gathered
-from dlm_jax.inference.candidates import HostSampler, Written, shown
+from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
 from dlm_jax.model.quantized import KINDS
 from dlm_jax.sampling.rules import BUILT_IN
@@ -42,16 +43,6 @@ from dlm_jax.viewing.frames import Frame, special_names
 from dlm_jax.viewing.trace import write_trace
 
 
-def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
-    """The token ids of a conversation with a single user turn, up to the start of the answer."""
-    if model.chat is None:
-        raise ValueError(
-            "--chat: the model has no chat_template (in tokenizer_config.json, or as "
-            "chat_template.jinja); format the turns yourself and omit --chat"
-        )
-    return model.chat.ids([{"role": "user", "content": text}]).tolist()
-
-
 def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
     """The text after the first `start` tokens of each row."""
     rows = zip(result.tokens, result.lengths, strict=True)
@@ -61,7 +52,12 @@ def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str
 def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
     """The prompt from the flags, as arguments of `dlm_jax.generate`."""
     if args.chat:
-        return {"tokens": turn_ids(model, args.prompt)}
+        if model.chat is None:
+            raise ValueError(
+                "--chat: the model has no chat_template (in tokenizer_config.json, or as "
+                "chat_template.jinja); format the turns yourself and omit --chat"
+            )
+        return {"tokens": model.chat.ids([{"role": "user", "content": args.prompt}]).tolist()}
     texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
     return {name: text for name, text in texts.items() if text is not None}
 
@@ -213,26 +209,24 @@ def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
 
 
-def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
-    """A line with a committed token, its position, its probability, and `size` candidates."""
+def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
+    """Prints each read-back token with its position, probability, and `size` candidates to standard
+    error.
+    """
 
     def piece(token: int) -> str:
         text = tokenizer.decode([token])
         return repr(text) if text else f"<{token}>"
 
-    seen = record.candidates
-    best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
-    rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
-    return (
-        f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
-        f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}"
-    )
-
-
-def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
-    """Prints a line for each read-back token to standard error."""
-    for record in (record for records in result.read_back for record in records):
-        print(read_back_line(record, tokenizer, size), file=sys.stderr)
+    for record in itertools.chain.from_iterable(result.read_back):
+        seen = record.candidates
+        best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
+        rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
+        print(
+            f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
+            f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}",
+            file=sys.stderr,
+        )
 
 
 def check_page(name: str) -> None:
@@ -362,8 +356,8 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     (`benchmarks/compile_cache.py`).
     """
     warnings.showwarning = _show_warning
-    _refuse_lone_host_flags(args)
     if args is not None:
+        _refuse_lone_host_flags(args)
         join_hosts(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # Without a writable home directory, there is no cache.
@@ -422,9 +416,9 @@ def _machine() -> str:
     return hashlib.sha256("\n".join([platform.machine(), *told]).encode()).hexdigest()[:12]
 
 
-def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
+def _refuse_lone_host_flags(args: argparse.Namespace) -> None:
     for name in ("coordinator", "num_processes", "process_id"):
-        if args is not None and getattr(args, name) is not None and not args.distributed:
+        if getattr(args, name) is not None and not args.distributed:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
                 f"command line: {flag} has no effect without --distributed; add --distributed or "
