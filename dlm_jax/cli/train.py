@@ -197,10 +197,8 @@ def runs(
 ) -> list[tuple[Point, Config]]:
     """The points of the grid and their configs, each with its own directories, named by the point.
 
-    Args:
-      settings: arguments of ``--sweep``.
-      overrides: texts of the other flags.
-      load: the config with some settings replaced.
+    `settings` are the arguments of ``--sweep``, `overrides` the texts of the other flags. `load`
+    returns the config with some settings replaced.
 
     Raises:
       ValueError: a setting is invalid or also given as a flag, or two runs have one directory.

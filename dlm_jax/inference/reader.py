@@ -39,11 +39,7 @@ class TextReader:
     the first hole. In rows that remask or resample, they are the tokens of finished blocks. A
     running row with edits has no settled tokens.
 
-    Args:
-      model: the model of the row.
-      request: the request of the row.
-      stops: stop strings.
-      keeps_stop: whether the text includes the stop string.
+    The text ends at the first of the strings in `stops`, which it includes if `keeps_stop`.
 
     Attributes:
       start: position of the first token that is not given.

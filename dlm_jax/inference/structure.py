@@ -297,11 +297,8 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 class Structures:
     """Automata over the vocabulary of a model, built once per pattern.
 
-    Args:
-      tokenizer: the tokenizer whose ids are the letters of the automata.
-      vocab_size: number of logits that the network returns.
-      eos_ids: ids that end a text.
-      banned_ids: ids that are never written.
+    The letters of the automata are the ids of the tokenizer without `banned_ids`, which are never
+    written. Any of `eos_ids` ends a text. The network returns `vocab_size` logits.
     """
 
     def __init__(

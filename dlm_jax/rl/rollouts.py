@@ -132,12 +132,8 @@ class Rollouts:
     """Generates samples from a model with their advantages, and evaluates the mean reward.
 
     The samples of a step depend only on the parameters, the seed of the run and the step.
-
-    Args:
-      setup: setup of the run.
-      network: the model.
-      needs_trace: whether the loss reads `Rollout.trace`.
-      report: called with one-line messages.
+    `needs_trace` says whether the loss reads `Rollout.trace`, and `report` is called with one-line
+    messages.
     """
 
     def __init__(

@@ -226,12 +226,8 @@ def make_app(
 ) -> Starlette:
     """Creates the application, which steps the engine while running and closes it at the end.
 
-    Args:
-      model: the engine's model.
-      engine: the engine; only the application may step it.
-      options: options of the server.
-      slots: number of rows that the engine runs in parallel.
-      steps_per_call: as in `AsyncEngine`.
+    Only the application may step the engine, which runs `slots` rows in parallel. `steps_per_call`
+    is as in `AsyncEngine`.
     """
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
     routes = [

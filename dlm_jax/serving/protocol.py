@@ -610,13 +610,8 @@ _REMEMBERED = 1024
 class Planner:
     """Converts requests to rows for one model.
 
-    Args:
-      model: the model.
-      name: the model's name in requests.
-      limits: limits of each request.
-      defaults: default settings of requests.
-      length: default number of new tokens in completions and infills.
-      calibration: scales or temperatures of decisions, by order and task.
+    `length` is the default number of new tokens in completions and infills. `calibration` has the
+    scales or temperatures of decisions, by order and task.
     """
 
     def __init__(
@@ -1070,17 +1065,9 @@ class Done(NamedTuple):
 class Answer:
     """The rows to run for a request and the objects that form the answer.
 
-    Attributes:
-      asked: the request.
-      model: name of the model.
-      tokenizer: tokenizer of the model.
-      requests: one row per choice, grouped by prompt.
-      stops: stop strings of every choice.
-      seed: random seed of the first row.
-      echoes: text at the start of each choice.
-      id: id of the answer.
-      created: time of creation, in seconds since 1970.
-      ends_with_done: whether ``[DONE]`` ends a stream of the answer.
+    `requests` has one row per choice, grouped by prompt, and `echoes` the text at the start of each
+    choice. `seed` is that of the first row. `created` is in seconds since 1970. ``[DONE]`` ends a
+    stream of the answer if `ends_with_done`.
     """
 
     ends_with_done: ClassVar[bool] = True
