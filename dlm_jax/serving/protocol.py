@@ -626,16 +626,13 @@ class Planner:
         self._known: dict[Any, Any] = {}
 
     def answer(self, asked: SamplingFields) -> Answer:
+        makers: dict[type[Any], Callable[[Any], Answer]] = {
+            Completion: self._completion, Chat: self._chat, Responses: self._response,
+            Infill: self._infill,
+        }  # fmt: skip
         try:
             self.check_model(asked.model)
-            if isinstance(asked, Completion):
-                return self._completion(asked)
-            if isinstance(asked, Chat):
-                return self._chat(asked)
-            if isinstance(asked, Responses):
-                return self._response(asked)
-            assert isinstance(asked, Infill)
-            return self._infill(asked)
+            return makers[type(asked)](asked)
         except ApiError as error:
             error.param = asked.named.get(error.param or "", error.param)
             raise
@@ -809,12 +806,16 @@ class Planner:
         reads = bool(asked.rivals or asked.read_back)
         if reads and "fill" not in settings:
             settings["fill"] = "parallel"
-        structure = self._structure(asked)
         shape = "tools" if isinstance(asked, Chat) and asked.functions else "response_format"
+        try:
+            pattern = self._pattern(asked)
+            structure = None if pattern is None else self.model.structures.automaton(pattern)
+        except ValueError as error:
+            raise of_value(error, shape, asked.named, structure=shape) from None
         if shape == "tools" and asked.diffusing:
             raise refused("tools and diffusing cannot be combined; remove one", "diffusing")
-        if structure:
-            settings = self._holding(asked, settings) | settings | structure
+        if structure is not None:
+            settings = self._holding(asked, settings) | settings | {"structure": structure}
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -826,7 +827,7 @@ class Planner:
             stops = asked.stops
         except ValueError as error:
             raise refused(str(error), "stop") from None
-        if structure and stops:
+        if structure is not None and stops:
             raise refused(f"stop can truncate a structure; remove stop or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
@@ -895,49 +896,32 @@ class Planner:
         needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
         return needed | {"steps": steps}
 
-    def _structure(self, asked: SamplingFields) -> dict[str, Any]:
-        """Returns the settings that enforce the format of an answer."""
-        form = asked.response_format
+    def _pattern(self, asked: SamplingFields) -> str | None:
+        """Returns a regular expression for the answer: for calls, calls or text with ``auto``, or a
+        response format.
+        """
+        form, has_structure = asked.response_format, "structure" in (asked.model_extra or {})
+        shaped = form is not None and form.type != "text"
         if isinstance(asked, Chat) and (functions := asked.functions):
-            return self._calling(asked, functions)
-        if form is None or form.type == "text":
-            return {}
-        if "structure" in (asked.model_extra or {}):
+            if shaped or has_structure:
+                name = "response_format" if shaped else "structure"
+                raise refused(f"{name} and tools cannot be combined; use tool_choice=none", name)
+            return tools.pattern_of(
+                functions, is_parallel=bool(asked.parallel_tool_calls),
+                may_talk=asked.tool_choice in (None, "auto"),
+            )  # fmt: skip
+        if form is None or not shaped:
+            return None
+        if has_structure:
             raise refused(
                 "structure is another name of response_format; pass only one of them", "structure"
             )
         missing = {"json_schema": form.json_schema, "regex": form.regex}
         if missing.get(form.type, "") is None:
             raise refused(f"response_format lacks {form.type}; add it", "response_format")
-        try:
-            if form.json_schema is not None:
-                pattern = regex_of_schema(form.json_schema.schema_)
-            else:
-                pattern = form.regex or regex_of_objects()
-            return {"structure": self.model.structures.automaton(pattern)}
-        except ValueError as error:
-            name = "response_format"
-            raise of_value(error, name, asked.named, structure=name) from None
-
-    def _calling(
-        self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
-    ) -> dict[str, Any]:
-        """Returns the settings that constrain an answer to calls, or to calls or text with
-        ``auto``.
-        """
-        form = asked.response_format
-        shaped = form is not None and form.type != "text"
-        if shaped or "structure" in (asked.model_extra or {}):
-            name = "response_format" if shaped else "structure"
-            raise refused(f"{name} and tools cannot be combined; use tool_choice=none", name)
-        try:
-            pattern = tools.pattern_of(
-                functions, is_parallel=bool(asked.parallel_tool_calls),
-                may_talk=asked.tool_choice in (None, "auto"),
-            )  # fmt: skip
-            return {"structure": self.model.structures.automaton(pattern)}
-        except ValueError as error:
-            raise of_value(error, "tools", asked.named, structure="tools") from None
+        if form.json_schema is not None:
+            return regex_of_schema(form.json_schema.schema_)
+        return form.regex or regex_of_objects()
 
     def _room(self, asked: SamplingFields) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
