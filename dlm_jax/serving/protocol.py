@@ -252,9 +252,9 @@ class SamplingFields(pydantic.BaseModel):
     def stops(self) -> tuple[str, ...]:
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > MOST_STOPS:
-            raise ValueError(f"stop has {len(found)} texts; use at most {MOST_STOPS}")
+            raise refused(f"stop has {len(found)} texts; use at most {MOST_STOPS}", "stop")
         if any(not 1 <= len(text) <= _LONGEST_STOP for text in found):
-            raise ValueError(f"stop has a string that is empty or longer than {_LONGEST_STOP}")
+            raise refused(f"stop has a string that is empty or longer than {_LONGEST_STOP}", "stop")
         return found
 
 
@@ -823,10 +823,7 @@ class Planner:
                 f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
                 "send several requests", name,
             )  # fmt: skip
-        try:
-            stops = asked.stops
-        except ValueError as error:
-            raise refused(str(error), "stop") from None
+        stops = asked.stops
         if structure is not None and stops:
             raise refused(f"stop can truncate a structure; remove stop or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
