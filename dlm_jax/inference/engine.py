@@ -717,24 +717,9 @@ class AsyncEngine:
         with`` block exits before the row ends.
         """
         told: asyncio.Queue[Row | Exception] = asyncio.Queue()
-        ticket = await self._submit(request, priority, is_watched, told)
-        try:
-            yield told
-        finally:
-            if self._told.pop(ticket, None) is not None:
-                with contextlib.suppress(ValueError):
-                    self.engine.cancel(ticket)
-                self._work.set()
-
-    async def _submit(
-        self,
-        request: Request,
-        priority: int,
-        is_watched: bool,
-        told: asyncio.Queue[Row | Exception],
-    ) -> Ticket:
+        ticket: Ticket | None = None
         await self._compile(request)
-        while True:
+        while ticket is None:
             if self._is_closing:
                 raise ValueError("the engine is closed or has failed; create a new one")
             # The lock is held from a failed `submit` until `wait`, so that no notification is
@@ -748,10 +733,15 @@ class AsyncEngine:
                         await self._room.wait()
                     finally:
                         self._wait_for_room -= 1
-                    continue
-            self._told[ticket] = told
-            self._work.set()
-            return ticket
+        self._told[ticket] = told
+        self._work.set()
+        try:
+            yield told
+        finally:
+            if self._told.pop(ticket, None) is not None:
+                with contextlib.suppress(ValueError):
+                    self.engine.cancel(ticket)
+                self._work.set()
 
     async def _compile(self, request: Request) -> None:
         """Compiles the program of a request in a separate thread while other rows run."""
