@@ -127,7 +127,21 @@ class Bucket:
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
 
     def _pack_shapes(self, requests: Sequence[Request]) -> Hashable:
-        return _shapes(columns(requests, self._facts))
+        """Returns a hashable description of the packed arrays: tree, shapes and dtypes, but not the
+        number of rows.
+
+        Raises:
+          TypeError: a field of a rule is not an array.
+        """
+        leaves, tree = jax.tree.flatten_with_path(columns(requests, self._facts))
+        for path, leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                field = jax.tree_util.keystr(path[-1:], simple=True)
+                raise TypeError(
+                    f"field {field!r} of a rule is {leaf!r}, not an array with one value per row; "
+                    f"declare it with per_row, and set it in `columns` if the rule overrides it"
+                )
+        return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for _, leaf in leaves)
 
     def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
         """Returns a subset of the requests that packs into the same shapes."""
@@ -141,24 +155,6 @@ class Bucket:
             if found == shapes:
                 return self._widest_of(half, shapes)
         return [request for half, found in halves for request in self._widest_of(half, found)]
-
-
-def _shapes(packed: Any) -> Hashable:
-    """Returns a hashable description of the arrays: tree, shapes and dtypes, but not the number of
-    rows.
-
-    Raises:
-      TypeError: a field of a rule is not an array.
-    """
-    leaves, tree = jax.tree.flatten_with_path(packed)
-    for path, leaf in leaves:
-        if not hasattr(leaf, "shape"):
-            field = jax.tree_util.keystr(path[-1:], simple=True)
-            raise TypeError(
-                f"field {field!r} of a rule is {leaf!r}, not an array with one value per row; "
-                f"declare it with per_row, and set it in `columns` if the rule overrides it"
-            )
-    return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for _, leaf in leaves)
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
