@@ -128,11 +128,6 @@ class _EngineFigures(prometheus_client.registry.Collector):
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends an event; waits for a slow reader."""
 
-_REMEDIES = {
-    Status.NON_FINITE: "the model's logits are not finite",
-    Status.CANCELLED: "the server is shutting down",
-}
-
 
 class Outbox:
     """A queue that carries events from their writers to the sender.
@@ -184,9 +179,10 @@ class _Group(asyncio.TaskGroup):
 def _check(row: Row) -> None:
     if row.status is Status.FAILED:
         raise ApiError(500, f"the row failed: {row.error}", code="failed")
-    if row.status in _REMEDIES:
-        status = 503 if row.status is Status.CANCELLED else 500
-        raise ApiError(status, _REMEDIES[row.status], code=row.status.name.lower())
+    if row.status is Status.NON_FINITE:
+        raise ApiError(500, "the model's logits are not finite", code="non_finite")
+    if row.status is Status.CANCELLED:
+        raise ApiError(503, "the server is shutting down", code="cancelled")
 
 
 _GONE = 499
