@@ -26,7 +26,7 @@ from dlm_jax.inference.candidates import Candidates
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
-from dlm_jax.inference.results import Row, Since, canvas_size
+from dlm_jax.inference.results import Row, canvas_size, since_shown
 from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
 from dlm_jax.sampling.row import Counters
@@ -685,12 +685,13 @@ class AsyncEngine:
           every_block: whether a canvas is yielded after every finished block instead of every step.
         """
         async with self._submitted(request, priority, is_watched=True) as told:
-            since, block = Since(), -1
+            origin, block = None, -1
             while True:
-                row = since.add(_row(await told.get()))
+                row = since_shown(_row(await told.get()), origin)
+                origin = row.origin
                 if not every_block or row.block != block or row.status != Status.RUNNING:
-                    block = row.block
-                    yield since.shown(row)
+                    origin, block = None, row.block
+                    yield row
                 if row.status != Status.RUNNING:
                     return
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from dlm_jax.distributed.local_rows import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
@@ -19,7 +20,7 @@ from dlm_jax.inference.request import (
     only_chains_in_use,
     settings_of_call,
 )
-from dlm_jax.inference.results import Generation, Row, Since, assemble
+from dlm_jax.inference.results import Generation, Row, assemble, since_shown
 from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
@@ -264,19 +265,21 @@ def _canvases(
         for request in requests:
             engine.submit(request, is_watched=True)
         blocks: dict[int, int] = {}
-        since: defaultdict[int, Since] = defaultdict(Since)
+        origins: dict[int, np.ndarray | None] = {}
         step = engine.step(0)
         while step.progress or step.finished or engine.is_busy:
             _raise_first(step.finished.values())
             told = step.progress | step.finished
-            shown = {t.number: since[t.number].add(row) for t, row in told.items()}
+            shown = {t.number: since_shown(row, origins.get(t.number)) for t, row in told.items()}
+            origins |= {index: row.origin for index, row in shown.items()}
             is_due = every != "block" or any(
                 row.status != Status.RUNNING or row.block != blocks.get(index)
                 for index, row in shown.items()
             )
             if is_due:
                 blocks |= {index: row.block for index, row in shown.items()}
-                yield {index: since[index].shown(row) for index, row in shown.items()}
+                origins |= dict.fromkeys(shown)
+                yield shown
             if not engine.is_busy:
                 break
             step = engine.step(num_steps)
