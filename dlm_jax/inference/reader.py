@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -210,11 +211,8 @@ class TextReader:
         """Returns the end of the shortest run of tokens that contains the stop string at `cut`."""
         if cut is None:
             return end
-        low, high = self.start, end
-        while low < high:
-            middle = (low + high) // 2
-            if self._stop(self._tokenizer.decode(tokens[self.start : middle])) == cut:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+
+        def is_covered(last: int) -> bool:
+            return self._stop(self._tokenizer.decode(tokens[self.start : last])) == cut
+
+        return self.start + bisect.bisect_left(range(self.start, end), True, key=is_covered)
