@@ -24,15 +24,7 @@ from jax.sharding import NamedSharding
 
 from dlm_jax import devices
 from dlm_jax.distributed.local_rows import num_shares, split_rows
-from dlm_jax.inference.candidates import (
-    Accepting,
-    Candidates,
-    HostSampler,
-    Resetting,
-    Written,
-    called,
-    chosen,
-)
+from dlm_jax.inference.candidates import Candidates, HostSampler, Written, called, chosen
 from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
@@ -212,7 +204,7 @@ class HostLoop:
             inputs = _without(inputs, failed)
         state, is_committed_BL = _call(self._write, params, state, inputs)
         self.has_run = True
-        follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
+        follow = _hooks(samplers, "accept")
         asked = sorted({*read_back, *follow})
         if not asked:
             return state, []
@@ -225,7 +217,7 @@ class HostLoop:
         ]
         for slot, written in commits:
             if slot in follow:
-                accept = functools.partial(follow[slot].accept, written)
+                accept = functools.partial(follow[slot], written)
                 _call_hook(accept, slot, named[slot], "accept", failed)
         return state, [written for slot, written in commits if slot in set(read_back)]
 
@@ -236,13 +228,13 @@ class HostLoop:
         names: Sequence[int],
         failed: dict[int, Exception] | None,
     ) -> None:
-        kept = {slot: x for slot, x in samplers.items() if isinstance(x, Resetting)}
+        kept = _hooks(samplers, "reset")
         if not kept:
             return
         is_first_B = np.asarray((state.step_B == 0) & is_stepping(state))
-        for slot, sampler in sorted(kept.items()):
+        for slot in sorted(kept):
             if is_first_B[slot]:
-                reset = functools.partial(sampler.reset, names[slot])
+                reset = functools.partial(kept[slot], names[slot])
                 _call_hook(reset, slot, names[slot], "reset", failed)
 
     def _ask(
@@ -313,6 +305,11 @@ def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: An
     """``compiled(params, ...)``, traced for the devices of the parameters."""
     with devices.exact(split_rows(params)):
         return compiled(params, *rest, **static)
+
+
+def _hooks(samplers: Mapping[int, HostSampler], name: str) -> dict[int, Callable[..., None]]:
+    found = {slot: getattr(sampler, name, None) for slot, sampler in samplers.items()}
+    return {slot: hook for slot, hook in found.items() if hook is not None}
 
 
 def _call_hook(
