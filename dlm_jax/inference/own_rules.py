@@ -44,10 +44,6 @@ class OwnRules(NamedTuple):
     rows: frozenset[str]
     transforms: tuple[str, ...]
 
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.rows)
-
 
 def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
     """Returns the settings of the row with this index."""

@@ -537,11 +537,11 @@ def make_requests(
     rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
     made: list[Request] = []
     for index in range(num_samples):
-        if made and not rules.has_rows:
+        if made and not rules.rows:
             made.append(replace(made[0], seed=seed + index))
             continue
         settings = of_row(rules, first + index)
-        key = None if known is None or rules.has_rows else _key(layers[1], host)
+        key = None if known is None or rules.rows else _key(layers[1], host)
         sample = None if key is None or known is None else known.get(key)
         if sample is None:
             sample = _settings(model, rules, settings, needs_host=any(host.values()))
