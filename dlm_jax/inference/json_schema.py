@@ -501,12 +501,14 @@ def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
             if last < first:
                 return None
         return _between(first, last)
+    # A fraction may be missing if 0 satisfies its bound.
     many = r"(\.[0-9]+)?"
-    bottom = _fraction(after, low[1], is_up=True)
+    bottom = rf"\.{_up(after, low[1])}" if after or low[1] else many
     if high is None:
         return _either([_with(first, bottom), f"{_between(first + 1, None)}{many}"])
     last, rest = _split(high[0])
-    top = _fraction(rest, high[1], is_up=False)
+    below = _down(rest, high[1])
+    top = None if below is None else rf"(\.(0+|{below}))?" if rest else r"(\.0+)?"
     if first == last:
         # Both bounds have the same integer part, so only their fractions are compared.
         return _with(first, _within(after, low[1], rest, high[1]))
@@ -521,21 +523,6 @@ def _split(value: Decimal) -> tuple[int, str]:
 
 def _with(whole: int, fraction: str | None) -> str | None:
     return None if fraction is None else f"{whole}{fraction}"
-
-
-def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """Returns a pattern for a decimal point and a fraction whose value is at least (if `is_up`) or
-    at most that of `digits`. The fraction may be missing if 0 satisfies the bound.
-    """
-    if is_up:
-        found = _up(digits, is_excluded)
-        if not digits and not is_excluded:
-            return r"(\.[0-9]+)?"
-        return rf"\.{found}"
-    found = _down(digits, is_excluded)
-    if found is None:
-        return None
-    return rf"(\.(0+|{found}))?" if digits else r"(\.0+)?"
 
 
 def _up(digits: str, is_excluded: bool) -> str:
