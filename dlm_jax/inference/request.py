@@ -23,7 +23,7 @@ from dlm_jax.inference.structure import check_structure
 from dlm_jax.sampling.cache import CacheRule
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import AUTO, ModelFacts, Rules, RuleTable
+from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
 from dlm_jax.settings import UNSET, SettingError
 
@@ -587,7 +587,8 @@ def _settings(
 ) -> SampleConfig:
     """Returns the settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
-    recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
+    own = (name for name in rules.table.transforms if name not in BUILT_IN.transforms)
+    recommended["chain"] += tuple(name for name in own if name not in recommended["chain"])
     if not model.process.is_masked and recommended["order"] == "random":
         settings = {"order": "posterior"} | settings
     if settings.get("fill", recommended["fill"]) == AUTO:
