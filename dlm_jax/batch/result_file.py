@@ -110,10 +110,7 @@ def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
 def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
     """Replaces `target` atomically, even if power is lost.
 
-    Args:
-      target: the file to write.
-      content: the complete new content.
-      temporary: a path in the same directory that no other process uses.
+    `temporary` is a path in the same directory that no other process uses.
     """
     with replacing(target, temporary) as file:
         file.write(content)
@@ -181,11 +178,7 @@ class Results:
     ) -> None:
         """Opens this process's file and removes a partial last line.
 
-        Args:
-          path: the file into which the results of all processes are merged.
-          fingerprint: fingerprint of the run.
-          index: index of this process.
-          count: number of processes among which the work is divided.
+        The results of all `count` processes are merged into `path`.
         """
         check_process(index, count)
         self.path = Path(os.path.realpath(path))
@@ -235,10 +228,8 @@ class Results:
         """Merges the parts into `path` in the given order; returns False while results are missing.
 
         Call this method when this process has written all its results. The last process merges the
-        parts. If the results are complete, this method closes them.
-
-        Args:
-          order: keys of the results of all processes.
+        parts. If the results are complete, this method closes them. `order` has the keys of the
+        results of all processes.
         """
         rows: Rows = {}
         parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []

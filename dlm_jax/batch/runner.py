@@ -25,7 +25,6 @@ from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.store.files import source_digest
 from dlm_jax.types import Status
 
-_Listener = Callable[[Mapping[str, Any], int], Any]
 _HOST = ("host_sampler", "read_back")
 
 
@@ -115,7 +114,7 @@ def run_requests(
     host_samplers: Callable[[str], HostSampler] | None = None,
     max_candidates: int = 64,
     on_plan: Callable[[BatchPlan], Any] | None = None,
-    on_result: _Listener | None = None,
+    on_result: Callable[[Mapping[str, Any], int], Any] | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
     """Runs the lines that have no result in `results` yet, and writes results as rows finish.
@@ -157,8 +156,10 @@ def run_requests(
         own -= results.done
         if on_plan is not None:
             on_plan(_planned(found, refused, asked, own))
+        tell = on_result or (lambda result, new: None)
         for result in (result for result in refused if result_key(result) in own):
-            _write(results, result, 0, on_result)
+            results.write(result)
+            tell(result, 0)
             errors += 1
         owners = {
             engine.submit(request, number=row.number): row
@@ -170,7 +171,8 @@ def run_requests(
                 result = _result(model, owners.pop(ticket), row)
                 is_error = "error" in result
                 new = 0 if is_error else row.num_generated
-                _write(results, result, new, on_result)
+                results.write(result)
+                tell(result, new)
                 errors, rows, tokens = errors + is_error, rows + (not is_error), tokens + new
             if on_turn is not None:
                 on_turn(engine)
@@ -308,37 +310,21 @@ def _result(model: Model, asked: _Asked, row: Row) -> dict[str, Any]:
         error = ValueError(f"the model's logits are not finite after {row.steps} steps")
     if error is not None:
         return named | _error(asked.line, error) | status
-    always = {
-        "forwards",
-        "waves",
-        *(("insertions", "deletions", "lost") if row.origin is not None else ()),
-    }
+    always = {"forwards", "waves"}
+    always |= {"insertions", "deletions", "lost"} if row.origin is not None else set()
     counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
     if asked.read_back:
         counted["read_back"] = [record.to_json(asked.read_back) for record in row.read_back]
-    return (
-        named
-        | {
-            "text": model.tokenizer.decode(row.tokens),
-            "tokens": row.tokens.tolist(),
-            "length": int(row.tokens.size),
-            "steps": row.steps,
-            **status,
-            "seconds": round(row.seconds, 3),
-        }
-        | counted
-    )
-
-
-def _write(
-    results: Sink,
-    result: Mapping[str, Any],
-    new: int,
-    on_result: _Listener | None,
-) -> None:
-    results.write(result)
-    if on_result is not None:
-        on_result(result, new)
+    return {
+        **named,
+        "text": model.tokenizer.decode(row.tokens),
+        "tokens": row.tokens.tolist(),
+        "length": int(row.tokens.size),
+        "steps": row.steps,
+        **status,
+        "seconds": round(row.seconds, 3),
+        **counted,
+    }
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

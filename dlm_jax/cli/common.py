@@ -11,10 +11,9 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
@@ -24,46 +23,16 @@ import jax.monitoring
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts, say_error
+from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
 from dlm_jax.config import MeshConfig, RowSettings
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer
-from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
-from dlm_jax.distributed.processes import gathered
-from dlm_jax.inference.candidates import HostSampler, Written, shown
+from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
 from dlm_jax.model.quantized import KINDS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import UNSET, SettingError, nearest
 from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
-from dlm_jax.types import Params
-from dlm_jax.viewing.frames import Frame, special_names
-from dlm_jax.viewing.trace import write_trace
-
-
-def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
-    """The token ids of a conversation with a single user turn, up to the start of the answer."""
-    if model.chat is None:
-        raise ValueError(
-            "--chat: the model has no chat_template (in tokenizer_config.json, or as "
-            "chat_template.jinja); format the turns yourself and omit --chat"
-        )
-    return model.chat.ids([{"role": "user", "content": text}]).tolist()
-
-
-def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
-    """The text after the first `start` tokens of each row."""
-    rows = zip(result.tokens, result.lengths, strict=True)
-    return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]
-
-
-def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt from the flags, as arguments of `dlm_jax.generate`."""
-    if args.chat:
-        return {"tokens": turn_ids(model, args.prompt)}
-    texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
-    return {name: text for name, text in texts.items() if text is not None}
 
 
 class CompileClock:
@@ -116,31 +85,6 @@ def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig
     return configs.load(None, asked).mesh
 
 
-def check_batch(params: Params, batch_size: int) -> None:
-    """Raises ValueError if the batch size is not divisible by the number of shards of the rows."""
-    shares = num_shares(split_rows(params))
-    if batch_size % shares:
-        raise ValueError(
-            f"--batch-size {batch_size} is not divisible by the {shares} devices across which the "
-            f"rows are split; use {max(1, round(batch_size / shares)) * shares}"
-        )
-
-
-def share_of_host(params: Params) -> tuple[int, int, bool]:
-    """Returns (index of this process's part of the rows, number of parts, whether it prints
-    results).
-
-    Processes across which only the parameters are sharded have the same part, and only the first of
-    them prints.
-    """
-    rows = split_rows(params)
-    index, count = OwnRows(rows, num_shares(rows)).share
-    if jax.process_count() == 1:
-        return 0, 1, True
-    shares: list[Any] = gathered(index)
-    return index, count, shares.index(index) == jax.process_index()
-
-
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
     """Replaces names of settings in errors with their flags: ``top_p=2`` becomes ``--top-p=2``.
@@ -178,21 +122,6 @@ def import_module(module: str, where: str) -> ModuleType:
         raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
 
 
-def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
-    """A function that looks up ``MODULE:FUNCTION``; ValueError for modules not in `modules`."""
-
-    @functools.cache
-    def find(name: str) -> HostSampler:
-        module, where = name.partition(":")[0], f"host_sampler={name!r}"
-        if ":" in name and module not in modules:
-            raise ValueError(
-                f"{where} is in a module that is not allowed; add --allow-host-sampler {module}"
-            )
-        return import_sampler(name, where)
-
-    return find
-
-
 def import_sampler(name: str, where: str) -> HostSampler:
     module, _, function = name.partition(":")
     if not module or not function:
@@ -211,62 +140,6 @@ def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
     """A line with the heads of the model, and the fill and order in `sample`."""
     names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
-
-
-def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
-    """A line with a committed token, its position, its probability, and `size` candidates."""
-
-    def piece(token: int) -> str:
-        text = tokenizer.decode([token])
-        return repr(text) if text else f"<{token}>"
-
-    seen = record.candidates
-    best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
-    rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
-    return (
-        f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
-        f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}"
-    )
-
-
-def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
-    """Prints a line for each read-back token to standard error."""
-    for record in (record for records in result.read_back for record in records):
-        print(read_back_line(record, tokenizer, size), file=sys.stderr)
-
-
-def check_page(name: str) -> None:
-    """Raises ValueError if a page cannot be written to the path `name`."""
-    path = Path(name)
-    if not path.parent.is_dir():
-        raise ValueError(f"--trace {name}: the directory does not exist; create it first")
-    if path.is_dir():
-        raise ValueError(f"--trace {name} is a directory; pass a file")
-    try:
-        # Checking permissions would miss some cases, such as a read-only file system.
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--trace {name} cannot be written: {error.strerror}; choose another file"
-        ) from None
-
-
-def write_page(
-    model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
-) -> bool:
-    """Writes the denoising page, prints a line, and returns True on success."""
-    title = prompt.get("prompt") or prompt.get("template") or "unprompted"
-    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    try:
-        write_trace(
-            path, [frames[i] for i in sorted(frames)], decode, title=title[:80], names=names
-        )
-    except OSError as error:
-        say_error(f"--trace {path} cannot be written: {error.strerror}; the texts are complete")
-        return False
-    print(f"wrote {path}", file=sys.stderr)
-    return True
 
 
 # Seconds until JAX detects a lost host; `distributed.processes.Watch` is faster.
@@ -362,8 +235,8 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     (`benchmarks/compile_cache.py`).
     """
     warnings.showwarning = _show_warning
-    _refuse_lone_host_flags(args)
     if args is not None:
+        _refuse_lone_host_flags(args)
         join_hosts(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # Without a writable home directory, there is no cache.
@@ -422,9 +295,9 @@ def _machine() -> str:
     return hashlib.sha256("\n".join([platform.machine(), *told]).encode()).hexdigest()[:12]
 
 
-def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
+def _refuse_lone_host_flags(args: argparse.Namespace) -> None:
     for name in ("coordinator", "num_processes", "process_id"):
-        if args is not None and getattr(args, name) is not None and not args.distributed:
+        if getattr(args, name) is not None and not args.distributed:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
                 f"command line: {flag} has no effect without --distributed; add --distributed or "

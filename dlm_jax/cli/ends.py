@@ -9,9 +9,9 @@
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
 70     a bug in the program or in a custom rule; a traceback is printed
-75     another process of the run was lost or failed; the same command resumes the run 128+n
-stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM =====
-=======================================================================================
+75     another process of the run was lost or failed; the same command resumes the run
+128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
+=====  =======================================================================================
 
 Messages that cannot be written because standard error is closed or full are dropped. Characters
 that the encoding of standard output does not support are escaped.

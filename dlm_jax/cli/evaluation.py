@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_output()
         model = load_model(args.checkpoint, quantize=args.quantize)
         if args.labelled is not None:
-            emit(_decided(model, args))
+            _decide(model, args)
             return End.DONE
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
@@ -128,10 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return End.DONE
         for name, texts, prompts in sources:
             result = score(model, texts, prompts=prompts, **drawn)
-            emit(_line(name, result, as_json=args.json))
+            _print_score(name, result, as_json=args.json)
         if not sources:
             for name, result in _held_out(model, args, drawn):
-                emit(_line(name, result, as_json=args.json))
+                _print_score(name, result, as_json=args.json)
     return End.DONE
 
 
@@ -151,8 +151,8 @@ def _check_labelled(args: Namespace) -> None:
         raise ValueError("--task requires --fit or --calibration, and vice versa")
 
 
-def _decided(model: Model, args: Namespace) -> str:
-    """The output line for labelled lines; with ``--fit``, also writes the fitted scale."""
+def _decide(model: Model, args: Namespace) -> None:
+    """Prints the figures of the labelled lines; with ``--fit``, also writes the fitted scale."""
     asked, right = [], []
     for number, line in enumerate(_read(args.labelled).split("\n"), 1):
         if line.strip():
@@ -179,14 +179,12 @@ def _decided(model: Model, args: Namespace) -> str:
     }  # fmt: skip
     if args.fit is not None:
         write_calibration(args.fit, model, args.task, order=args.order, **record)
-    if args.json:
-        return json.dumps({"source": args.labelled, "kind": "decisions"} | record)
-    return (
-        f"{args.labelled}: accuracy {record['accuracy']:.4f}, {record['nats_per_line']:.4f} "
-        f"nats/line, calibration error {record['calibration_error']:.4f} at temperature "
-        f"{scale.temperature:.4f} and length penalty {scale.length_penalty:.4f} "
-        f"({len(right)} lines)"
+    line = (
+        f"accuracy {record['accuracy']:.4f}, {record['nats_per_line']:.4f} nats/line, calibration "
+        f"error {record['calibration_error']:.4f} at temperature {scale.temperature:.4f} and "
+        f"length penalty {scale.length_penalty:.4f} ({len(right)} lines)"
     )
+    _print(args.labelled, "decisions", record, line, as_json=args.json)
 
 
 def _labelled(model: Model, where: str, line: str) -> tuple[Question, int]:
@@ -329,32 +327,27 @@ def _print(name: str, kind: str, record: dict[str, Any], line: str, *, as_json: 
     emit(json.dumps({"source": name, "kind": kind} | record) if as_json else f"{name}: {line}")
 
 
-def _line(name: str, result: Score, *, as_json: bool) -> str:
+def _print_score(name: str, result: Score, *, as_json: bool) -> None:
     nats, nats_error = result.nats_per_token
     tokens, characters = int(result.tokens.sum()), round(float(result.characters.sum()))
     bits, bits_error = result.bits_per_character if characters else (math.nan, math.nan)
     _require_finite(name, nats)
     kind = "exact" if result.is_exact else "upper bound"
-    if as_json:
-        return json.dumps(
-            {
-                "source": name,
-                "kind": kind,
-                "nats_per_token": nats,
-                "nats_per_token_error": _or_none(nats_error),
-                "bits_per_character": _or_none(bits),
-                "bits_per_character_error": _or_none(bits_error),
-                "texts": len(result.nats),
-                "tokens": tokens,
-                "characters": characters,
-            }
-        )
+    record = {
+        "nats_per_token": nats,
+        "nats_per_token_error": _or_none(nats_error),
+        "bits_per_character": _or_none(bits),
+        "bits_per_character_error": _or_none(bits_error),
+        "texts": len(result.nats),
+        "tokens": tokens,
+        "characters": characters,
+    }
     nats_interval, bits_interval = result.interval(nats_error), result.interval(bits_error)
     per_character = f", {bits:.4f}{plus_minus(bits_interval)} bits/character" if characters else ""
     counts = f"{len(result.nats)} rows, {tokens:,} tokens"
     counts += f", {characters:,} characters" if characters else ""
     per_token = f"{nats:.4f}{plus_minus(nats_interval)} nats/token"
-    return f"{name}: {per_token}{per_character} ({kind}; {counts})"
+    _print(name, kind, record, f"{per_token}{per_character} ({kind}; {counts})", as_json=as_json)
 
 
 def _require_finite(name: str, *figures: float) -> None:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,10 +38,6 @@ from dlm_jax.cli.common import (
     Parser,
     add_host_flags,
     add_mesh_flags,
-    answers,
-    asked,
-    check_batch,
-    check_page,
     compile_clock,
     heads_line,
     import_module,
@@ -47,15 +46,14 @@ from dlm_jax.cli.common import (
     load_model,
     mesh_of,
     naming_flags,
-    print_read_back,
     speeds,
     start_jax,
-    write_page,
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_error
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
+from dlm_jax.data import Tokenizer
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import num_shares, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
@@ -66,8 +64,9 @@ from dlm_jax.inference.request import group
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
 from dlm_jax.progress import Progress
-from dlm_jax.types import Status
+from dlm_jax.types import Params, Status
 from dlm_jax.viewing.frames import Frame, frame_of, special_names
+from dlm_jax.viewing.trace import write_trace
 from dlm_jax.viewing.watch import Watch, pace_of
 
 
@@ -277,7 +276,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.report_json is not None and (args.prompts is None or not args.report_every):
         raise ValueError("--report-json requires --prompts and --report-every; pass both")
     if args.trace is not None:
-        check_page(args.trace)
+        _check_page(args.trace)
     hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
     if hosted and (args.watch or args.trace):
         raise ValueError(
@@ -302,14 +301,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = mesh_of(overrides, is_distributed=args.distributed)
         model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize)
         if mesh is not None:
-            check_batch(model.params, args.batch_size)
+            _check_batch(model.params, args.batch_size)
         settings = layered(model.preset(args.preset) if args.preset else None, settings)
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
         return sample_file(model, args, settings)
     with refusals():
-        prompts = [asked(model, args)]
+        prompts = [_asked(model, args)]
     common: dict[str, Any] = {
         "num_samples": args.num_samples,
         "max_length": args.max_length,
@@ -330,15 +329,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiling = compile_clock().seconds - compiled
     if jax.process_index() != 0:
         return End.DONE
-    texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
+    texts = _answers_of(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
     # The texts are printed first, so that later failures do not lose them.
     emit("\n---\n".join(texts))
-    print_read_back(result, model.tokenizer, args.read_back)
+    _print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
     if args.time_steps:
         with refusals(), naming_flags():
             print(time_line(model, prompts, **host, **common), file=sys.stderr)
-    if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
+    if args.trace is not None and not _write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)
 
@@ -407,6 +406,89 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
         * bool(result.programs),
         file=sys.stderr,
     )
+
+
+def _asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
+    """The prompt from the flags, as arguments of `dlm_jax.generate`."""
+    if args.chat:
+        if model.chat is None:
+            raise ValueError(
+                "--chat: the model has no chat_template (in tokenizer_config.json, or as "
+                "chat_template.jinja); format the turns yourself and omit --chat"
+            )
+        return {"tokens": model.chat.ids([{"role": "user", "content": args.prompt}]).tolist()}
+    texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _answers_of(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
+    """The text after the first `start` tokens of each row."""
+    rows = zip(result.tokens, result.lengths, strict=True)
+    return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]
+
+
+def _check_batch(params: Params, batch_size: int) -> None:
+    """Raises ValueError if the batch size is not divisible by the number of shards of the rows."""
+    shares = num_shares(split_rows(params))
+    if batch_size % shares:
+        raise ValueError(
+            f"--batch-size {batch_size} is not divisible by the {shares} devices across which the "
+            f"rows are split; use {max(1, round(batch_size / shares)) * shares}"
+        )
+
+
+def _print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
+    """Prints each read-back token with its position, probability, and `size` candidates to standard
+    error.
+    """
+
+    def piece(token: int) -> str:
+        text = tokenizer.decode([token])
+        return repr(text) if text else f"<{token}>"
+
+    for record in itertools.chain.from_iterable(result.read_back):
+        seen = record.candidates
+        best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
+        rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
+        print(
+            f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
+            f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}",
+            file=sys.stderr,
+        )
+
+
+def _check_page(name: str) -> None:
+    """Raises ValueError if a page cannot be written to the path `name`."""
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise ValueError(f"--trace {name}: the directory does not exist; create it first")
+    if path.is_dir():
+        raise ValueError(f"--trace {name} is a directory; pass a file")
+    try:
+        # Checking permissions would miss some cases, such as a read-only file system.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--trace {name} cannot be written: {error.strerror}; choose another file"
+        ) from None
+
+
+def _write_page(
+    model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
+) -> bool:
+    """Writes the denoising page, prints a line, and returns True on success."""
+    title = prompt.get("prompt") or prompt.get("template") or "unprompted"
+    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
+    try:
+        write_trace(
+            path, [frames[i] for i in sorted(frames)], decode, title=title[:80], names=names
+        )
+    except OSError as error:
+        say_error(f"--trace {path} cannot be written: {error.strerror}; the texts are complete")
+        return False
+    print(f"wrote {path}", file=sys.stderr)
+    return True
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,18 +27,18 @@ from dlm_jax.batch.runner import (
     run_requests,
 )
 from dlm_jax.cli.common import (
-    allowed_samplers,
     compile_clock,
     heads_line,
+    import_sampler,
     naming_flags,
-    share_of_host,
     speeds,
 )
 from dlm_jax.cli.ends import End, refusals
+from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
 from dlm_jax.distributed.processes import gathered
-from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.engine import Engine, Report
 from dlm_jax.inference.own_rules import with_rules
-from dlm_jax.inference.report import Report
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
 from dlm_jax.store.files import source_digest
@@ -171,13 +172,36 @@ def _modules(args: argparse.Namespace) -> set[str]:
     return own | set(args.allow_host_sampler)
 
 
+def _allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
+    """A function that looks up ``MODULE:FUNCTION``; ValueError for modules not in `modules`."""
+
+    @functools.cache
+    def find(name: str) -> HostSampler:
+        module, where = name.partition(":")[0], f"host_sampler={name!r}"
+        if ":" in name and module not in modules:
+            raise ValueError(
+                f"{where} is in a module that is not allowed; add --allow-host-sampler {module}"
+            )
+        return import_sampler(name, where)
+
+    return find
+
+
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
     """Returns (index of this process's part of the lines, number of parts, whether it writes
     results).
+
+    Processes across which only the parameters are sharded have the same part, and only the first of
+    them writes.
     """
-    if args.distributed:
-        return share_of_host(model.params)
-    return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True
+    if not args.distributed:
+        return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True
+    rows = split_rows(model.params)
+    index, count = OwnRows(rows, num_shares(rows)).share
+    if jax.process_count() == 1:
+        return 0, 1, True
+    shares: list[Any] = gathered(index)
+    return index, count, shares.index(index) == jax.process_index()
 
 
 def _run(
@@ -253,7 +277,7 @@ def _shown(
         tick = stack.enter_context(_meter(args, tells=tells))
         return run_requests(
             model, lines, results, seed=args.seed, settings=settings, batch_size=args.batch_size,
-            host_samplers=allowed_samplers(_modules(args)), max_candidates=args.max_candidates,
+            host_samplers=_allowed_samplers(_modules(args)), max_candidates=args.max_candidates,
             on_plan=begin, on_result=show, on_turn=tick,
         )  # fmt: skip
 

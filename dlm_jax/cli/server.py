@@ -42,7 +42,7 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
-from dlm_jax.inference.decisions import ORDERS, Scale, read_calibration
+from dlm_jax.inference.decisions import ORDERS, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
@@ -147,11 +147,14 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             seconds=args.max_seconds, steps=args.max_steps,
         )  # fmt: skip
         heads = heads_line(model, settings_of_call(model, defaults))
+        scales = None
+        if args.calibration is not None:
+            scales = {o: read_calibration(args.calibration, model, order=o) for o in ORDERS}
         options = Options(
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
             defaults=defaults, length=_length(model, defaults, args.default),
-            calibration=_calibration(model, args.calibration),
+            calibration=scales,
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
             print(f"warning: --host {args.host} without a key: anyone can send requests; set "
@@ -194,13 +197,6 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
         why = re.sub("^(command line: )?--", "", str(error))
         raise ValueError(f"--default {' --default '.join(texts)}: {why}") from None
     return settings
-
-
-def _calibration(model: Model, path: str | None) -> dict[str, dict[str, Scale]] | None:
-    """The scales of decisions, by order and task."""
-    if path is None:
-        return None
-    return {order: read_calibration(path, model, order=order) for order in ORDERS}
 
 
 def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
-from dlm_jax.cli import sweep
 from dlm_jax.cli.common import Parser, add_host_flags, start_jax
 from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
 from dlm_jax.cli.programs import take_start
@@ -35,7 +37,7 @@ from dlm_jax.rl import RewardError
 from dlm_jax.settings import SettingError
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.checks import check_model_fits, check_parts
-from dlm_jax.training.metrics import PICTURE, WallClock
+from dlm_jax.training.metrics import DOWN, METRICS, PICTURE, WallClock, read_records, wall_of
 from dlm_jax.training.plan import Plan, lines, plan
 from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
 from dlm_jax.training.train_loop import parse_span
@@ -71,6 +73,11 @@ def dry_run(config: Config, topology: str) -> Plan:
 
 NUM_SAMPLES = 3
 
+Point = dict[str, str]
+"""Texts of the settings of one run, by dotted key."""
+
+_PLACES = ("out_dir", "checkpoint_dir")
+
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs.add_flags(parser)
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
-        runs = _runs(args, overrides)
-        config = runs[0][1]
+        asked = _runs(args, overrides)
+        config = asked[0][1]
         if args.print_config:
             emit(configs.to_toml(config).removesuffix("\n"))
             return End.DONE
@@ -110,29 +117,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock.charge("import")
         start_jax(args)
     with processes.together(end_of):
-        return _sweep(runs, profile, clock) if args.sweep else _end(_train(config, profile, clock))
+        return _sweep(asked, profile, clock) if args.sweep else _end(_train(config, profile, clock))
 
 
 def _sweep(
-    runs: Sequence[tuple[sweep.Point, Config]], profile: tuple[int, int] | None, clock: WallClock
+    asked: Sequence[tuple[Point, Config]], profile: tuple[int, int] | None, clock: WallClock
 ) -> int:
     """Trains the runs in turn, prints the table, and returns the exit code."""
     rows, code = [], End.DONE
-    for number, (point, config) in enumerate(runs, 1):
+    for number, (point, config) in enumerate(asked, 1):
         settings = " ".join(f"{key}={value}" for key, value in point.items())
-        say(f"--- run {number} of {len(runs)}: {settings}")
+        say(f"--- run {number} of {len(asked)}: {settings}")
         outcome = _train(config, profile, clock)
         if isinstance(outcome, End) or outcome.reason == "interrupted":
             return _end(outcome)
         code = End.NOT_FINITE if outcome.reason == "non_finite" else code
         if jax.process_index() == 0:
-            rows.append(sweep.row(point, outcome))
+            rows.append(_row(point, outcome))
         # The arrays of a run must be freed before the next run allocates its own.
         del outcome
         gc.collect()
         clock = WallClock()
     if rows:
-        emit(sweep.table(rows))
+        emit(_table(rows))
     return code
 
 
@@ -153,7 +160,7 @@ def _end(outcome: Outcome | End) -> int:
     return outcome if isinstance(outcome, End) else finish(outcome)
 
 
-def _runs(args: argparse.Namespace, overrides: dict[str, str]) -> list[tuple[sweep.Point, Config]]:
+def _runs(args: argparse.Namespace, overrides: dict[str, str]) -> list[tuple[Point, Config]]:
     """The runs of a sweep, or the only run, with its settings and config."""
     if args.sweep is None:
         return [({}, _config(args, overrides))]
@@ -161,7 +168,56 @@ def _runs(args: argparse.Namespace, overrides: dict[str, str]) -> list[tuple[swe
         if getattr(args, flag):
             name = f"--{flag.replace('_', '-')}"
             raise ValueError(f"command line: {name} and --sweep cannot be combined; use one")
-    return sweep.runs(args.sweep, overrides, lambda point: _config(args, overrides | point))
+    return runs(args.sweep, overrides, lambda point: _config(args, overrides | point))
+
+
+def grid(settings: Sequence[str]) -> list[Point]:
+    """All combinations of ``KEY=VALUE,VALUE`` texts; the last key varies fastest.
+
+    Raises:
+      ValueError: a text has another form, or a key or value occurs twice.
+    """
+    axes: dict[str, list[str]] = {}
+    for text in settings:
+        key, _, values = text.partition("=")
+        axis, where = values.split(","), f"command line: --sweep {text}"
+        if not all((key, *axis)):
+            raise ValueError(f"{where} is not KEY=VALUE,VALUE; write train.seed=0,1, say")
+        if key in axes or len(set(axis)) < len(axis):
+            raise ValueError(f"{where} repeats a key or a value; give each once")
+        if key in [f"train.{place}" for place in _PLACES]:
+            raise ValueError(f"{where}: every run has its own {key}; remove it")
+        axes[key] = axis
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def runs(
+    settings: Sequence[str], overrides: Mapping[str, str], load: Callable[[Point], Config]
+) -> list[tuple[Point, Config]]:
+    """The points of the grid and their configs, each with its own directories, named by the point.
+
+    `settings` are the arguments of ``--sweep``, `overrides` the texts of the other flags. `load`
+    returns the config with some settings replaced.
+
+    Raises:
+      ValueError: a setting is invalid or also given as a flag, or two runs have one directory.
+    """
+    found = []
+    for point in grid(settings):
+        if both := sorted(point.keys() & overrides.keys()):
+            raise ValueError(
+                f"command line: --{both[0]} and --sweep {both[0]} both set it; use one"
+            )
+        config = load(point)
+        name = re.sub(r"[^\w.,=+-]", "_", ",".join(f"{k}={v}" for k, v in point.items()))
+        places = {place: getattr(config.train, place) for place in _PLACES}
+        own = {place: f"{path.rstrip('/')}/{name}" for place, path in places.items() if path}
+        found.append((point, dataclasses.replace(
+            config, train=dataclasses.replace(config.train, **own)
+        )))  # fmt: skip
+    if len({config.train.out_dir for _, config in found}) < len(found):
+        raise ValueError("command line: --sweep has values that name one directory; change them")
+    return found
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
@@ -172,6 +228,26 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     if "train.out_dir" in overrides:
         raise ValueError("--train.out_dir has no effect with --resume, which sets it; remove it")
     return configs.override(config_of_run(Path(args.resume)), overrides)
+
+
+def _row(point: Point, outcome: Outcome) -> dict[str, str]:
+    """The row of a run: its settings, steps, last evaluation, and seconds without those down."""
+    figure, records = outcome.run.task.figure, read_records(outcome.run.out_dir / METRICS)
+    last: dict[str, Any] = records[-1] if records else {}
+    wall = wall_of(last)
+    is_known = outcome.reason == "finished" and figure in last
+    shown = f"{last[figure]:.4f}" if is_known else outcome.reason
+    seconds = sum(wall.values()) - wall.get(DOWN, 0.0)
+    return point | {"steps": str(outcome.step), figure: shown, "seconds": f"{seconds:.1f}"}
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    """The rows as a Markdown table with aligned columns."""
+    names = list(dict.fromkeys(name for one in rows for name in one))
+    lines = [names, ["---"] * len(names), *([one.get(name, "") for name in names] for one in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -24,12 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dlm_jax import devices
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.distributed import compiler
 from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
@@ -37,6 +34,7 @@ from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
+from dlm_jax.inference.scoring import compiled
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
@@ -322,9 +320,7 @@ class Likelihoods:
             for pair in pairs
         ]
         rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        run = _costs(
-            self._model.network, self._mask_id, self._model.is_causal, self._model.compiler_options
-        )
+        run = self._compiled(_costs, is_causal=self._model.is_causal)
         found = np.zeros(len(rows))
         for places, arrays in self._batches(rows):
             found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
@@ -336,7 +332,7 @@ class Likelihoods:
 
         The most confident token is decoded first, or the leftmost token in a causal model.
         """
-        run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
+        run = self._compiled(_guesses)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
         is_greedy = [True] * len(pairs)
         open_ = list(range(len(pairs)))
@@ -353,6 +349,10 @@ class Likelihoods:
                     mask[at] = False
             open_ = [owner for owner in open_ if is_greedy[owner] and masks[owner].any()]
         return is_greedy
+
+    def _compiled(self, fn: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+        options = self._model.compiler_options
+        return compiled(fn, self._model.network, options, mask_id=self._mask_id, **static)
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], tuple[np.ndarray, ...]]]:
         """Yields the indices of rows that run together and the inputs of their program."""
@@ -376,49 +376,34 @@ class Likelihoods:
         return tokens, length, given, is_masked
 
 
-@functools.lru_cache(maxsize=16)
 def _costs(
-    network: Network, mask_id: int, is_causal: bool, compiler_options: tuple[str, ...]
-) -> Callable[..., jax.Array]:
-    def run(
-        params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
-    ) -> jax.Array:
-        batch = Batch(tokens, length, given)
-        with devices.exact():
-            if is_causal:
-                return causal_nll(network, params, batch, mask_id=mask_id)
-            return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
-
-    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
+    network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array,
+    masked: jax.Array, *, mask_id: int, is_causal: bool,
+) -> jax.Array:  # fmt: skip
+    batch = Batch(tokens, length, given)
+    if is_causal:
+        return causal_nll(network, params, batch, mask_id=mask_id)
+    return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
 
-@functools.lru_cache(maxsize=16)
 def _guesses(
-    network: Network, mask_id: int, compiler_options: tuple[str, ...]
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Compiles a function that returns the most likely id at each position and its
-    log-probability.
-    """
+    network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array,
+    masked: jax.Array, *, mask_id: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns the most likely id at each position and its log-probability."""
+    del given
+    shown = jax.numpy.where(masked, mask_id, tokens)
 
-    def run(
-        params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        del given
-        shown = jax.numpy.where(masked, mask_id, tokens)
+    def of_row(hidden_LD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = network.readout(params, hidden_LD)
+        logits = jax.numpy.where(
+            jax.numpy.arange(logits.shape[1])[None] == mask_id, -jax.numpy.inf, logits
+        )
+        best = jax.numpy.max(logits, axis=1)
+        sure = best - jax.nn.logsumexp(logits, axis=1)
+        return jax.numpy.argmax(logits, axis=1), sure
 
-        def of_row(hidden_LD: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = network.readout(params, hidden_LD)
-            logits = jax.numpy.where(
-                jax.numpy.arange(logits.shape[1])[None] == mask_id, -jax.numpy.inf, logits
-            )
-            best = jax.numpy.max(logits, axis=1)
-            sure = best - jax.nn.logsumexp(logits, axis=1)
-            return jax.numpy.argmax(logits, axis=1), sure
-
-        with devices.exact():
-            return jax.lax.map(of_row, network.trunk(params, shown, length, None)[0])
-
-    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
+    return jax.lax.map(of_row, network.trunk(params, shown, length, None)[0])
 
 
 Instances = Sequence[Any]
@@ -540,8 +525,7 @@ class Evaluated:
 
     @property
     def tokenizer_name(self) -> str:
-        told = json.dumps(self.model.tokenizer.to_json(), sort_keys=True).encode()
-        return f"dlm_jax-{hashlib.sha256(told).hexdigest()[:16]}"
+        return f"dlm_jax-{self.model.vocabulary}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the chat template; empty if no template is applied."""

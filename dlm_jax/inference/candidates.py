@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,30 +115,13 @@ def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
 
 
 HostSampler = Callable[[Candidates], int]
-"""A function that returns one of ``candidates.ids``. It can also be `Accepting` or `Resetting`."""
+"""A function that returns one of ``candidates.ids``. It can have two methods.
 
-
-@runtime_checkable
-class Accepting(Protocol):
-    """A host sampler that receives committed tokens."""
-
-    def accept(self, written: Written, /) -> None:
-        """Called for each token committed in a row with this sampler, from left to right.
-
-        Remasking and edits can remove the token later; ``candidates.tokens`` is the current canvas.
-        """
-        ...
-
-
-@runtime_checkable
-class Resetting(Protocol):
-    """A host sampler with state per row."""
-
-    def reset(self, row: int, /) -> None:
-        """Called before the first step of a row; `row` is the index of the row, as in
-        `Candidates`.
-        """
-        ...
+``accept(written)`` is called with the `Written` of each token committed in a row with this sampler,
+from left to right. Remasking and edits can remove the token later; ``candidates.tokens`` is the
+current canvas. ``reset(row)`` is called before the first step of a row; `row` is the index of the
+row, as in `Candidates`.
+"""
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:

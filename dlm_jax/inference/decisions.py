@@ -288,12 +288,8 @@ class Question(NamedTuple):
 
 
 def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
-    """Tokenises and validates a prompt and its choices.
-
-    Args:
-      model: the model, which provides the tokenizer and canvas length.
-      prompt: text, or ids before a single slot.
-      choices: as in `decide`.
+    """Tokenises and validates a prompt (text, or ids before a single slot) and its choices, which
+    are as in `decide`.
     """
     encode = model.tokenizer.encode
     if not isinstance(choices, Mapping):
@@ -436,14 +432,8 @@ def logprobs(
     probability over all orders, computed from ``2^n - 1`` canvases. Identical canvases run only
     once.
 
-    Args:
-      model: the model.
-      rows: the rows.
-      order: one of `ORDERS`.
-      batch_size: maximum number of rows per forward pass.
-      num_rows: number of rows of every program; None uses the smallest sufficient power of two, up
-        to `batch_size`.
-      goes_on: as in `answers`.
+    Every program has `num_rows` rows; None uses the smallest sufficient power of two, up to
+    `batch_size`. `goes_on` is as in `answers`.
     """
     mask_id = model.tokenizer.mask_id
     canvases = _Canvases()
@@ -592,11 +582,7 @@ def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
     labels.
 
     The cost is convex in the inverse temperature (Guo et al. 2017, On calibration of modern neural
-    networks, 4.2).
-
-    Args:
-      logprobs: `Decision.logprobs` of each example.
-      right: index of the correct label of each example.
+    networks, 4.2). Each example has its `Decision.logprobs` and the index of its correct label.
     """
 
     def cost(log_temperature: float) -> float:
@@ -614,12 +600,9 @@ def calibrate_lengths(
     """Returns the scale with the lowest negative log-likelihood of the correct labels.
 
     The length penalty is in [0, 2], as in beam search (Wu et al. 2016, Google's neural machine
-    translation system, section 7). It is 0 if all labels have the same number of tokens.
-
-    Args:
-      logprobs: `Decision.logprobs` of each example.
-      num_tokens: `Decision.num_tokens` of each example.
-      right: index of the correct label of each example.
+    translation system, section 7). It is 0 if all labels have the same number of tokens. Each
+    example has its `Decision.logprobs`, its `Decision.num_tokens`, and the index of its correct
+    label.
     """
     heat = calibrate(logprobs, right)
     if len(np.unique(np.concatenate(num_tokens))) == 1:
@@ -662,14 +645,11 @@ def expected_calibration_error(
 def write_calibration(
     path: str | os.PathLike[str], model: Model, task: str, **facts: str | float
 ) -> None:
-    """Writes the scale of a task to a calibration file. Other tasks in the file are kept.
+    """Writes the scale of a task to a calibration file (JSON), which is created if it does not
+    exist. Other tasks in the file are kept.
 
-    Args:
-      path: path of the JSON file, which is created if it does not exist.
-      model: the model to which the scales apply.
-      task: name of the task.
-      facts: values to write: ``temperature``, ``length_penalty`` (0 if missing), ``order``, and any
-        others, which `read_calibration` ignores.
+    `facts` has ``temperature``, ``length_penalty`` (0 if missing), ``order``, and any others, which
+    `read_calibration` ignores.
     """
     tasks = _calibrated(path, model) if Path(path).exists() else {}
     told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
@@ -680,12 +660,8 @@ def write_calibration(
 def read_calibration(
     path: str | os.PathLike[str], model: Model, *, order: str | None = None
 ) -> dict[str, Scale]:
-    """Returns the scales in a file by task.
-
-    Args:
-      path: path of a file from `write_calibration`.
-      model: the model for which the file was written.
-      order: decoding order. Only scales for this order are returned; None returns all scales.
+    """Returns the scales in a file from `write_calibration` by task: those for this decoding order,
+    or all if `order` is None.
     """
     tasks = _calibrated(path, model)
     return {

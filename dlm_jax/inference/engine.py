@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -24,11 +25,11 @@ from dlm_jax.distributed.processes import totals
 from dlm_jax.inference.candidates import Candidates
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
-from dlm_jax.inference.report import Report, Step, Work
 from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
-from dlm_jax.inference.results import Row, Since, canvas_size
+from dlm_jax.inference.results import Row, canvas_size, since_shown
 from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.sampling.row import Counters
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 
@@ -41,6 +42,76 @@ _QUEUES_PER_PROGRAM = 4
 
 class EngineFullError(ValueError):
     """Raised when the queue is full; retry after some requests have started."""
+
+
+class Step(NamedTuple):
+    """The rows returned by one call to `Engine.step`.
+
+    Attributes:
+      finished: rows that have ended, truncated after their first EOS.
+      progress: current state of watched rows that ran or entered a slot in this call.
+    """
+
+    finished: dict[Ticket, Row]
+    progress: dict[Ticket, Row]
+
+
+class Work(NamedTuple):
+    """Totals over all calls so far. The fields of `counters` are also available as attributes.
+
+    Attributes:
+      rows: number of rows that have ended.
+      tokens: number of tokens that these rows generated.
+      steps: number of steps taken, summed over all rows.
+      slot_steps: number of slots times number of steps, including idle slots.
+      taken: the part of `steps` taken while requests waited in the same queue.
+      offered: number of slot steps that passed while requests waited in the same queue.
+      counters: counters, summed over all rows.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    steps: int = 0
+    slot_steps: int = 0
+    taken: int = 0
+    offered: int = 0
+    counters: Counters = Counters()
+
+    def __getattr__(self, name: str) -> int:
+        return getattr(self.counters, name)
+
+    def plus(self, counters: Counters, **more: int) -> Work:
+        added = {name: getattr(self, name) + n for name, n in more.items()}
+        return self._replace(**added, counters=self.counters.plus(counters))
+
+
+class Report(NamedTuple):
+    """Totals of an engine, and its current load.
+
+    Attributes:
+      work: totals so far.
+      waiting: number of requests in the queues.
+      running: number of running rows.
+      slots: total number of slots in the running programs.
+      programs: number of slots and canvas length of each cached program.
+      compiled: number of slots and canvas length of every program that was compiled.
+      prefix_found: number of prompt positions whose keys and values were reused.
+      prefix_computed: number of prompt positions whose keys and values were computed for reuse.
+    """
+
+    work: Work
+    waiting: int
+    running: int
+    slots: int
+    programs: tuple[str, ...]
+    compiled: tuple[str, ...]
+    prefix_found: int = 0
+    prefix_computed: int = 0
+
+    @property
+    def occupancy(self) -> float:
+        """Fraction of the offered slot steps that rows used; 1 if no request waited."""
+        return self.work.taken / self.work.offered if self.work.offered else 1.0
 
 
 class Engine:
@@ -192,7 +263,7 @@ class Engine:
         """
         with self._lock:
             queue = self._queue_of(request)
-            bucket, size = queue.bucket, self._next_size(queue)
+            bucket, size = queue.bucket, queue.size_for(1)
         if request.host_sampler is not None:
             request = dataclasses.replace(request, host_sampler=_first)
         with self._alone(sizes=(size,)) as engine:
@@ -207,16 +278,8 @@ class Engine:
         with self._lock:
             queue = self._queue_of(request)
             runs = any(other.running for other in self.queues if other is not queue)
-            size = self._next_size(queue)
-            loop = loop_of(self._model, queue.bucket, size)
+            loop = loop_of(self._model, queue.bucket, queue.size_for(1))
             return runs and queue.size is None and not loop.has_run
-
-    def _next_size(self, queue: Queue) -> int:
-        """Returns the number of slots of the program that would run one more request of the
-        queue.
-        """
-        wanted = len(queue.running) + queue.num_waiting + 1
-        return next((size for size in queue.sizes if size >= wanted), queue.sizes[-1])
 
     def submit(
         self,
@@ -622,12 +685,13 @@ class AsyncEngine:
           every_block: whether a canvas is yielded after every finished block instead of every step.
         """
         async with self._submitted(request, priority, is_watched=True) as told:
-            since, block = Since(), -1
+            origin, block = None, -1
             while True:
-                row = since.add(_row(await told.get()))
+                row = since_shown(_row(await told.get()), origin)
+                origin = row.origin
                 if not every_block or row.block != block or row.status != Status.RUNNING:
-                    block = row.block
-                    yield since.shown(row)
+                    origin, block = None, row.block
+                    yield row
                 if row.status != Status.RUNNING:
                     return
 
@@ -654,24 +718,9 @@ class AsyncEngine:
         with`` block exits before the row ends.
         """
         told: asyncio.Queue[Row | Exception] = asyncio.Queue()
-        ticket = await self._submit(request, priority, is_watched, told)
-        try:
-            yield told
-        finally:
-            if self._told.pop(ticket, None) is not None:
-                with contextlib.suppress(ValueError):
-                    self.engine.cancel(ticket)
-                self._work.set()
-
-    async def _submit(
-        self,
-        request: Request,
-        priority: int,
-        is_watched: bool,
-        told: asyncio.Queue[Row | Exception],
-    ) -> Ticket:
+        ticket: Ticket | None = None
         await self._compile(request)
-        while True:
+        while ticket is None:
             if self._is_closing:
                 raise ValueError("the engine is closed or has failed; create a new one")
             # The lock is held from a failed `submit` until `wait`, so that no notification is
@@ -685,10 +734,15 @@ class AsyncEngine:
                         await self._room.wait()
                     finally:
                         self._wait_for_room -= 1
-                    continue
-            self._told[ticket] = told
-            self._work.set()
-            return ticket
+        self._told[ticket] = told
+        self._work.set()
+        try:
+            yield told
+        finally:
+            if self._told.pop(ticket, None) is not None:
+                with contextlib.suppress(ValueError):
+                    self.engine.cancel(ticket)
+                self._work.set()
 
     async def _compile(self, request: Request) -> None:
         """Compiles the program of a request in a separate thread while other rows run."""

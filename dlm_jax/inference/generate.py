@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from dlm_jax.distributed.partitions import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
@@ -19,7 +20,7 @@ from dlm_jax.inference.request import (
     only_chains_in_use,
     settings_of_call,
 )
-from dlm_jax.inference.results import Generation, Row, Since, assemble
+from dlm_jax.inference.results import Generation, Row, assemble, since_shown
 from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
@@ -103,22 +104,8 @@ def generate(
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
-    return _made(model, requests, batch_size, max_candidates, on_commits)
-
-
-def _made(
-    model: Model,
-    requests: Sequence[Request],
-    batch_size: int,
-    max_candidates: int,
-    on_commits: Callable[[int], Any] | None,
-) -> Texts:
-    """Returns the texts of all requests. Each process generates a share of the texts and receives
-    all texts.
-    """
-    with _engine_for(
-        model, requests, batch_size=batch_size, max_candidates=max_candidates
-    ) as engine:
+    with _engine_for(model, requests, batch_size, max_candidates) as engine:
+        # Each process generates a share of the texts.
         index, count = engine.share
         owners = {
             engine.submit(request): place
@@ -173,7 +160,7 @@ def stream(
     """
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
-    return canvases(model, requests, every=every, batch_size=batch_size)
+    return _canvases(model, requests, every, batch_size)
 
 
 def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
@@ -236,7 +223,7 @@ def _raise_first(rows: Iterable[Row]) -> None:
 
 
 def _engine_for(
-    model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
+    model: Model, requests: Sequence[Request], batch_size: int, max_candidates: int = 64
 ) -> Engine:
     """Returns an engine for these requests, with the smallest sufficient number of programs and
     slots.
@@ -263,18 +250,9 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     return "\n".join([*lines, f"choice among the remaining candidates: host ({name})"])
 
 
-def canvases(
-    model: Model,
-    requests: Sequence[Request],
-    *,
-    every: int | Literal["block"] = 1,
-    batch_size: int = 64,
+def _canvases(
+    model: Model, requests: Sequence[Request], every: int | Literal["block"], batch_size: int
 ) -> Iterator[dict[int, Row]]:
-    """Yields rows by request index, before the first step and after every `every` steps.
-
-    With ``"block"``, a row is yielded after each finished block. The last value yielded for a row
-    is its final result, truncated after the first EOS. Programs alternate.
-    """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
         raise SettingError("every", every, "must be at least 1, or 'block'")
@@ -283,23 +261,25 @@ def canvases(
             "canvases can only be shown in a single process; use `generate` or one process"
         )
     num_steps = 1 if every == "block" else int(every)
-    with _engine_for(model, requests, batch_size=batch_size) as engine:
+    with _engine_for(model, requests, batch_size) as engine:
         for request in requests:
             engine.submit(request, is_watched=True)
         blocks: dict[int, int] = {}
-        since: defaultdict[int, Since] = defaultdict(Since)
+        origins: dict[int, np.ndarray | None] = {}
         step = engine.step(0)
         while step.progress or step.finished or engine.is_busy:
             _raise_first(step.finished.values())
             told = step.progress | step.finished
-            shown = {t.number: since[t.number].add(row) for t, row in told.items()}
+            shown = {t.number: since_shown(row, origins.get(t.number)) for t, row in told.items()}
+            origins |= {index: row.origin for index, row in shown.items()}
             is_due = every != "block" or any(
                 row.status != Status.RUNNING or row.block != blocks.get(index)
                 for index, row in shown.items()
             )
             if is_due:
                 blocks |= {index: row.block for index, row in shown.items()}
-                yield {index: since[index].shown(row) for index, row in shown.items()}
+                origins |= dict.fromkeys(shown)
+                yield shown
             if not engine.is_busy:
                 break
             step = engine.step(num_steps)

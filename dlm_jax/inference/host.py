@@ -24,17 +24,8 @@ from jax.sharding import NamedSharding
 
 from dlm_jax import devices
 from dlm_jax.distributed.partitions import num_shares, split_rows
-from dlm_jax.inference.candidates import (
-    Accepting,
-    Candidates,
-    HostSampler,
-    Resetting,
-    Written,
-    called,
-    chosen,
-)
+from dlm_jax.inference.candidates import Candidates, HostSampler, Written, called, chosen
 from dlm_jax.sampling import draw, vocab
-from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
 from dlm_jax.sampling.positions import put
@@ -82,27 +73,12 @@ def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
     )
 
 
-class Place(NamedTuple):
-    """A position that the host reads, and the data of its row."""
-
-    slot: int
-    name: int
-    sampler: HostSampler | None
-    index: int
-    step: int
-    tokens: np.ndarray
-    is_hole: np.ndarray
-    first: int
+Place = tuple[int, int, dict[str, Any]]
+"""A position that the host reads: slot, index, and the fields of `Candidates` for the whole row."""
 
 
-def open_places(
-    state: State,
-    inputs: StepInputs,
-    slots: Sequence[int],
-    samplers: Mapping[int, HostSampler],
-    names: Sequence[int] | None,
-    *,
-    mask_id: int,
+def _open_places(
+    state: State, inputs: StepInputs, slots: Sequence[int], names: Sequence[int], *, mask_id: int
 ) -> list[Place]:
     """Returns every open position in the rows in `slots` whose logits are finite."""
     rows = jnp.asarray(slots, jnp.int32)
@@ -118,31 +94,21 @@ def open_places(
             state.step_B[rows],
         )
     )
-    return [
-        Place(
-            slot=slot,
-            name=slot if names is None else names[slot],
-            sampler=samplers.get(slot),
-            index=int(index),
-            step=int(steps[number]),
-            tokens=tokens[number][: lengths[number]],
-            is_hole=is_hole[number][: lengths[number]],
-            first=int(np.argmin(is_frozen[number])),
-        )
-        for number, slot in enumerate(slots)
-        for index in np.flatnonzero(is_open[number])
-    ]
+    found: list[Place] = []
+    for number, slot in enumerate(slots):
+        row = {
+            "row": names[slot],
+            "step": int(steps[number]),
+            "tokens": tokens[number][: lengths[number]],
+            "is_hole": is_hole[number][: lengths[number]],
+            "first": int(np.argmin(is_frozen[number])),
+        }
+        found += [(slot, int(index), row) for index in np.flatnonzero(is_open[number])]
+    return found
 
 
 _PLACES = 64
 _HOST_SALT = 0x686F7374
-
-
-class _Survivors(NamedTuple):
-    read: ReadBack
-    logprobs_PK: jax.Array
-    is_greedy_P: jax.Array
-    uniform_P: jax.Array
 
 
 class HostLoop:
@@ -227,18 +193,18 @@ class HostLoop:
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
             wanted = sorted(set(samplers) | set(read_back))
-            places = open_places(
-                state, inputs, wanted, samplers, names, mask_id=self.program.mask_id
-            )
+            places = _open_places(state, inputs, wanted, named, mask_id=self.program.mask_id)
             for first in range(0, len(places), _PLACES):
                 part = places[first : first + _PLACES]
-                inputs, written = self._ask(params, state, inputs, part, max_candidates, failed)
+                inputs, written = self._ask(
+                    params, state, inputs, part, samplers, max_candidates, failed
+                )
                 found += written
         if failed:
             inputs = _without(inputs, failed)
         state, is_committed_BL = _call(self._write, params, state, inputs)
         self.has_run = True
-        follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
+        follow = _hooks(samplers, "accept")
         asked = sorted({*read_back, *follow})
         if not asked:
             return state, []
@@ -251,7 +217,7 @@ class HostLoop:
         ]
         for slot, written in commits:
             if slot in follow:
-                accept = functools.partial(follow[slot].accept, written)
+                accept = functools.partial(follow[slot], written)
                 _call_hook(accept, slot, named[slot], "accept", failed)
         return state, [written for slot, written in commits if slot in set(read_back)]
 
@@ -262,13 +228,13 @@ class HostLoop:
         names: Sequence[int],
         failed: dict[int, Exception] | None,
     ) -> None:
-        kept = {slot: x for slot, x in samplers.items() if isinstance(x, Resetting)}
+        kept = _hooks(samplers, "reset")
         if not kept:
             return
         is_first_B = np.asarray((state.step_B == 0) & is_stepping(state))
-        for slot, sampler in sorted(kept.items()):
+        for slot in sorted(kept):
             if is_first_B[slot]:
-                reset = functools.partial(sampler.reset, names[slot])
+                reset = functools.partial(kept[slot], names[slot])
                 _call_hook(reset, slot, names[slot], "reset", failed)
 
     def _ask(
@@ -277,6 +243,7 @@ class HostLoop:
         state: State,
         inputs: StepInputs,
         places: Sequence[Place],
+        samplers: Mapping[int, HostSampler],
         max_candidates: int,
         failed: dict[int, Exception] | None,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
@@ -285,33 +252,42 @@ class HostLoop:
         """
         size = min(max_candidates, self.program.network.vocab_size)
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
-        flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
+        flat[: len(places)] = [slot * num_positions + index for slot, index, _ in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
-        left = jax.device_get(
+        read, logprobs_PK, is_greedy, uniform = jax.device_get(
             _call(self._survivors, params, state, inputs, flat, is_real, size=size)
         )
-        ids = left.read.token_N.copy()
+        ids = read.token_N.copy()
         # At padding positions of the chunk, the token can have probability 0.
-        logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
+        logprobs = np.log(np.maximum(read.probability_N, np.finfo(np.float32).tiny))
         found = []
-        for number, place in enumerate(places):
-            if failed is not None and place.slot in failed:
+        for number, (slot, index, row) in enumerate(places):
+            if failed is not None and slot in failed:
                 continue
-            candidates = _candidates(left, number, place)
-            if place.sampler is not None:
+            num_survivors = int(read.num_candidates_N[number])
+            candidates = Candidates(
+                index=index,
+                ids=read.top_ids_NK[number, :num_survivors],
+                logits=read.top_logits_NK[number, :num_survivors],
+                logprobs=logprobs_PK[number, :num_survivors],
+                num_survivors=num_survivors,
+                is_greedy=bool(is_greedy[number]),
+                uniform=float(uniform[number]),
+                **row,
+            )
+            if (sampler := samplers.get(slot)) is not None:
                 try:
-                    place_of = chosen(place.sampler, candidates)
+                    place_of = chosen(sampler, candidates)
                 except Exception as error:
                     if failed is None:
                         raise
-                    failed[place.slot] = error
+                    failed[slot] = error
                     continue
                 ids[number] = candidates.ids[place_of]
                 logprobs[number] = candidates.logprobs[place_of]
                 is_hosted[number] = True
             probability = float(np.exp(logprobs[number]))
-            written = Written(candidates, int(ids[number]), probability, place.index)
-            found.append((place.slot, written))
+            found.append((slot, Written(candidates, int(ids[number]), probability, index)))
         if is_hosted.any():
             inputs = _call(
                 self._choose, params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
@@ -329,6 +305,11 @@ def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: An
     """``compiled(params, ...)``, traced for the devices of the parameters."""
     with devices.exact(split_rows(params)):
         return compiled(params, *rest, **static)
+
+
+def _hooks(samplers: Mapping[int, HostSampler], name: str) -> dict[int, Callable[..., None]]:
+    found = {slot: getattr(sampler, name, None) for slot, sampler in samplers.items()}
+    return {slot: hook for slot, hook in found.items() if hook is not None}
 
 
 def _call_hook(
@@ -351,29 +332,6 @@ def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
     return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
-def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """Returns the remaining candidates at `place`, which is entry `number` of the arrays in
-    `left`.
-    """
-    read = left.read
-    num_survivors = int(read.num_candidates_N[number])
-    size = min(num_survivors, read.top_ids_NK.shape[1])
-    return Candidates(
-        row=place.name,
-        index=place.index,
-        step=place.step,
-        tokens=place.tokens,
-        is_hole=place.is_hole,
-        first=place.first,
-        ids=np.asarray(read.top_ids_NK)[number, :size],
-        logits=np.asarray(read.top_logits_NK)[number, :size],
-        logprobs=np.asarray(left.logprobs_PK)[number, :size],
-        num_survivors=num_survivors,
-        is_greedy=bool(left.is_greedy_P[number]),
-        uniform=float(left.uniform_P[number]),
-    )
-
-
 def _at(inputs: StepInputs, places_P: jax.Array, is_real_P: jax.Array) -> At:
     num_positions = inputs.is_open_BL.shape[1]
     row_P, index_P = places_P // num_positions, places_P % num_positions
@@ -390,9 +348,9 @@ def _survivors(
     is_real_P: jax.Array,
     *,
     size: int,
-) -> _Survivors:
-    """Returns the `size` largest logits after the chain and the token that the device drew at each
-    position.
+) -> tuple[ReadBack, jax.Array, jax.Array, jax.Array]:
+    """Returns for each position the token that the device drew and the `size` largest logits after
+    the chain, their log-probabilities ``[P, K]``, whether the row is greedy, and a uniform number.
     """
     at = _at(inputs, places_P, is_real_P)
     clean_PV = inputs.output.logits(program.network, params, places_P)
@@ -403,12 +361,8 @@ def _survivors(
     read = read_back(final_PV, drawn_P, size=size)
     total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
     host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
-    return _Survivors(
-        read,
-        logprobs_PK=read.top_logits_NK - total_P1,
-        is_greedy_P=chain.is_greedy(at),
-        uniform_P=jax.vmap(jax.random.uniform)(host_key_P),
-    )
+    uniform_P = jax.vmap(jax.random.uniform)(host_key_P)
+    return read, read.top_logits_NK - total_P1, chain.is_greedy(at), uniform_P
 
 
 def _choose(
@@ -423,7 +377,7 @@ def _choose(
 ) -> StepInputs:
     """Returns the inputs with proposals from the host, scored like device proposals."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
-    logprob_P = drawing.log_prob(clean_PV, ids_P)
+    logprob_P = draw.log_prob(clean_PV, ids_P)
     old = inputs.filled.proposal
     new = Proposal(ids_P, logprob_P, final_logprob_P, rule.measure(clean_PV, logprob_P))
     new = jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)

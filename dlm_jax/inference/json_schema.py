@@ -123,7 +123,7 @@ class _Schema:
         if schema is False:
             return None
         if schema is True or schema == {}:
-            return _any_value(_ANY_DEPTH)
+            return _inner(_ANY_DEPTH + 1)
         if not isinstance(schema, Mapping):
             raise _refused(where, f"{json.dumps(schema)[:60]} is not a schema")
         if "$ref" in schema:
@@ -225,8 +225,7 @@ class _Schema:
             if name not in {"const", "enum", "type"} | _NOTES:
                 raise _refused(where, f"{name!r} next to constants is not supported; remove it")
         if "type" in schema:
-            kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            values = [value for value in values if _is_of(value, kinds)]
+            values = [value for value in values if _is_of(value, _kinds(schema["type"]))]
         return _either([_literal(value) for value in values])
 
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
@@ -315,15 +314,8 @@ class _Schema:
 _MOST_LINKS = 32
 
 
-def _any_value(depth: int) -> str:
-    """Returns a pattern for JSON values nested up to a limited depth."""
-    plain = [_STRING, _NUMBER, "(true|false)", "null"]
-    return (
-        _either([*plain, _listing(_inner(depth), 0, None), _members(_inner(depth), 0, None)]) or ""
-    )
-
-
 def _inner(depth: int) -> str:
+    """Returns a pattern for JSON values nested up to a limited depth."""
     plain = [_STRING, _NUMBER, "(true|false)", "null"]
     if depth > 0:
         plain += [_listing(_inner(depth - 1), 0, None), _members(_inner(depth - 1), 0, None)]
@@ -509,12 +501,14 @@ def _magnitudes(low: _Bound, high: _Bound, is_whole: bool) -> str | None:
             if last < first:
                 return None
         return _between(first, last)
+    # A fraction may be missing if 0 satisfies its bound.
     many = r"(\.[0-9]+)?"
-    bottom = _fraction(after, low[1], is_up=True)
+    bottom = rf"\.{_up(after, low[1])}" if after or low[1] else many
     if high is None:
         return _either([_with(first, bottom), f"{_between(first + 1, None)}{many}"])
     last, rest = _split(high[0])
-    top = _fraction(rest, high[1], is_up=False)
+    below = _down(rest, high[1])
+    top = None if below is None else rf"(\.(0+|{below}))?" if rest else r"(\.0+)?"
     if first == last:
         # Both bounds have the same integer part, so only their fractions are compared.
         return _with(first, _within(after, low[1], rest, high[1]))
@@ -529,21 +523,6 @@ def _split(value: Decimal) -> tuple[int, str]:
 
 def _with(whole: int, fraction: str | None) -> str | None:
     return None if fraction is None else f"{whole}{fraction}"
-
-
-def _fraction(digits: str, is_excluded: bool, *, is_up: bool) -> str | None:
-    """Returns a pattern for a decimal point and a fraction whose value is at least (if `is_up`) or
-    at most that of `digits`. The fraction may be missing if 0 satisfies the bound.
-    """
-    if is_up:
-        found = _up(digits, is_excluded)
-        if not digits and not is_excluded:
-            return r"(\.[0-9]+)?"
-        return rf"\.{found}"
-    found = _down(digits, is_excluded)
-    if found is None:
-        return None
-    return rf"(\.(0+|{found}))?" if digits else r"(\.0+)?"
 
 
 def _up(digits: str, is_excluded: bool) -> str:
@@ -698,9 +677,6 @@ class _Printed:
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, items = given
             return f"({self.items(items)}){_times(low, None if str(high) == 'MAXREPEAT' else high)}"
-        return self._unknown(op)
-
-    def _unknown(self, op: str) -> str:
         raise _refused(self._where, f"{op} in a pattern is not supported")
 
     def _literal(self, code: int) -> str:

@@ -224,7 +224,7 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
-    finish = _as_it_is if quantize is None else quantizer(quantize)
+    finish = (lambda path, parameter: parameter) if quantize is None else quantizer(quantize)
     given: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
         given, mesh = mesh.compiler_options, make_mesh(mesh)
@@ -240,6 +240,13 @@ def load(
         params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
+    return _model(
+        config, params, tokenizer, untrained=untrained_heads(config, meta.get("step")),
+        corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
+    )  # fmt: skip
+
+
+def _model(config: Config, params: Params, tokenizer: Tokenizer, **more: Any) -> Model:
     return Model(
         network=build(config.model),
         params=params,
@@ -248,15 +255,8 @@ def load(
         sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
-        untrained=untrained_heads(config, meta.get("step")),
-        corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
-        compiler_options=given,
+        **more,
     )
-
-
-def _as_it_is(path: str, parameter: jax.Array) -> jax.Array:
-    del path
-    return parameter
 
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
@@ -272,26 +272,19 @@ def _published(
     finish: Callable[[str, jax.Array], Any],
     report: Callable[[str], None] | None,
 ) -> Model:
-    def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
-        return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
-
+    place = functools.partial(_sharding, mesh)
     found = read_published(path, dtype=dtype, place=place, finish=finish)
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")
-    return Model(
-        network=build(found.config.model),
-        params=found.params,
-        tokenizer=found.tokenizer,
-        max_length=found.config.data.seq_len,
-        sample=found.config.sample,
-        is_causal=found.config.model.attention_type == "causal",
-        config=found.config,
-        more_eos_ids=found.more_eos_ids,
-        presets=found.presets,
-        chat=found.chat,
-        family=found.family.name,
-    )
+    return _model(
+        found.config, found.params, found.tokenizer, more_eos_ids=found.more_eos_ids,
+        presets=found.presets, chat=found.chat, family=found.family.name,
+    )  # fmt: skip
+
+
+def _sharding(mesh: Mesh | None, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+    return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
 
 
 def _placed(
@@ -299,8 +292,7 @@ def _placed(
 ) -> jax.ShapeDtypeStruct:
     """Returns the target dtype and sharding of a stored parameter."""
     kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
-    sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
-    return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)
+    return jax.ShapeDtypeStruct(stored.shape, kept, sharding=_sharding(mesh, name, stored.shape))
 
 
 def _abstract_params(meta: dict[str, Any]) -> Params:

@@ -36,17 +36,11 @@ class OwnRules(NamedTuple):
       table: all rules, including custom rules.
       settings: values of the settings, keyed by name.
       rows: names of settings with one value per row.
-      transforms: names of custom transforms in the chain.
     """
 
     table: RuleTable
     settings: dict[str, Any]
     rows: frozenset[str]
-    transforms: tuple[str, ...]
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.rows)
 
 
 def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
@@ -80,8 +74,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
                 f"{name} has {len(settings[name])} values for {num_rows} rows; pass one value or "
                 f"one per row"
             )
-    own = tuple(name for name in table.transforms if name not in BUILT_IN.transforms)
-    return OwnRules(table, settings, frozenset(rows), own)
+    return OwnRules(table, settings, frozenset(rows))
 
 
 def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,11 +40,7 @@ class TextReader:
     the first hole. In rows that remask or resample, they are the tokens of finished blocks. A
     running row with edits has no settled tokens.
 
-    Args:
-      model: the model of the row.
-      request: the request of the row.
-      stops: stop strings.
-      keeps_stop: whether the text includes the stop string.
+    The text ends at the first of the strings in `stops`, which it includes if `keeps_stop`.
 
     Attributes:
       start: position of the first token that is not given.
@@ -214,11 +211,8 @@ class TextReader:
         """Returns the end of the shortest run of tokens that contains the stop string at `cut`."""
         if cut is None:
             return end
-        low, high = self.start, end
-        while low < high:
-            middle = (low + high) // 2
-            if self._stop(self._tokenizer.decode(tokens[self.start : middle])) == cut:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+
+        def is_covered(last: int) -> bool:
+            return self._stop(self._tokenizer.decode(tokens[self.start : last])) == cut
+
+        return self.start + bisect.bisect_left(range(self.start, end), True, key=is_covered)

@@ -23,7 +23,7 @@ from dlm_jax.inference.structure import check_structure
 from dlm_jax.sampling.cache import CacheRule
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import AUTO, ModelFacts, Rules, RuleTable
+from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
 from dlm_jax.settings import UNSET, SettingError
 
@@ -537,11 +537,11 @@ def make_requests(
     rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
     made: list[Request] = []
     for index in range(num_samples):
-        if made and not rules.has_rows:
+        if made and not rules.rows:
             made.append(replace(made[0], seed=seed + index))
             continue
         settings = of_row(rules, first + index)
-        key = None if known is None or rules.has_rows else _key(layers[1], host)
+        key = None if known is None or rules.rows else _key(layers[1], host)
         sample = None if key is None or known is None else known.get(key)
         if sample is None:
             sample = _settings(model, rules, settings, needs_host=any(host.values()))
@@ -587,9 +587,10 @@ def _settings(
 ) -> SampleConfig:
     """Returns the settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
-    recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
-    if not model.process.is_masked:
-        settings = _of_process(recommended, settings)
+    own = (name for name in rules.table.transforms if name not in BUILT_IN.transforms)
+    recommended["chain"] += tuple(name for name in own if name not in recommended["chain"])
+    if not model.process.is_masked and recommended["order"] == "random":
+        settings = {"order": "posterior"} | settings
     if settings.get("fill", recommended["fill"]) == AUTO:
         settings = settings | _auto_fill(model, recommended, settings, needs_host=needs_host)
     sample = resolve(recommended, settings, table=rules.table)
@@ -625,14 +626,6 @@ def _settings(
         sample = replace(sample, block_length=unit)
     check_settings(model, sample)
     return sample
-
-
-def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds ``order="posterior"`` for a model whose noise is not MASK, unless another order is
-    recommended or given.
-    """
-    own = {} if recommended["order"] != "random" else {"order": "posterior"}
-    return own | dict(given)
 
 
 def _auto_fill(

@@ -83,27 +83,15 @@ class Row:
         )
 
 
-class Since:
-    """Maps positions of a row to positions on the most recently shown canvas."""
+def since_shown(row: Row, before: np.ndarray | None) -> Row:
+    """Returns a row after a call of the loop, with `origin` relative to the canvas shown last.
 
-    def __init__(self) -> None:
-        self._origin: np.ndarray | None = None
-
-    def add(self, row: Row) -> Row:
-        """Returns the row after a call of the loop, with `origin` relative to the most recently
-        shown canvas.
-        """
-        before = self._origin
-        if row.origin is not None and before is not None:
-            was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
-            row = dataclasses.replace(row, origin=was_there)
-        self._origin = row.origin
+    `before` is the `origin` after the previous call, or None if that canvas was shown.
+    """
+    if row.origin is None or before is None:
         return row
-
-    def shown(self, row: Row) -> Row:
-        """Marks the row as shown and returns it."""
-        self._origin = None
-        return row
+    was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
+    return dataclasses.replace(row, origin=was_there)
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,11 @@ class Queue:
         """True if a request runs or waits in this process."""
         return bool(self.running or self.num_waiting)
 
-    @property
-    def size_wanted(self) -> int:
-        """The smallest size with slots for all running and waiting rows, or else the largest."""
-        wanted = len(self.running) + self.num_waiting
+    def size_for(self, more: int = 0) -> int:
+        """The smallest size with slots for all running and waiting rows and `more` others, or else
+        the largest.
+        """
+        wanted = len(self.running) + self.num_waiting + more
         return next((size for size in self.sizes if size >= wanted), self.sizes[-1])
 
     def counts(self) -> Counts:
@@ -247,7 +248,7 @@ class Scheduler:
             self._order.remove(queue)
 
     def _has_program(self, queue: Queue) -> bool:
-        now, wanted = queue.size, queue.size_wanted
+        now, wanted = queue.size, queue.size_for()
         if now is not None and (queue.is_draining or wanted == now):
             return True
         if now is not None and wanted < now and (queue.bucket.key, wanted) not in self._programs:

@@ -38,11 +38,11 @@ from dlm_jax.types import Params, Status
 
 Loop = Advance | HostLoop
 
-_LAST_USED = 64
 _ALONE = 4
 """Traces are copied row by row if at most one row in four has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
-_last_used: OrderedDict[Hashable, Loop] = OrderedDict()
+_keep = functools.lru_cache(maxsize=64)(lambda loop: loop)
+"""References the most recently used loops."""
 
 
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
@@ -59,13 +59,8 @@ def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     if loop is None:
         options = compiler.options("sample", rows, model.compiler_options)
         make = HostLoop if static.needs_host else Advance
-        loop = make(program, compiler_options=options)
-        _loops[key] = loop
-    _last_used[key] = loop
-    _last_used.move_to_end(key)
-    while len(_last_used) > _LAST_USED:
-        _last_used.popitem(last=False)
-    return loop
+        loop = _loops[key] = make(program, compiler_options=options)
+    return _keep(loop)
 
 
 _REMEMBERED = 512
@@ -132,7 +127,21 @@ class Bucket:
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
 
     def _pack_shapes(self, requests: Sequence[Request]) -> Hashable:
-        return _shapes(columns(requests, self._facts))
+        """Returns a hashable description of the packed arrays: tree, shapes and dtypes, but not the
+        number of rows.
+
+        Raises:
+          TypeError: a field of a rule is not an array.
+        """
+        leaves, tree = jax.tree.flatten_with_path(columns(requests, self._facts))
+        for path, leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                field = jax.tree_util.keystr(path[-1:], simple=True)
+                raise TypeError(
+                    f"field {field!r} of a rule is {leaf!r}, not an array with one value per row; "
+                    f"declare it with per_row, and set it in `columns` if the rule overrides it"
+                )
+        return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for _, leaf in leaves)
 
     def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
         """Returns a subset of the requests that packs into the same shapes."""
@@ -146,24 +155,6 @@ class Bucket:
             if found == shapes:
                 return self._widest_of(half, shapes)
         return [request for half, found in halves for request in self._widest_of(half, found)]
-
-
-def _shapes(packed: Any) -> Hashable:
-    """Returns a hashable description of the arrays: tree, shapes and dtypes, but not the number of
-    rows.
-
-    Raises:
-      TypeError: a field of a rule is not an array.
-    """
-    leaves, tree = jax.tree.flatten_with_path(packed)
-    for path, leaf in leaves:
-        if not hasattr(leaf, "shape"):
-            field = jax.tree_util.keystr(path[-1:], simple=True)
-            raise TypeError(
-                f"field {field!r} of a rule is {leaf!r}, not an array with one value per row; "
-                f"declare it with per_row, and set it in `columns` if the rule overrides it"
-            )
-    return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for _, leaf in leaves)
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
@@ -224,10 +215,7 @@ always fit.
 
 
 def require_working_room(loop: Loop, params: Any, state: State) -> None:
-    """Raises MemoryError if a device has too little free memory for the temporaries of a step.
-
-    Small states are not checked, because they always fit.
-    """
+    """Raises MemoryError if a device has too little free memory for the temporaries of a step."""
     rows, positions = state.canvas.tokens_BL.shape
     if rows * positions < _LARGE:
         return
@@ -239,8 +227,9 @@ def require_working_room(loop: Loop, params: Any, state: State) -> None:
     )
 
 
-class RowFunctions(NamedTuple):
-    """Compiled functions that change the rows of a state.
+class RowFunctions:
+    """Compiled functions that change the rows of a state. Their programs live as long as this
+    object.
 
     Attributes:
       begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
@@ -252,57 +241,49 @@ class RowFunctions(NamedTuple):
       trace: ``(state, slot) -> trace`` of the row in this slot, for a traced loop.
     """
 
-    begin: Callable[[dict[str, Any]], State]
-    refill: Callable[[State, dict[str, Any], jax.Array], State]
-    move: Callable[[State, jax.Array, jax.Array], State]
-    trace: Callable[[State, Any], Trace]
+    def __init__(self, program: Program):
+        mask_id, num_traced = program.mask_id, program.num_traced
+
+        # JAX caches compiled code for the lifetime of a function, so each loop has new functions.
+        def begin(arguments: dict[str, Any]) -> State:
+            return start(**arguments, mask_id=mask_id, num_traced=num_traced)
+
+        def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array) -> State:
+            new, cache, signal_BLD = begin(arguments), state.cache, state.signal_BLD
+            # The cache and the signal of the old rows are no longer read.
+            state = state._replace(signal_BLD=None)
+            if cache is not None:
+                state = state._replace(cache=cache._replace(kept=(), bare=()))
+
+            def merge(new: jax.Array, old: jax.Array) -> jax.Array:
+                return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+            state = jax.tree.map(merge, new, state)._replace(signal_BLD=signal_BLD)
+            if cache is None or state.cache is None:
+                return state
+            return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
+
+        def move(state: State, index_B: jax.Array, is_held_B: jax.Array) -> State:
+            state = jax.tree.map(lambda leaf: leaf[index_B], state)
+            status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
+            return state._replace(status_B=status_B.astype(jnp.int32))
+
+        def trace(state: State, slot: jax.Array) -> Trace:
+            return jax.tree.map(
+                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), trace_of(program, state)
+            )
+
+        self.begin, self.refill = jax.jit(begin), jax.jit(refill, donate_argnums=0)
+        self.move, self.trace = jax.jit(move), jax.jit(trace)
 
 
-_of_loop: WeakKeyDictionary[Advance | HostLoop, RowFunctions] = WeakKeyDictionary()
+_of_loop: WeakKeyDictionary[Loop, RowFunctions] = WeakKeyDictionary()
 
 
-def changes_of(loop: Advance | HostLoop) -> RowFunctions:
-    """Returns the `RowFunctions` of a loop. Their compiled programs live as long as the loop."""
+def changes_of(loop: Loop) -> RowFunctions:
     if loop not in _of_loop:
-        _of_loop[loop] = _changes(loop.program)
+        _of_loop[loop] = RowFunctions(loop.program)
     return _of_loop[loop]
-
-
-def _changes(program: Program) -> RowFunctions:
-    mask_id, num_traced = program.mask_id, program.num_traced
-
-    # JAX caches compiled code for the lifetime of a function, so each loop creates new functions.
-    def begin(arguments: dict[str, Any]) -> State:
-        return start(**arguments, mask_id=mask_id, num_traced=num_traced)
-
-    def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array) -> State:
-        new, cache, signal_BLD = begin(arguments), state.cache, state.signal_BLD
-        # The cache and the signal of the old rows are no longer read.
-        state = state._replace(signal_BLD=None)
-        if cache is not None:
-            state = state._replace(cache=cache._replace(kept=(), bare=()))
-
-        def merge(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        state = jax.tree.map(merge, new, state)._replace(signal_BLD=signal_BLD)
-        if cache is None or state.cache is None:
-            return state
-        return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
-
-    def move(state: State, index_B: jax.Array, is_held_B: jax.Array) -> State:
-        state = jax.tree.map(lambda leaf: leaf[index_B], state)
-        status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
-        return state._replace(status_B=status_B.astype(jnp.int32))
-
-    def trace(state: State, slot: jax.Array) -> Trace:
-        return jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), trace_of(program, state)
-        )
-
-    return RowFunctions(
-        jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move), jax.jit(trace)
-    )
 
 
 class Job(NamedTuple):
@@ -362,10 +343,10 @@ class Slots:
     ):
         if bucket.static.needs_host and not isinstance(loop, HostLoop):
             raise ValueError("rows that need the host require a HostLoop; create one")
-        self.loop, self.bucket = loop, bucket
+        self.loop, self.bucket, self.num_slots = loop, bucket, num_slots
         self._params, self._max_candidates, self._prefixes = params, max_candidates, prefixes
         self._own = OwnRows(placement(loop.program.rows, params), num_slots)
-        self._num_slots, num_own = num_slots, self._own.count
+        num_own = self._own.count
         self._state: State | None = None
         self._layout: Layout | None = None
         self._jobs: list[Job | None] = [None] * num_own
@@ -374,11 +355,6 @@ class Slots:
         self._failed: dict[int, Exception] = {}
         self._steps = np.zeros(num_own, np.int32)
         self._counted = np.zeros((len(Counters._fields), num_own), np.int32)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of rows that run together, including rows of other processes."""
-        return self._num_slots
 
     @property
     def held(self) -> tuple[int, ...]:

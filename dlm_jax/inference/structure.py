@@ -7,11 +7,12 @@ Scott 1959). Equivalent states are merged (Moore 1956).
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import re
 import threading
 import unicodedata
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +174,7 @@ class _Nodes:
 
         begin = number(self._closure([start]))
         rows = [np.zeros(len(first), np.int32)]
-        for nodes in _growing(subsets):
+        for nodes in itertools.islice(subsets, 1, None):  # the list grows in this loop
             reached: dict[int, list[int]] = {}
             for node in nodes:
                 move = self._moves[node]
@@ -262,14 +263,6 @@ class _Nodes:
         return frozenset(found)
 
 
-def _growing(subsets: list[frozenset[int]]):
-    """Yields the subsets after the first, including those added during the iteration."""
-    place = 1
-    while place < len(subsets):
-        yield subsets[place]
-        place += 1
-
-
 def _merged(found: Characters) -> Characters:
     """Returns the minimal equivalent automaton. The dead state remains first."""
     label = found.is_final_S.astype(np.int64)
@@ -304,11 +297,8 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 class Structures:
     """Automata over the vocabulary of a model, built once per pattern.
 
-    Args:
-      tokenizer: the tokenizer whose ids are the letters of the automata.
-      vocab_size: number of logits that the network returns.
-      eos_ids: ids that end a text.
-      banned_ids: ids that are never written.
+    The letters of the automata are the ids of the tokenizer without `banned_ids`, which are never
+    written. Any of `eos_ids` ends a text. The network returns `vocab_size` logits.
     """
 
     def __init__(
@@ -319,7 +309,7 @@ class Structures:
         found = pieces(tokenizer, {*eos_ids, *banned_ids, tokenizer.mask_id})
         self._texts, self._ids = list(found), list(found.values())
         self._alphabet = sorted(set("".join(self._texts)))
-        self._known: OrderedDict[str, Automaton] = OrderedDict()
+        self._known = functools.lru_cache(maxsize=_KEPT)(self._compiled)
         self._lock = threading.Lock()
 
     def automaton(self, pattern: str) -> Automaton:
@@ -328,13 +318,7 @@ class Structures:
                 "structure", UNSET, f"has {len(pattern)} characters", f"use at most {LONGEST}"
             )
         with self._lock:
-            found = self._known.get(pattern)
-            if found is None:
-                found = self._known[pattern] = self._compiled(pattern)
-            self._known.move_to_end(pattern)
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return found
+            return self._known(pattern)
 
     def _compiled(self, pattern: str) -> Automaton:
         try:

@@ -132,12 +132,8 @@ class Rollouts:
     """Generates samples from a model with their advantages, and evaluates the mean reward.
 
     The samples of a step depend only on the parameters, the seed of the run and the step.
-
-    Args:
-      setup: setup of the run.
-      network: the model.
-      needs_trace: whether the loss reads `Rollout.trace`.
-      report: called with one-line messages.
+    `needs_trace` says whether the loss reads `Rollout.trace`, and `report` is called with one-line
+    messages.
     """
 
     def __init__(
@@ -189,7 +185,8 @@ class Rollouts:
         """
         settings = self._setup.config.rl
         made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)
-        is_whole_B = _is_whole(made)
+        wholes = (Status.DONE, Status.CANVAS_FULL)
+        is_whole_B = np.array([status in wholes for status in made.status])
         rewards_B = np.where(is_whole_B, self._rewards(made, rows, settings.group), np.nan)
         is_kept_B = np.isfinite(rewards_B)
         advantage_B = advantages(rewards_B.reshape(-1, settings.group), settings.advantage)
@@ -230,13 +227,10 @@ class Rollouts:
         found = rewards[np.isfinite(rewards)]
         if not found.size:
             raise RewardError("no sample of an evaluation has a reward; raise sample.steps")
-        error = float(found.std(ddof=1) / math.sqrt(found.size)) if found.size > 1 else math.nan
         figures = {"reward": float(found.mean())}
-        return (
-            figures
-            | ({"standard_error": error} if found.size > 1 else {})
-            | {"windows": int(found.size)}
-        )
+        if found.size > 1:
+            figures["standard_error"] = float(found.std(ddof=1) / math.sqrt(found.size))
+        return figures | {"windows": int(found.size)}
 
     def _model(self, params: Params) -> Model:
         config = self._setup.config
@@ -288,11 +282,6 @@ class Rollouts:
         return [part for _, part in sorted(dict(gathered((self._share[0], own))).items())]
 
     def _rewards(self, made: Texts, rows: Mapping[str, np.ndarray], group: int) -> np.ndarray:
-        return self._judge.rewards(*self._texts(made, rows, group))
-
-    def _texts(
-        self, made: Texts, rows: Mapping[str, np.ndarray], group: int
-    ) -> tuple[list[str], list[str]]:
         decode = self._setup.tokenizer.decode
         prompts = [
             decode(tokens[:given])
@@ -303,7 +292,7 @@ class Rollouts:
             decode(tokens[given:length])
             for tokens, given, length in zip(made.tokens, given_B, made.lengths, strict=True)
         ]
-        return [prompt for prompt in prompts for _ in range(group)], answers
+        return self._judge.rewards([one for one in prompts for _ in range(group)], answers)
 
     def _rollout(
         self,
@@ -355,11 +344,6 @@ class Rollouts:
         arrays["choice_logprobs"] = padded("choice_logprobs", num_steps)
         arrays["is_frozen"] = padded("is_frozen", num_positions)
         return dataclasses.replace(trace, **arrays, width=num_positions)
-
-
-def _is_whole(made: Texts) -> np.ndarray:
-    """True at rows without holes, ``[B]``."""
-    return np.array([status in (Status.DONE, Status.CANVAS_FULL) for status in made.status])
 
 
 def reward_line(figures: Mapping[str, float]) -> str:

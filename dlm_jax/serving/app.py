@@ -128,120 +128,6 @@ class _EngineFigures(prometheus_client.registry.Collector):
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends an event; waits for a slow reader."""
 
-_REMEDIES = {
-    Status.NON_FINITE: "the model's logits are not finite",
-    Status.CANCELLED: "the server is shutting down",
-}
-
-
-class Service:
-    """A model and its engine."""
-
-    def __init__(self, planner: Planner, engine: AsyncEngine, capacity: int):
-        self.planner, self.engine, self.capacity = planner, engine, capacity
-        self.num_rows = 0
-
-    @property
-    def model(self) -> Model:
-        return self.planner.model
-
-    @contextlib.contextmanager
-    def admitted(self, count: int):
-        """Reserves `count` rows within the context."""
-        if self.num_rows + count > self.capacity:
-            raise ApiError(
-                429,
-                f"{self.num_rows} rows are running or waiting, and the limit is {self.capacity}; "
-                f"try again later",
-                code="overloaded",
-            )
-        self.num_rows += count
-        try:
-            yield
-        finally:
-            self.num_rows -= count
-
-    async def whole(self, answer: Answer) -> list[Done]:
-        """Returns all choices of an answer after the last choice has ended."""
-        async with _Group() as group:
-            tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
-        return [task.result() for task in tasks]
-
-    async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
-        """Returns all choices of an answer; events are emitted during generation."""
-        outbox = Outbox()
-
-        async def run(index: int, request: Request) -> Done:
-            try:
-                return await self._told(answer, outbox, index, request)
-            finally:
-                outbox.leave()
-
-        async with _Group() as group:
-            tasks = []
-            for index, request in enumerate(answer.requests):
-                outbox.enter()
-                tasks.append(group.create_task(run(index, request)))
-            for event in answer.begin():
-                await emit(event)
-            async for event in outbox.events():
-                await emit(event)
-        done = [task.result() for task in tasks]
-        for event in answer.end(done):
-            await emit(event)
-        return done
-
-    async def _told(self, answer: Answer, outbox: Outbox, index: int, request: Request) -> Done:
-        """Adds the events of a choice to the outbox as its text is generated."""
-        is_first, replaces = True, index if answer.replaces else None
-        async with contextlib.aclosing(self._growing(answer, request)) as growing:
-            async for row, reader, pieces, done in growing:
-                if is_first:
-                    outbox.put(answer.echo(index, row))
-                    is_first = False
-                outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
-                if done is not None:
-                    return done
-        raise AssertionError("an event of a finished row")
-
-    async def _done(self, answer: Answer, request: Request) -> Done:
-        if not answer.stops:
-            row = await self.engine.row(request)
-            _check(row)
-            return self._of(request, answer.reader(self.model, request), row)
-        async with contextlib.aclosing(self._growing(answer, request)) as growing:
-            async for *_, done in growing:
-                if done is not None:
-                    return done
-        raise AssertionError("an event of a finished row")
-
-    async def _growing(
-        self, answer: Answer, request: Request
-    ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
-        """Yields the current row, its reader, its new text and, at the end, the choice."""
-        reader = answer.reader(self.model, request)
-        rows = self.engine.watch(request, every_block=False)
-        async with contextlib.aclosing(rows):
-            async for row in rows:
-                _check(row)
-                pieces = reader.pieces(row)
-                is_over = bool(pieces) and pieces[-1].is_last
-                yield row, reader, pieces, self._of(request, reader, row) if is_over else None
-
-    def _of(self, request: Request, reader: TextReader, row: Row) -> Done:
-        """Returns a finished choice. The row can still be running."""
-        text, places, is_stopped = reader.whole(row)
-        if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
-            raise ApiError(500, "the text violates its structure", code="structure")
-        if not reader.is_infill:
-            return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
-        filled = tuple(reader.filled(row))
-        infilled = self.model.tokenizer.decode(row.tokens)
-        written = sum(not row.is_frozen[place] for place in places)
-        return Done(
-            text, row, places, True, filled, infilled, prompt_tokens=row.tokens.size - written
-        )
-
 
 class Outbox:
     """A queue that carries events from their writers to the sender.
@@ -293,9 +179,10 @@ class _Group(asyncio.TaskGroup):
 def _check(row: Row) -> None:
     if row.status is Status.FAILED:
         raise ApiError(500, f"the row failed: {row.error}", code="failed")
-    if row.status in _REMEDIES:
-        status = 503 if row.status is Status.CANCELLED else 500
-        raise ApiError(status, _REMEDIES[row.status], code=row.status.name.lower())
+    if row.status is Status.NON_FINITE:
+        raise ApiError(500, "the model's logits are not finite", code="non_finite")
+    if row.status is Status.CANCELLED:
+        raise ApiError(503, "the server is shutting down", code="cancelled")
 
 
 _GONE = 499
@@ -335,12 +222,8 @@ def make_app(
 ) -> Starlette:
     """Creates the application, which steps the engine while running and closes it at the end.
 
-    Args:
-      model: the engine's model.
-      engine: the engine; only the application may step it.
-      options: options of the server.
-      slots: number of rows that the engine runs in parallel.
-      steps_per_call: as in `AsyncEngine`.
+    Only the application may step the engine, which runs `slots` rows in parallel. `steps_per_call`
+    is as in `AsyncEngine`.
     """
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
     routes = [
@@ -368,15 +251,15 @@ def make_app(
 
 
 class _Server:
-    """The handlers of the routes and their shared state."""
+    """The handlers of the routes, and the rows that run for them."""
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
-        self._options, self._async, self._slots = options, engine, slots
-        planner = Planner(
+        self._model, self._engine, self._options, self._slots = model, engine, options, slots
+        self._planner = Planner(
             model, options.name, options.limits, options.defaults, options.length or SHORT,
             options.calibration,
         )  # fmt: skip
-        self._service = Service(planner, self._async, slots + options.limits.waiting)
+        self._num_rows, self._capacity = 0, slots + options.limits.waiting
         self._metrics, self._deciding = Metrics(engine.engine), asyncio.Lock()
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
         self._page = resources.files("dlm_jax.serving").joinpath("page.html").read_bytes()
@@ -384,7 +267,7 @@ class _Server:
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Runs the engine while programs for common requests are compiled in a thread."""
-        async with self._async:
+        async with self._engine:
             warming = asyncio.create_task(asyncio.to_thread(self._warm_up))
             try:
                 yield
@@ -393,11 +276,11 @@ class _Server:
                 await warming
 
     def _warm_up(self) -> None:
-        for request in self._service.planner.usual() if self._options.warms_up else ():
+        for request in self._planner.usual() if self._options.warms_up else ():
             if self._is_ending:
                 return
             try:
-                self._async.engine.warm_up(request)
+                self._engine.engine.warm_up(request)
             except Exception:  # requests that need this program will report the error
                 LOGGER.exception("warm up")
         self._is_warm = True
@@ -430,7 +313,7 @@ class _Server:
         return Response(self._page, media_type="text/html")
 
     async def health(self, request: HttpRequest) -> Response:
-        is_fine = self._async.is_running
+        is_fine = self._engine.is_running
         body: dict[str, Any] = {
             "status": "ok" if is_fine else "failed",
             "model": self._options.name,
@@ -442,7 +325,7 @@ class _Server:
         return Json({"version": dlm_jax.__version__})
 
     async def props(self, request: HttpRequest) -> Response:
-        told = self._service.planner.props(self._slots)
+        told = self._planner.props(self._slots)
         return Json(told | {"version": dlm_jax.__version__})
 
     async def metrics_text(self, request: HttpRequest) -> Response:
@@ -453,7 +336,7 @@ class _Server:
         name = request.path_params.get("name")
         told = {
             "id": self._options.name, "object": "model", "created": self._began,
-            "owned_by": "dlm_jax", "max_model_len": self._service.model.max_length,
+            "owned_by": "dlm_jax", "max_model_len": self._model.max_length,
         }  # fmt: skip
         if name is None:
             return Json({"object": "list", "data": [told]})
@@ -463,7 +346,7 @@ class _Server:
 
     async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
         asked = parsed(fields, await self._body(request))
-        make = self._service.planner.answer
+        make = self._planner.answer
         has_tools = isinstance(asked, Chat) and asked.tools is not None
         is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
         if not is_shaped and not has_tools:
@@ -473,8 +356,8 @@ class _Server:
         path, began = request.url.path, time.perf_counter()
         if asked.stream:
             return self._events(answer, path, began)
-        with self._service.admitted(len(answer.requests)):
-            work = self._service.whole(answer)
+        with self._admitted(len(answer.requests)):
+            work = self._whole(answer)
             done = await while_connected(request.receive, self._options.limits.seconds, work)
         self._tell(path, answer, done, began)
         return Json(answer.whole(done))
@@ -485,11 +368,11 @@ class _Server:
 
         async def work() -> dict[str, Any]:
             async with self._deciding:  # one at a time, so that each uses the whole machine
-                make = self._service.planner.decide
+                make = self._planner.decide
                 return await asyncio.to_thread(make, asked, lambda: not is_over.is_set())
 
         try:
-            with self._service.admitted(1):
+            with self._admitted(1):
                 seconds = self._options.limits.seconds
                 return Json(await while_connected(request.receive, seconds, work()))
         finally:
@@ -497,35 +380,30 @@ class _Server:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         asked = parsed(Tokenize, await self._body(request))
-        planner = self._service.planner
-        planner.check_model(asked.model)
+        self._planner.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("pass either prompt or messages", "prompt")
         if asked.messages is not None:
-            ids = planner.chat_ids(asked.messages, asked)
+            ids = self._planner.chat_ids(asked.messages, asked)
         else:
-            try:
-                ids = planner.model.tokenizer.encode(asked.prompt or "").tolist()
-            except ValueError as error:
-                raise refused(f"prompt: {error}", "prompt") from None
-        longest = planner.model.max_length
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": longest})
+            ids = self._planner.encoded(asked.prompt or "", "prompt")
+        body = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_length}
+        return Json(body)
 
     async def detokenize(self, request: HttpRequest) -> Response:
         asked = parsed(Detokenize, await self._body(request))
-        planner = self._service.planner
-        planner.check_model(asked.model)
-        return Json({"prompt": planner.text(asked.tokens, "tokens")})
+        self._planner.check_model(asked.model)
+        return Json({"prompt": self._planner.text(asked.tokens, "tokens")})
 
     async def _body(self, request: HttpRequest) -> bytes:
         return await read_body(request, self._options.limits.body)
 
     def _events(self, answer: Answer, path: str, began: float) -> Response:
         admission = contextlib.ExitStack()
-        admission.enter_context(self._service.admitted(len(answer.requests)))
+        admission.enter_context(self._admitted(len(answer.requests)))
         is_first = True
 
-        async def run(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        async def run(emit: Emit) -> None:
             async def told(event: dict[str, Any]) -> None:
                 nonlocal is_first
                 if is_first:
@@ -533,7 +411,7 @@ class _Server:
                     is_first = False
                 await emit(event)
 
-            done = await self._service.stream(answer, told)
+            done = await self._stream(answer, told)
             self._tell(path, answer, done, began)
 
         def ended(status: int) -> None:
@@ -558,13 +436,110 @@ class _Server:
             self._metrics.waited.observe(one.row.waited)
         texts: dict[str, Any] = {}
         if self._options.logs_texts:
-            given = [self._service.model.tokenizer.decode(r.tokens) for r in answer.requests]
+            given = [self._model.tokenizer.decode(r.tokens) for r in answer.requests]
             texts = {"prompts": given, "texts": [one.infilled or one.text for one in done]}
         waited = max(one.row.waited for one in done)
         log_answer(
             "done", id=answer.id, route=path, seconds=time.perf_counter() - began, waited=waited,
             is_stream=bool(answer.asked.stream), choices=len(done), **usage, **texts,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _admitted(self, count: int):
+        """Reserves `count` rows within the context."""
+        if self._num_rows + count > self._capacity:
+            raise ApiError(
+                429,
+                f"{self._num_rows} rows are running or waiting, and the limit is {self._capacity}; "
+                f"try again later",
+                code="overloaded",
+            )
+        self._num_rows += count
+        try:
+            yield
+        finally:
+            self._num_rows -= count
+
+    async def _whole(self, answer: Answer) -> list[Done]:
+        """Returns all choices of an answer after the last choice has ended."""
+        async with _Group() as group:
+            tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
+        return [task.result() for task in tasks]
+
+    async def _stream(self, answer: Answer, emit: Emit) -> list[Done]:
+        """Returns all choices of an answer; events are emitted during generation."""
+        outbox = Outbox()
+
+        async def run(index: int, request: Request) -> Done:
+            try:
+                return await self._told(answer, outbox, index, request)
+            finally:
+                outbox.leave()
+
+        async with _Group() as group:
+            tasks = []
+            for index, request in enumerate(answer.requests):
+                outbox.enter()
+                tasks.append(group.create_task(run(index, request)))
+            for event in answer.begin():
+                await emit(event)
+            async for event in outbox.events():
+                await emit(event)
+        done = [task.result() for task in tasks]
+        for event in answer.end(done):
+            await emit(event)
+        return done
+
+    async def _told(self, answer: Answer, outbox: Outbox, index: int, request: Request) -> Done:
+        """Adds the events of a choice to the outbox as its text is generated."""
+        is_first, replaces = True, index if answer.asked.diffusing else None
+        async with contextlib.aclosing(self._growing(answer, request)) as growing:
+            async for row, reader, pieces, done in growing:
+                if is_first:
+                    outbox.put(answer.echo(index, row))
+                    is_first = False
+                outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
+                if done is not None:
+                    return done
+        raise AssertionError("an event of a finished row")
+
+    async def _done(self, answer: Answer, request: Request) -> Done:
+        if not answer.stops:
+            row = await self._engine.row(request)
+            _check(row)
+            return self._of(request, answer.reader(self._model, request), row)
+        async with contextlib.aclosing(self._growing(answer, request)) as growing:
+            async for *_, done in growing:
+                if done is not None:
+                    return done
+        raise AssertionError("an event of a finished row")
+
+    async def _growing(
+        self, answer: Answer, request: Request
+    ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
+        """Yields the current row, its reader, its new text and, at the end, the choice."""
+        reader = answer.reader(self._model, request)
+        rows = self._engine.watch(request, every_block=False)
+        async with contextlib.aclosing(rows):
+            async for row in rows:
+                _check(row)
+                pieces = reader.pieces(row)
+                is_over = bool(pieces) and pieces[-1].is_last
+                yield row, reader, pieces, self._of(request, reader, row) if is_over else None
+
+    def _of(self, request: Request, reader: TextReader, row: Row) -> Done:
+        """Returns a finished choice. The row can still be running."""
+        text, places, is_stopped = reader.whole(row)
+        if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
+            raise ApiError(500, "the text violates its structure", code="structure")
+        if not reader.is_infill:
+            return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
+        filled = tuple(reader.filled(row))
+        infilled = self._model.tokenizer.decode(row.tokens)
+        written = sum(not row.is_frozen[place] for place in places)
+        return Done(
+            text, row, places, True, filled, infilled, prompt_tokens=row.tokens.size - written
+        )
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:

@@ -254,13 +254,9 @@ _LAST_WORDS = 5.0
 class Server(uvicorn.Server):
     """A server on a socket. When stopped, it rejects new requests and finishes running requests.
 
-    A signal or ``should_exit`` stops the server; a second signal terminates it immediately.
-
-    Args:
-      app: the ASGI application.
-      sock: a socket from `listening`.
-      drain: time in seconds for running requests to finish after a stop.
-      listens: called when the server accepts requests.
+    A signal or ``should_exit`` stops the server; a second signal terminates it immediately. After a
+    stop, running requests have `drain` seconds to finish. `listens` is called when the server
+    accepts requests on its socket, which is from `listening`.
     """
 
     def __init__(

@@ -252,9 +252,9 @@ class SamplingFields(pydantic.BaseModel):
     def stops(self) -> tuple[str, ...]:
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > MOST_STOPS:
-            raise ValueError(f"stop has {len(found)} texts; use at most {MOST_STOPS}")
+            raise refused(f"stop has {len(found)} texts; use at most {MOST_STOPS}", "stop")
         if any(not 1 <= len(text) <= _LONGEST_STOP for text in found):
-            raise ValueError(f"stop has a string that is empty or longer than {_LONGEST_STOP}")
+            raise refused(f"stop has a string that is empty or longer than {_LONGEST_STOP}", "stop")
         return found
 
 
@@ -610,13 +610,8 @@ _REMEMBERED = 1024
 class Planner:
     """Converts requests to rows for one model.
 
-    Args:
-      model: the model.
-      name: the model's name in requests.
-      limits: limits of each request.
-      defaults: default settings of requests.
-      length: default number of new tokens in completions and infills.
-      calibration: scales or temperatures of decisions, by order and task.
+    `length` is the default number of new tokens in completions and infills. `calibration` has the
+    scales or temperatures of decisions, by order and task.
     """
 
     def __init__(
@@ -631,16 +626,13 @@ class Planner:
         self._known: dict[Any, Any] = {}
 
     def answer(self, asked: SamplingFields) -> Answer:
+        makers: dict[type[Any], Callable[[Any], Answer]] = {
+            Completion: self._completion, Chat: self._chat, Responses: self._response,
+            Infill: self._infill,
+        }  # fmt: skip
         try:
             self.check_model(asked.model)
-            if isinstance(asked, Completion):
-                return self._completion(asked)
-            if isinstance(asked, Chat):
-                return self._chat(asked)
-            if isinstance(asked, Responses):
-                return self._response(asked)
-            assert isinstance(asked, Infill)
-            return self._infill(asked)
+            return makers[type(asked)](asked)
         except ApiError as error:
             error.param = asked.named.get(error.param or "", error.param)
             raise
@@ -654,7 +646,7 @@ class Planner:
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
-            ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            ids = self.encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
                 length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
@@ -682,7 +674,7 @@ class Planner:
             raise refused(f"n={asked.n}: a response has a single text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
         if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
-            ids = self._encoded(asked.input, "input")
+            ids = self.encoded(asked.input, "input")
             content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
         else:
             content = {"tokens": self.chat_ids(asked.turns, asked)}
@@ -694,7 +686,7 @@ class Planner:
         if asked.template is not None:
             content: dict[str, Any] = {"template": asked.template}
         else:
-            prefix = self._encoded(asked.prefix or "", "prefix")
+            prefix = self.encoded(asked.prefix or "", "prefix")
             length = asked.max_tokens or self._length
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
@@ -814,12 +806,16 @@ class Planner:
         reads = bool(asked.rivals or asked.read_back)
         if reads and "fill" not in settings:
             settings["fill"] = "parallel"
-        structure = self._structure(asked)
         shape = "tools" if isinstance(asked, Chat) and asked.functions else "response_format"
+        try:
+            pattern = self._pattern(asked)
+            structure = None if pattern is None else self.model.structures.automaton(pattern)
+        except ValueError as error:
+            raise of_value(error, shape, asked.named, structure=shape) from None
         if shape == "tools" and asked.diffusing:
             raise refused("tools and diffusing cannot be combined; remove one", "diffusing")
-        if structure:
-            settings = self._holding(asked, settings) | settings | structure
+        if structure is not None:
+            settings = self._holding(asked, settings) | settings | {"structure": structure}
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -827,11 +823,8 @@ class Planner:
                 f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
                 "send several requests", name,
             )  # fmt: skip
-        try:
-            stops = asked.stops
-        except ValueError as error:
-            raise refused(str(error), "stop") from None
-        if structure and stops:
+        stops = asked.stops
+        if structure is not None and stops:
             raise refused(f"stop can truncate a structure; remove stop or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
@@ -900,49 +893,32 @@ class Planner:
         needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
         return needed | {"steps": steps}
 
-    def _structure(self, asked: SamplingFields) -> dict[str, Any]:
-        """Returns the settings that enforce the format of an answer."""
-        form = asked.response_format
+    def _pattern(self, asked: SamplingFields) -> str | None:
+        """Returns a regular expression for the answer: for calls, calls or text with ``auto``, or a
+        response format.
+        """
+        form, has_structure = asked.response_format, "structure" in (asked.model_extra or {})
+        shaped = form is not None and form.type != "text"
         if isinstance(asked, Chat) and (functions := asked.functions):
-            return self._calling(asked, functions)
-        if form is None or form.type == "text":
-            return {}
-        if "structure" in (asked.model_extra or {}):
+            if shaped or has_structure:
+                name = "response_format" if shaped else "structure"
+                raise refused(f"{name} and tools cannot be combined; use tool_choice=none", name)
+            return tools.pattern_of(
+                functions, is_parallel=bool(asked.parallel_tool_calls),
+                may_talk=asked.tool_choice in (None, "auto"),
+            )  # fmt: skip
+        if form is None or not shaped:
+            return None
+        if has_structure:
             raise refused(
                 "structure is another name of response_format; pass only one of them", "structure"
             )
         missing = {"json_schema": form.json_schema, "regex": form.regex}
         if missing.get(form.type, "") is None:
             raise refused(f"response_format lacks {form.type}; add it", "response_format")
-        try:
-            if form.json_schema is not None:
-                pattern = regex_of_schema(form.json_schema.schema_)
-            else:
-                pattern = form.regex or regex_of_objects()
-            return {"structure": self.model.structures.automaton(pattern)}
-        except ValueError as error:
-            name = "response_format"
-            raise of_value(error, name, asked.named, structure=name) from None
-
-    def _calling(
-        self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
-    ) -> dict[str, Any]:
-        """Returns the settings that constrain an answer to calls, or to calls or text with
-        ``auto``.
-        """
-        form = asked.response_format
-        shaped = form is not None and form.type != "text"
-        if shaped or "structure" in (asked.model_extra or {}):
-            name = "response_format" if shaped else "structure"
-            raise refused(f"{name} and tools cannot be combined; use tool_choice=none", name)
-        try:
-            pattern = tools.pattern_of(
-                functions, is_parallel=bool(asked.parallel_tool_calls),
-                may_talk=asked.tool_choice in (None, "auto"),
-            )  # fmt: skip
-            return {"structure": self.model.structures.automaton(pattern)}
-        except ValueError as error:
-            raise of_value(error, "tools", asked.named, structure="tools") from None
+        if form.json_schema is not None:
+            return regex_of_schema(form.json_schema.schema_)
+        return form.regex or regex_of_objects()
 
     def _room(self, asked: SamplingFields) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
@@ -959,13 +935,14 @@ class Planner:
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
-        behind = self._encoded(suffix, "suffix")
+        behind = self.encoded(suffix, "suffix")
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
 
-    def _encoded(self, text: str, name: str) -> Sequence[int]:
+    def encoded(self, text: str, name: str) -> Sequence[int]:
+        """Encodes the text that a client passed in the field `name`."""
         try:
             return self.model.tokenizer.encode(text).tolist()
         except ValueError as error:
@@ -1069,17 +1046,9 @@ class Done(NamedTuple):
 class Answer:
     """The rows to run for a request and the objects that form the answer.
 
-    Attributes:
-      asked: the request.
-      model: name of the model.
-      tokenizer: tokenizer of the model.
-      requests: one row per choice, grouped by prompt.
-      stops: stop strings of every choice.
-      seed: random seed of the first row.
-      echoes: text at the start of each choice.
-      id: id of the answer.
-      created: time of creation, in seconds since 1970.
-      ends_with_done: whether ``[DONE]`` ends a stream of the answer.
+    `requests` has one row per choice, grouped by prompt, and `echoes` the text at the start of each
+    choice. `seed` is that of the first row. `created` is in seconds since 1970. ``[DONE]`` ends a
+    stream of the answer if `ends_with_done`.
     """
 
     ends_with_done: ClassVar[bool] = True
@@ -1202,11 +1171,6 @@ class Answer:
             "forwards": sum(int(one.row.counters.forwards) for one in done),
             "seed": self.seed,
         }
-
-    @property
-    def replaces(self) -> bool:
-        """True if each event of a choice replaces the previous one."""
-        return bool(self.asked.diffusing)
 
     @property
     def _is_chat(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,13 +70,10 @@ class TextTask:
 
     def examples(self, count: int, seed: int = 0) -> list[tuple[str, str]]:
         """Up to `count` distinct examples, from consecutive seeds starting at `seed`."""
-        seeds = range(seed, seed + 20 * count)
-        return list(itertools.islice(_different(map(self.example, seeds)), count))
-
-
-def _different(examples: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    seen: set[str] = set()
-    for prompt, answer in examples:
-        if prompt not in seen:
-            seen.add(prompt)
-            yield prompt, answer
+        found: dict[str, str] = {}
+        for number in range(seed, seed + 20 * count):
+            prompt, answer = self.example(number)
+            found.setdefault(prompt, answer)
+            if len(found) == count:
+                break
+        return list(found.items())

@@ -18,7 +18,7 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.cli import common, ends, evaluation, exporter, sample
-from dlm_jax.cli import common as shown
+from dlm_jax.cli import sample as shown
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
 from dlm_jax.distributed import processes
 from dlm_jax.store import not_finite, save_weights

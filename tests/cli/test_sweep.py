@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_run
 
-from dlm_jax.cli import sweep, train
+from dlm_jax.cli import train
 from dlm_jax.training import run as run_module
 from dlm_jax.training.metrics import read_records
 
@@ -17,7 +17,7 @@ def _arguments(out_dir, *settings, **changes):
 
 
 def test_a_grid_has_every_combination_once_and_the_last_key_varies_fastest():
-    points = sweep.grid(["optim.learning_rate=1e-3,3e-3", "train.seed=0,1,2"])
+    points = train.grid(["optim.learning_rate=1e-3,3e-3", "train.seed=0,1,2"])
     assert len({tuple(point.values()) for point in points}) == 6
     assert [point["train.seed"] for point in points] == ["0", "1", "2"] * 2
 
@@ -56,8 +56,8 @@ def test_bad_sweeps_are_refused_in_one_line_before_any_run(
 def test_values_that_name_one_directory_are_refused():
     load = lambda point: train.configs.load(None, point)  # noqa: E731
     with pytest.raises(ValueError, match="name one directory"):
-        sweep.runs(["train.init_from=a/b,a_b"], {}, load)
-    pairs = sweep.runs(["train.seed=0,1"], {}, lambda p: load(p | {"train.checkpoint_dir": "x/"}))
+        train.runs(["train.init_from=a/b,a_b"], {}, load)
+    pairs = train.runs(["train.seed=0,1"], {}, lambda p: load(p | {"train.checkpoint_dir": "x/"}))
     places = [config.train.checkpoint_dir for _, config in pairs]
     assert places == ["x/train.seed=0", "x/train.seed=1"]
 
