@@ -20,37 +20,6 @@ from dlm_jax.settings import (
 )
 
 STEPS = Setting("steps", 128, "number of denoising steps per sample", low=1)
-BLOCK_LENGTH = Setting(
-    "block_length", 0,
-    "number of tokens per block; blocks are finished in order; 0 uses a single block", low=0,
-)  # fmt: skip
-OPEN_BLOCKS = Setting(
-    "open_blocks", 1,
-    "maximum number of open blocks; the next block opens when the share open_share of the last one "
-    "is written",
-    low=1, high=64,
-)  # fmt: skip
-OPEN_SHARE = Setting(
-    "open_share", 0.5,
-    "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
-    low=ABOVE_ZERO, high=1.0, activates=False,
-)  # fmt: skip
-GUIDANCE = Setting(
-    "guidance", 0.0,
-    "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
-    low=0.0, high=1e6,
-)  # fmt: skip
-STOP_AT_EOS = Setting(
-    "stop_at_eos", False,
-    "for rows with edits: end a row when a finished block contains EOS. Rows without edits always "
-    "end at an EOS that precedes all holes and follows all given tokens",
-)  # fmt: skip
-RESAMPLE = Setting("resample", False, "treat every token that is not given as a hole at every step")
-MAX_NEW_TOKENS = Setting(
-    "max_new_tokens", 0,
-    "length_target_mode: number of generated tokens; 0 uses the initial number",
-    low=0, high=2**20 - 1,
-)  # fmt: skip
 TIES = Setting(
     "ties", "key",
     "order of positions that tie within float rounding: random, from the seed (key), or lower "
@@ -71,14 +40,41 @@ class RowParams(Rule):
 
     steps_B: jax.Array = per_row(STEPS)
     seed_B: jax.Array = per_row(_SEED, column=lambda rows: np.array(rows, np.uint32))
-    block_length_B: jax.Array = per_row(BLOCK_LENGTH)
-    open_blocks_B: jax.Array = per_row(OPEN_BLOCKS)
-    open_share_B: jax.Array = per_row(OPEN_SHARE)
-    guidance_B: jax.Array = per_row(GUIDANCE)
-    stops_at_eos_B: jax.Array = per_row(STOP_AT_EOS)
-    resamples_B: jax.Array = per_row(RESAMPLE)
+    block_length_B: jax.Array = per_row(Setting(
+        "block_length", 0,
+        "number of tokens per block; blocks are finished in order; 0 uses a single block",
+        low=0,
+    ))  # fmt: skip
+    open_blocks_B: jax.Array = per_row(Setting(
+        "open_blocks", 1,
+        "maximum number of open blocks; the next block opens when the share open_share of the "
+        "last one is written",
+        low=1, high=64,
+    ))  # fmt: skip
+    open_share_B: jax.Array = per_row(Setting(
+        "open_share", 0.5,
+        "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
+        low=ABOVE_ZERO, high=1.0, activates=False,
+    ))  # fmt: skip
+    guidance_B: jax.Array = per_row(Setting(
+        "guidance", 0.0,
+        "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    stops_at_eos_B: jax.Array = per_row(Setting(
+        "stop_at_eos", False,
+        "for rows with edits: end a row when a finished block contains EOS. Rows without edits "
+        "always end at an EOS that precedes all holes and follows all given tokens",
+    ))  # fmt: skip
+    resamples_B: jax.Array = per_row(
+        Setting("resample", False, "treat every token that is not given as a hole at every step")
+    )
     capacity_B: jax.Array = per_row(_CAPACITY)
-    max_new_B: jax.Array = per_row(MAX_NEW_TOKENS)
+    max_new_B: jax.Array = per_row(Setting(
+        "max_new_tokens", 0,
+        "length_target_mode: number of generated tokens; 0 uses the initial number",
+        low=0, high=2**20 - 1,
+    ))  # fmt: skip
     ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
 

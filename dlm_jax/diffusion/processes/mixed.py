@@ -8,11 +8,6 @@ import jax.numpy as jnp
 from dlm_jax.diffusion.processes.forward_process import Process, Shares
 from dlm_jax.settings import ABOVE_ZERO, BELOW_ONE, Setting, rule, static
 
-UNIFORM_SHARE = Setting(
-    "uniform_share", 0.1, "mixed: share of uniform noise at level 1/2, in (0, 1)",
-    low=ABOVE_ZERO, high=BELOW_ONE,
-)  # fmt: skip
-
 
 @rule
 class Mixed(Process):
@@ -26,7 +21,10 @@ class Mixed(Process):
 
     about = "MASK at the end and uniformly random tokens in between"
 
-    uniform_share: float = static(UNIFORM_SHARE)
+    uniform_share: float = static(Setting(
+        "uniform_share", 0.1, "mixed: share of uniform noise at level 1/2, in (0, 1)",
+        low=ABOVE_ZERO, high=BELOW_ONE,
+    ))  # fmt: skip
 
     def shares(self, level: jax.Array, /) -> Shares:
         most = 2.0 * self.uniform_share / (1.0 - self.uniform_share)

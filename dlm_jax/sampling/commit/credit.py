@@ -22,19 +22,6 @@ from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
-CREDIT_WEIGHT = Setting(
-    "credit_weight", 0.7, "order=credit: weight of the credit added to the logits, >= 0; 0 "
-    "disables it",
-    low=0.0, high=1e3,
-)  # fmt: skip
-CREDIT_DECAY = Setting(
-    "credit_decay", 0.8, "order=credit: share of the credit that is kept at each step, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-CREDIT_POWER = Setting(
-    "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
-    low=0.0, high=1e3,
-)  # fmt: skip
 KEPT = 4
 """Number of ids per position whose credit is stored. A new id replaces the one with the least
 credit."""
@@ -61,9 +48,20 @@ class Credit(CommitRule):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    weight_B: jax.Array = per_row(CREDIT_WEIGHT)
-    decay_B: jax.Array = per_row(CREDIT_DECAY)
-    power_B: jax.Array = per_row(CREDIT_POWER)
+    weight_B: jax.Array = per_row(Setting(
+        "credit_weight", 0.7,
+        "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
+        low=0.0, high=1e3,
+    ))  # fmt: skip
+    decay_B: jax.Array = per_row(Setting(
+        "credit_decay", 0.8,
+        "order=credit: share of the credit that is kept at each step, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    power_B: jax.Array = per_row(Setting(
+        "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
+        low=0.0, high=1e3,
+    ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:

@@ -13,12 +13,6 @@ from dlm_jax.sampling.commit.posterior import Renewing
 from dlm_jax.sampling.commit.sure import EntropyBound
 from dlm_jax.settings import Setting, SettingError, per_row, rule
 
-RENOISE_STOP = Setting(
-    "renoise_stop", 0.005,
-    "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its most "
-    "likely tokens are unchanged", low=0.0, high=1e6, activates=False,
-)  # fmt: skip
-
 
 class Predicted(NamedTuple):
     """The most likely id of each position in the last two steps, int32 ``[B, L]``; -1 for a step
@@ -43,7 +37,12 @@ class EntropyRenoise(Renewing, EntropyBound):
 
     about = "holes with a small total entropy; all other holes get new noise at every step"
 
-    stop_B: jax.Array = per_row(RENOISE_STOP)
+    stop_B: jax.Array = per_row(Setting(
+        "renoise_stop", 0.005,
+        "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its most "
+        "likely tokens are unchanged",
+        low=0.0, high=1e6, activates=False,
+    ))  # fmt: skip
 
     @classmethod
     def check(cls, row: Any) -> None:

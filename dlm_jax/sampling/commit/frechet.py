@@ -9,13 +9,6 @@ from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.settings import Setting, per_row, rule, static
 
-FRECHET_MARGIN = Setting(
-    "frechet_margin", 0.25,
-    "order=frechet: minimum difference between the lower bound on the joint probability and the "
-    "upper bound on that of any other choice; values down to -1 commit more than the bounds allow",
-    low=-1e6, high=1.0,
-)  # fmt: skip
-
 
 @rule
 class Frechet(Confident):
@@ -31,7 +24,13 @@ class Frechet(Confident):
     about = "holes with a high lower bound on their joint probability"
     log_chance = certain
 
-    margin_B: jax.Array = per_row(FRECHET_MARGIN)
+    margin_B: jax.Array = per_row(Setting(
+        "frechet_margin", 0.25,
+        "order=frechet: minimum difference between the lower bound on the joint probability and "
+        "the upper bound on that of any other choice; values down to -1 commit more than the "
+        "bounds allow",
+        low=-1e6, high=1.0,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:

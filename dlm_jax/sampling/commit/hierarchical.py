@@ -10,13 +10,6 @@ from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.settings import Setting, per_row, rule, static
 
-HIERARCHY_FLOOR = Setting(
-    "hierarchy_floor", 0.0,
-    "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, 1]; 0 is "
-    "off",
-    low=0.0, high=1.0,
-)  # fmt: skip
-
 
 @rule
 class Hierarchical(Confident):
@@ -31,7 +24,12 @@ class Hierarchical(Confident):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    floor_B: jax.Array = per_row(HIERARCHY_FLOOR)
+    floor_B: jax.Array = per_row(Setting(
+        "hierarchy_floor", 0.0,
+        "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, 1]; "
+        "0 is off",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:

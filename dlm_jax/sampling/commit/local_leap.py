@@ -10,16 +10,6 @@ from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule, static
 
-LEAP_THRESHOLD = Setting(
-    "leap_threshold", 0.75,
-    "order=local_leap: minimum confidence of a committed hole near a hole that reaches threshold, "
-    "in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-LEAP_RADIUS = Setting(
-    "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold", low=0
-)
-
 
 @rule
 class LocalLeap(Confident):
@@ -34,8 +24,16 @@ class LocalLeap(Confident):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    relaxed_B: jax.Array = per_row(LEAP_THRESHOLD)
-    radius_B: jax.Array = per_row(LEAP_RADIUS)
+    relaxed_B: jax.Array = per_row(Setting(
+        "leap_threshold", 0.75,
+        "order=local_leap: minimum confidence of a committed hole near a hole that reaches "
+        "threshold, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    radius_B: jax.Array = per_row(Setting(
+        "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold",
+        low=0,
+    ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 

@@ -28,31 +28,6 @@ from dlm_jax.sampling.commit.commit_rule import (
 )
 from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, rule, static
 
-POSTERIOR_START = Setting(
-    "posterior_start", 1.0,
-    "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its tokens",
-    low=ABOVE_ZERO, high=1.0, activates=False,
-)  # fmt: skip
-CORRECTOR_STEPS = Setting(
-    "corrector_steps", 0,
-    "order=posterior: corrector steps after each reverse step, which count as steps; 0 is off",
-    low=0, high=10_000, activates=False,
-)  # fmt: skip
-CORRECTOR_SHARE = Setting(
-    "corrector_share", 0.1,
-    "order=posterior: share of the open positions that a corrector step draws anew, in (0, 1], at "
-    "least one; drawing one leaves the distribution of noised texts exactly invariant",
-    low=ABOVE_ZERO, high=1.0, activates=False,
-)  # fmt: skip
-
-RENEW_BY = Setting(
-    "renew_by", "probability",
-    "order=posterior: source of the probability that a token is wrong: the network's probability "
-    "of the token (probability), or the critic head (critic), which costs a forward pass if the "
-    "canvas has MASK",
-    choices={"probability": "", "critic": "critic"}, activates=False,
-)  # fmt: skip
-
 _NEEDS: dict[str, tuple[Any, ...]] = {
     "remask": ("none",), "cache": ("none", "exact"), "guidance": (0.0,), "structure": ("",),
 }  # fmt: skip
@@ -173,11 +148,32 @@ class Posterior(Renewing):
     about = "reverse steps of the noise process; any token can change until the end"
     fills = (*Renewing.fills, "wavefront")
 
-    start_B: jax.Array = per_row(POSTERIOR_START)
-    corrector_steps_B: jax.Array = per_row(CORRECTOR_STEPS)
-    corrector_share_B: jax.Array = per_row(CORRECTOR_SHARE)
+    start_B: jax.Array = per_row(Setting(
+        "posterior_start", 1.0,
+        "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its "
+        "tokens",
+        low=ABOVE_ZERO, high=1.0, activates=False,
+    ))  # fmt: skip
+    corrector_steps_B: jax.Array = per_row(Setting(
+        "corrector_steps", 0,
+        "order=posterior: corrector steps after each reverse step, which count as steps; 0 is off",
+        low=0, high=10_000, activates=False,
+    ))  # fmt: skip
+    corrector_share_B: jax.Array = per_row(Setting(
+        "corrector_share", 0.1,
+        "order=posterior: share of the open positions that a corrector step draws anew, in "
+        "(0, 1], at least one; drawing one leaves the distribution of noised texts exactly "
+        "invariant",
+        low=ABOVE_ZERO, high=1.0, activates=False,
+    ))  # fmt: skip
     process: NoiseProcess = fact("process")
-    reads_head: str = static(RENEW_BY)
+    reads_head: str = static(Setting(
+        "renew_by", "probability",
+        "order=posterior: source of the probability that a token is wrong: the network's "
+        "probability of the token (probability), or the critic head (critic), which costs a "
+        "forward pass if the canvas has MASK",
+        choices={"probability": "", "critic": "critic"}, activates=False,
+    ))  # fmt: skip
     schedule: NoiseSchedule = fact("noise")
 
     @classmethod

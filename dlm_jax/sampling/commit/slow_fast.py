@@ -20,21 +20,6 @@ from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
-SLOW_THRESHOLD = Setting(
-    "slow_threshold", 0.3,
-    "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-SLOW_STEPS = Setting(
-    "slow_steps", 6, "order=slow_fast: maximum number of slow steps before a span", low=1
-)
-SLOW_SPREAD = Setting(
-    "slow_spread", 1.0,
-    "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals fix the "
-    "end of a span",
-    low=0.0, high=1e6,
-)  # fmt: skip
-
 
 class Cycle(NamedTuple):
     """The phase of each row: the span, the end proposed by the last slow step, and the number of
@@ -64,9 +49,21 @@ class SlowFast(Confident):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    reach_B: jax.Array = per_row(SLOW_THRESHOLD)
-    steps_B: jax.Array = per_row(SLOW_STEPS)
-    spread_B: jax.Array = per_row(SLOW_SPREAD)
+    reach_B: jax.Array = per_row(Setting(
+        "slow_threshold", 0.3,
+        "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    steps_B: jax.Array = per_row(Setting(
+        "slow_steps", 6, "order=slow_fast: maximum number of slow steps before a span",
+        low=1,
+    ))  # fmt: skip
+    spread_B: jax.Array = per_row(Setting(
+        "slow_spread", 1.0,
+        "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals "
+        "fix the end of a span",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod

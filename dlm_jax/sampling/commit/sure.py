@@ -40,33 +40,6 @@ THRESHOLD_ABOVE = Setting(
 THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
 )
-THRESHOLD_ALONE = Setting(
-    "threshold_alone", 0,
-    "order=threshold: commit each hole at a multiple of this number alone, before all other holes "
-    "of its block; 0 disables it", low=0,
-)  # fmt: skip
-FACTOR = Setting(
-    "factor", 1.0,
-    "order=factor: n holes are committed together if the confidence of each is at least 1 - factor "
-    "/ (n + 1)",
-    low=0.0, high=1e6,
-)  # fmt: skip
-ENTROPY_BOUND = Setting(
-    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the total entropy of the holes "
-    "committed in a step, >= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-
-REWRITE_THRESHOLD = Setting(
-    "rewrite_threshold", 0.9,
-    "order=joint_threshold: confidence above which another token replaces a written one, in "
-    "[0, 1]", low=0.0, high=1.0, activates=False,
-)  # fmt: skip
-REWRITE_STEPS = Setting(
-    "rewrite_steps", 16,
-    "order=joint_threshold: maximum number of rewriting steps in a block without holes",
-    low=0, activates=False,
-)  # fmt: skip
 
 
 @rule
@@ -84,7 +57,12 @@ class Threshold(Confident, Weighed):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
-    alone_B: jax.Array = per_row(THRESHOLD_ALONE)
+    alone_B: jax.Array = per_row(Setting(
+        "threshold_alone", 0,
+        "order=threshold: commit each hole at a multiple of this number alone, before all other "
+        "holes of its block; 0 disables it",
+        low=0,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
@@ -117,7 +95,12 @@ class Factor(Confident):
     about = "confident holes, with a threshold that depends on their number"
     log_chance = certain
 
-    factor_B: jax.Array = per_row(FACTOR)
+    factor_B: jax.Array = per_row(Setting(
+        "factor", 1.0,
+        "order=factor: n holes are committed together if the confidence of each is at least 1 - "
+        "factor / (n + 1)",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
@@ -141,7 +124,12 @@ class EntropyBound(CommitRule):
     scale = 1.0
     log_chance = certain
 
-    bound_B: jax.Array = per_row(ENTROPY_BOUND)
+    bound_B: jax.Array = per_row(Setting(
+        "entropy_bound", 0.1,
+        "order=entropy_bound: bound in nats on the total entropy of the holes committed in a "
+        "step, >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         return certainty(logits_NV, logprob_N)
@@ -171,8 +159,17 @@ class JointThreshold(Confident):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
-    rewrite_B: jax.Array = per_row(REWRITE_THRESHOLD)
-    patience_B: jax.Array = per_row(REWRITE_STEPS)
+    rewrite_B: jax.Array = per_row(Setting(
+        "rewrite_threshold", 0.9,
+        "order=joint_threshold: confidence above which another token replaces a written one, in "
+        "[0, 1]",
+        low=0.0, high=1.0, activates=False,
+    ))  # fmt: skip
+    patience_B: jax.Array = per_row(Setting(
+        "rewrite_steps", 16,
+        "order=joint_threshold: maximum number of rewriting steps in a block without holes",
+        low=0, activates=False,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod

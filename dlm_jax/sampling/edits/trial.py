@@ -139,39 +139,6 @@ def _likelihood(
     return sum_T.reshape(num_rows, num_texts).T
 
 
-EDIT_TRIALS = Setting(
-    "edit_trials", 6,
-    "likelihood: number of trial edits per step; each requires a forward pass, or 2 (2 H + 2) "
-    "passes with edit_hidden=H",
-    low=1, high=64,
-)  # fmt: skip
-EDIT_GAIN = Setting(
-    "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-EDIT_HIDDEN = Setting(
-    "edit_hidden", 0,
-    "likelihood: number of tokens hidden on either side of an edit in the comparison; 0 compares "
-    "whole "
-    "texts",
-    low=0, high=16,
-)  # fmt: skip
-EDIT_LEAD_GAIN = Setting(
-    "edit_lead_gain", 0.25,
-    "likelihood: weight, in an edit's score, of its lead (log-probability of the new token minus "
-    "that of the current one), >= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-EDIT_TOKEN_GAIN = Setting(
-    "edit_token_gain", 0.0,
-    "likelihood: score bonus in nats for each inserted token, subtracted for each deleted token",
-    low=-1e6, high=1e6,
-)  # fmt: skip
-EDIT_REPLACE_GAIN = Setting(
-    "edit_replace_gain", 0.0,
-    "likelihood: score bonus of a replacement in nats",
-    low=-1e6, high=1e6,
-)  # fmt: skip
 _NUM_KINDS = 3
 
 
@@ -202,12 +169,38 @@ class Likelihood(EditRule):
     about = "the trial insertion, deletion or replacement with the highest score"
     reads_likeliest = True
 
-    gain_B: jax.Array = per_row(EDIT_GAIN)
-    lead_gain_B: jax.Array = per_row(EDIT_LEAD_GAIN)
-    token_gain_B: jax.Array = per_row(EDIT_TOKEN_GAIN)
-    replace_gain_B: jax.Array = per_row(EDIT_REPLACE_GAIN)
-    num_trials: int = static(EDIT_TRIALS)
-    num_hidden: int = static(EDIT_HIDDEN)
+    gain_B: jax.Array = per_row(Setting(
+        "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    lead_gain_B: jax.Array = per_row(Setting(
+        "edit_lead_gain", 0.25,
+        "likelihood: weight, in an edit's score, of its lead (log-probability of the new token "
+        "minus that of the current one), >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    token_gain_B: jax.Array = per_row(Setting(
+        "edit_token_gain", 0.0,
+        "likelihood: score bonus in nats for each inserted token, subtracted for each deleted "
+        "token",
+        low=-1e6, high=1e6,
+    ))  # fmt: skip
+    replace_gain_B: jax.Array = per_row(Setting(
+        "edit_replace_gain", 0.0, "likelihood: score bonus of a replacement in nats",
+        low=-1e6, high=1e6,
+    ))  # fmt: skip
+    num_trials: int = static(Setting(
+        "edit_trials", 6,
+        "likelihood: number of trial edits per step; each requires a forward pass, or 2 (2 H + 2) "
+        "passes with edit_hidden=H",
+        low=1, high=64,
+    ))  # fmt: skip
+    num_hidden: int = static(Setting(
+        "edit_hidden", 0,
+        "likelihood: number of tokens hidden on either side of an edit in the comparison; 0 "
+        "compares whole texts",
+        low=0, high=16,
+    ))  # fmt: skip
 
     @classmethod
     def check(cls, row: Any) -> None:

@@ -146,31 +146,6 @@ GIVEN = -1
 _FEW_TOKENS = 16
 
 
-SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
-    "sampler_min_neighbors_ratio", 0.01,
-    "wavefront, also in critic training: share of the holes without a filled neighbour that start "
-    "waves, in (0, 1]",
-    low=ABOVE_ZERO, high=1.0,
-)  # fmt: skip
-SAMPLER_RATIO_BY_DENSITY = Setting(
-    "sampler_ratio_by_density", 0.0,
-    "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
-    low=0.0, high=16.0,
-)  # fmt: skip
-SAMPLER_SPREAD_SEEDS = Setting(
-    "sampler_spread_seeds", False,
-    "wavefront: spread the starting holes evenly over the row",
-)  # fmt: skip
-SAMPLER_EVEN_ODD = Setting(
-    "sampler_even_odd",
-    False,
-    "wavefront, also in critic training: fill the even positions of a wave before the odd ones",
-)
-SAMPLER_ONE_SIDED = Setting(
-    "sampler_one_sided", False,
-    "wavefront: fill holes between two tokens from the left, so that waves never meet; this can "
-    "double the number of waves",
-)  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
     "wavefront: divisor of the sampler head's logits before the chain", low=ABOVE_ZERO, high=1e6,
@@ -232,12 +207,30 @@ class Wavefront(FillRule):
     about = "in waves by the sampler head, given the neighbours"
     needs_sampler = True
 
-    ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
-    density_power_B: jax.Array = per_row(SAMPLER_RATIO_BY_DENSITY)
-    is_spread_B: jax.Array = per_row(SAMPLER_SPREAD_SEEDS)
-    is_alternating_B: jax.Array = per_row(SAMPLER_EVEN_ODD)
+    ratio_B: jax.Array = per_row(Setting(
+        "sampler_min_neighbors_ratio", 0.01,
+        "wavefront, also in critic training: share of the holes without a filled neighbour that "
+        "start waves, in (0, 1]",
+        low=ABOVE_ZERO, high=1.0,
+    ))  # fmt: skip
+    density_power_B: jax.Array = per_row(Setting(
+        "sampler_ratio_by_density", 0.0,
+        "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
+        low=0.0, high=16.0,
+    ))  # fmt: skip
+    is_spread_B: jax.Array = per_row(Setting(
+        "sampler_spread_seeds", False, "wavefront: spread the starting holes evenly over the row",
+    ))  # fmt: skip
+    is_alternating_B: jax.Array = per_row(Setting(
+        "sampler_even_odd", False,
+        "wavefront, also in critic training: fill the even positions of a wave before the odd ones",
+    ))  # fmt: skip
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
-    is_one_sided_B: jax.Array = per_row(SAMPLER_ONE_SIDED)
+    is_one_sided_B: jax.Array = per_row(Setting(
+        "sampler_one_sided", False,
+        "wavefront: fill holes between two tokens from the left, so that waves never meet; this "
+        "can double the number of waves",
+    ))  # fmt: skip
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:

@@ -50,15 +50,6 @@ TEMPERATURE_END = _temperature(Setting(
     "keeps the temperature constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
-DYNATEMP_RANGE = Setting(
-    "dynatemp_range", 0.0,
-    "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
-    low=0.0, high=1e6, remedy="use 0.0 to disable it",
-)  # fmt: skip
-DYNATEMP_EXPONENT = Setting(
-    "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
-    low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
-)  # fmt: skip
 
 
 class _Moving(Pointwise):
@@ -117,8 +108,15 @@ class DynamicTemperature(_Moving):
 
     name = "dynatemp"
     temperature_B: Array = per_row(TEMPERATURE)
-    delta_B: Array = per_row(DYNATEMP_RANGE)
-    exponent_B: Array = per_row(DYNATEMP_EXPONENT)
+    delta_B: Array = per_row(Setting(
+        "dynatemp_range", 0.0,
+        "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
+        low=0.0, high=1e6, remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    exponent_B: Array = per_row(Setting(
+        "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
+        low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
+    ))  # fmt: skip
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 
     @classmethod

@@ -16,16 +16,6 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
 _XTC_SALT = 0x7863
 
-XTC_PROBABILITY = Setting(
-    "xtc_probability", 0.0, "probability that XTC drops all top choices except the least likely "
-    "one, in [0, 1]",
-    low=0.0, high=1.0, remedy="use 0.0 to disable it",
-)  # fmt: skip
-XTC_THRESHOLD = Setting(
-    "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 disables it",
-    low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
-)  # fmt: skip
-
 
 @rule
 class Xtc(Truncation):
@@ -36,8 +26,15 @@ class Xtc(Truncation):
     if P = 0 or t > 0.5.
     """
 
-    probability_B: Array = per_row(XTC_PROBABILITY)
-    threshold_B: Array = per_row(XTC_THRESHOLD)
+    probability_B: Array = per_row(Setting(
+        "xtc_probability", 0.0,
+        "probability that XTC drops all top choices except the least likely one, in [0, 1]",
+        low=0.0, high=1.0, remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    threshold_B: Array = per_row(Setting(
+        "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 disables it",
+        low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
+    ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
 
     @classmethod
