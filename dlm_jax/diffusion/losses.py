@@ -71,29 +71,9 @@ def cross_entropy(
       is_read_BL: True where the result is needed; None for all positions. At other positions, the
         result is undefined (but not NaN) and is not computed on accelerators.
     """
-    return cross_entropy_of(
-        network.readout, params, (hidden_BLD,), targets_BL,
-        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
-    )  # fmt: skip
-
-
-def cross_entropy_of(
-    read: Callable[..., jax.Array],
-    params: Params,
-    inputs: tuple[jax.Array, ...],
-    targets_BL: jax.Array,
-    *,
-    vocab_size: int,
-    mask_id: int,
-    is_read_BL: jax.Array | None = None,
-) -> jax.Array:
-    """`cross_entropy` for any head ``read(params, *inputs) -> logits [N, V]``.
-
-    The inputs are ``[B, L, ...]``.
-    """
     return read_out(
-        _nll, read, params, inputs, (targets_BL,),
-        vocab_size=vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+        nll, network.readout, params, (hidden_BLD,), (targets_BL,),
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
     )  # fmt: skip
 
 
@@ -110,8 +90,9 @@ def read_out(
 ) -> jax.Array:
     """The values of ``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
-    The other arguments are as in `cross_entropy_of`. The arrays in `given` are ``[B, L]``. Each
-    call to `cost` receives some of their positions, along one or two axes.
+    The head is ``read(params, *inputs) -> logits [N, V]``, with inputs ``[B, L, ...]``; the logit
+    of MASK is set to -inf. The arrays in `given` are ``[B, L]``. Each call to `cost` receives some
+    of their positions, along one or two axes. Positions are processed as in `cross_entropy`.
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
@@ -220,40 +201,40 @@ def _at_logits(
     return cost(logits, *given).reshape(given[-1].shape)
 
 
-def _nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
     """Negative log-probabilities ``[N]`` of targets of any shape."""
     chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
     return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 
 def _in_slices(
-    nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
+    measure: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """Computes ``nll(*arrays)``, ``[B, L]``, on one device in slices of positions."""
+    """Computes ``measure(*arrays)``, ``[B, L]``, on one device in slices of positions."""
     num_rows, num_positions = arrays[-1].shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
     while num_rows * (num_positions // slices) * vocab_size > limit and slices < num_positions:
         slices = next(n for n in range(slices + 1, num_positions + 1) if num_positions % n == 0)
     if slices == 1:
-        return nll(*arrays)
+        return measure(*arrays)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_rows, slices, -1, *x.shape[2:]), 1, 0)
 
-    compute = jax.checkpoint(lambda piece: nll(*piece))
+    compute = jax.checkpoint(lambda piece: measure(*piece))
     found = jax.lax.map(compute, tuple(map(split, arrays)))
     return jnp.moveaxis(found, 0, 1).reshape(num_rows, num_positions)
 
 
 def at_read_positions(
-    nll: Callable[..., jax.Array],
+    measure: Callable[..., jax.Array],
     arrays: tuple[jax.Array, ...],
     is_read_BL: jax.Array,
     *,
     vocab_size: int,
 ) -> jax.Array:
-    """Computes ``nll(*arrays)``, ``[B, L]``, on one device at read positions; 0 elsewhere.
+    """Computes ``measure(*arrays)``, ``[B, L]``, on one device at read positions; 0 elsewhere.
 
     Read positions are moved to the front, and slices without read positions are skipped.
     """
@@ -270,7 +251,7 @@ def at_read_positions(
 
     def one_slice(first: jax.Array, *piece: jax.Array) -> jax.Array:
         return jax.lax.cond(
-            first < num_read, lambda: nll(*piece), lambda: jnp.zeros(size, jnp.float32)
+            first < num_read, lambda: measure(*piece), lambda: jnp.zeros(size, jnp.float32)
         )
 
     firsts = jnp.arange(slices) * size

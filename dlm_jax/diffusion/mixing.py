@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from dlm_jax.diffusion.canvas_denoising import canvas_denoising
-from dlm_jax.diffusion.certainty import certainty
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
+from dlm_jax.diffusion.distillation import certainty, sdtt
 from dlm_jax.diffusion.objectives import (
     Mixture,
     NetworkObjective,
@@ -18,7 +18,6 @@ from dlm_jax.diffusion.objectives import (
     proofreading,
 )
 from dlm_jax.diffusion.processes import checked
-from dlm_jax.diffusion.sdtt import sdtt
 
 
 def _of_process(

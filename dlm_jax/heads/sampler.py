@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.losses import Loss, cross_entropy_of, divergence, hidden_of
+from dlm_jax.diffusion.losses import Loss, divergence, hidden_of, nll, read_out
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.sampling.propose import SamplerReadout
@@ -274,15 +274,10 @@ def sampler_loss(
     gets no gradient. `total` is the number of supervised positions in the whole batch.
     """
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
-    nll_BL = cross_entropy_of(
-        network.heads["sampler"].readout,
-        params,
-        tuple(inputs),
-        targets_BL,
-        vocab_size=network.vocab_size,
-        mask_id=mask_id,
-        is_read_BL=is_supervised_BL,
-    )
+    nll_BL = read_out(
+        nll, network.heads["sampler"].readout, params, tuple(inputs), (targets_BL,),
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_supervised_BL,
+    )  # fmt: skip
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
 
 
