@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.row import RowParams
 
 

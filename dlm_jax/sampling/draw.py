@@ -12,7 +12,7 @@ from jax import Array
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import TOLERANCE
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 
 METHODS = ("inverse_cdf", "gumbel")
 

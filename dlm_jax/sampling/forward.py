@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, returned
+from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions

@@ -37,15 +37,13 @@ from dlm_jax.sampling.edits.moves import (
 from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.edits.trial import tried
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
+from dlm_jax.sampling.positions import TrunkOutput, hidden, place_of_largest, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Reader, Wanted
-from dlm_jax.sampling.records import Records
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
 from dlm_jax.sampling.remask.renoise import random_ids
 from dlm_jax.sampling.row import TIES, Counters
-from dlm_jax.sampling.state import EDITED, State, work
+from dlm_jax.sampling.state import EDITED, Records, State, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Params, Status, live_positions

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.devices import platform
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)

@@ -21,9 +21,9 @@ from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
 from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.loop import make_advance
-from dlm_jax.sampling.records import start_records
 from dlm_jax.sampling.replay import joined, replayed, trace_of
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.state import start_records
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import SettingError
 

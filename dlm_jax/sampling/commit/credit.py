@@ -19,7 +19,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     reaches,
 )
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
 KEPT = 4

@@ -17,7 +17,7 @@ from dlm_jax.sampling.commit.quotas import (
     Quota,
     QuotaRule,
 )
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
 
 _LEAST = 1e-10

@@ -17,7 +17,7 @@ from dlm_jax.sampling.commit.commit_rule import (
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 

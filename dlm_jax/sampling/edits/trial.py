@@ -13,8 +13,7 @@ from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Tried
 from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
 from dlm_jax.sampling.edits.scores import LEAST
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import at_places, fold, hidden, logits, put
+from dlm_jax.sampling.positions import at_places, fold, hidden, logits, place_of_largest, put
 from dlm_jax.sampling.program import Program
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 from dlm_jax.types import Params, live_positions

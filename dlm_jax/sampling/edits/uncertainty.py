@@ -15,7 +15,7 @@ from dlm_jax.sampling.commit.commit_rule import exceeds, most
 from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
 from dlm_jax.sampling.edits.moves import Edits
-from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.sampling.row import SCHEDULES, ratio_at
 from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule, static
 from dlm_jax.types import live_positions
 

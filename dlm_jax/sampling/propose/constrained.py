@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.commit.commit_rule import Proposal
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import fold, put
+from dlm_jax.sampling.positions import fold, place_of_largest, put
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,

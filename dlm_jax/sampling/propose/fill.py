@@ -14,7 +14,6 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
-from dlm_jax.sampling.records import Drawn
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import Rule, SettingError, rule
@@ -74,6 +73,23 @@ class Reader(NamedTuple):
         return self.output.logits(self.network, self.params, places_N)
 
 
+class Drawn(NamedTuple):
+    """Statistics of the draws of a step, ``[B, L]``. Values at positions without a candidate are
+    undefined.
+
+    Attributes:
+      logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
+        drawn from (LM head or sampler head, after the row's chain); 0 in greedy rows.
+      entropy_BL: float32 entropy in nats of the clean logits of the head that the candidate was
+        drawn from.
+      level_BL: int32, order within the fill. A candidate depends on the candidates of lower levels.
+    """
+
+    logprob_BL: jax.Array
+    entropy_BL: jax.Array
+    level_BL: jax.Array
+
+
 class Filled(NamedTuple):
     """Candidates for the open positions, with statistics.
 
@@ -108,7 +124,7 @@ class Proposed(NamedTuple):
       canvas_BL: int32 input of the forward pass.
       tokens_BL: int32 candidates; -1 where no candidate was drawn.
       is_read_BL: True at the candidates that are scored.
-      level_BL: int32, see `dlm_jax.sampling.records.Drawn.level_BL`.
+      level_BL: int32, see `Drawn.level_BL`.
       order_BL: int32, `State.committed_BL` before the step.
       step_B: int32, index of the step.
     """

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import most, uniform
-from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.sampling.row import SCHEDULES, ratio_at
 from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 
 RENOISE_TOKENS = ("space", "mask", "random")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule
 
