@@ -35,7 +35,7 @@ from dlm_jax.diffusion.processes import (
     process_of,
 )
 from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Network, Params, left_of, live_positions, right_of
 
 MISPRINTS = (
     "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
@@ -461,7 +461,7 @@ def misprint(
     place_BL = jnp.floor(jax.random.uniform(other_key, tokens_BL.shape) * length_B[:, None])
     other_BL = jnp.take_along_axis(tokens_BL, place_BL.astype(jnp.int32), axis=1)
     is_double_BL = jax.random.bernoulli(double_key, 0.5, tokens_BL.shape)
-    before_BL = jnp.where(is_double_BL, _after(tokens_BL, 0), other_BL)
+    before_BL = jnp.where(is_double_BL, left_of(tokens_BL, 0), other_BL)
     # The first token has no previous token to repeat.
     before_BL = before_BL.at[:, 0].set(other_BL[:, 0])
     printed_BL = _printed(tokens_BL, other_BL, damage)
@@ -477,7 +477,7 @@ def misprint(
     shown_BL = _put(_put(tokens_BL, kept_BL, printed_BL), stray_BL, before_BL)
     true_BL = _put(_put(tokens_BL, kept_BL, due_BL), stray_BL, tokens_BL)
     if damage.has_two_strays_BL is not None:
-        first_BL = jnp.where(is_double_BL, _after(_after(tokens_BL, 0), 0), _after(other_BL, 0))
+        first_BL = jnp.where(is_double_BL, left_of(left_of(tokens_BL, 0), 0), left_of(other_BL, 0))
         first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
         pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
         shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
@@ -504,15 +504,15 @@ def _damage(
 
     def with_pairs(name: str) -> jax.Array:
         is_pair_BL = of(f"{name}_pair")
-        return of(name) | is_pair_BL | (_after(is_pair_BL, False) & is_second_BL)
+        return of(name) | is_pair_BL | (left_of(is_pair_BL, False) & is_second_BL)
 
     is_missing_BL = with_pairs("missing")
-    may_stray_BL = ~_after(is_missing_BL, False)
+    may_stray_BL = ~left_of(is_missing_BL, False)
     return _Damage(
         is_missing_BL,
         with_pairs("wrong"),
         (of("stray") | of("stray_pair")) & may_stray_BL,
-        of("transposed") & _before(is_second_BL, False) if "transposed" in kinds else None,
+        of("transposed") & right_of(is_second_BL, False) if "transposed" in kinds else None,
         of("stray_pair") & may_stray_BL if "stray_pair" in kinds else None,
     )
 
@@ -524,16 +524,16 @@ def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.
     printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
     if damage.is_swapped_BL is None:
         return printed_BL
-    printed_BL = jnp.where(damage.is_swapped_BL, _before(tokens_BL, 0), printed_BL)
-    is_other_BL = _after(damage.is_swapped_BL, False)
-    return jnp.where(is_other_BL, _after(tokens_BL, 0), printed_BL)
+    printed_BL = jnp.where(damage.is_swapped_BL, right_of(tokens_BL, 0), printed_BL)
+    is_other_BL = left_of(damage.is_swapped_BL, False)
+    return jnp.where(is_other_BL, left_of(tokens_BL, 0), printed_BL)
 
 
 def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
     """The target of each kept token: the successor of the previous kept token."""
     index_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     last_kept_BL = jax.lax.cummax(jnp.where(is_kept_BL, index_BL, -1), axis=1)
-    return jnp.take_along_axis(tokens_BL, _after(last_kept_BL, -1) + 1, axis=1)
+    return jnp.take_along_axis(tokens_BL, left_of(last_kept_BL, -1) + 1, axis=1)
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
@@ -545,16 +545,6 @@ def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
         return old_L.at[at_L].set(new_L, mode="drop")
 
     return jax.vmap(one_row)(old_BL, at_BL, new_BL)
-
-
-def _before(x_BL: jax.Array, last: int | bool) -> jax.Array:
-    """The right neighbour of each position, and `last` at the end."""
-    return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)
-
-
-def _after(x_BL: jax.Array, first: int | bool) -> jax.Array:
-    """The left neighbour of each position, and `first` at the start."""
-    return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
 def proofreading(

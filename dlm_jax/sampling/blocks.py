@@ -16,6 +16,7 @@ import numpy as np
 
 from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.row import RowParams
+from dlm_jax.types import left_of
 
 
 class CurrentBlock(NamedTuple):
@@ -180,5 +181,4 @@ def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> j
     number_BL = (place_1L - first_B[:, None]) // size_B[:, None]
     at_work_BL = jnp.where(is_work_BL, number_BL, -1)
     upto_BL = jax.lax.cummax(at_work_BL, axis=1)
-    before_BL = jnp.pad(upto_BL[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return jnp.sum(is_work_BL & (number_BL > before_BL), axis=1).astype(jnp.int32)
+    return jnp.sum(is_work_BL & (number_BL > left_of(upto_BL, -1)), axis=1).astype(jnp.int32)

@@ -22,7 +22,7 @@ from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.step import chain_now, step_keys, visible_context
-from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Params, Status
 
 
@@ -327,10 +327,8 @@ def _read(
 
     def scored(source: Source) -> jax.Array:
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-            row_N, index_N = places_N // num_positions, places_N % num_positions
-            key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
-            at = At(row_N, index_N, key_N, is_real_N)
             ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
+            at = writer.at(places_N, is_real_N)
             policy_N = writer.policy(source.logits(places_N), ids_N, at)
             return jnp.where(is_real_N, policy_N, 0.0)
 

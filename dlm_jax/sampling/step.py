@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.randomness import key_of
+from dlm_jax.randomness import key_of, salted
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
@@ -256,9 +256,8 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
         return is_noise_BL, random_BL, jnp.sum(is_text_BV, axis=1, dtype=jnp.int32)
 
     tokens_BL = state.canvas.tokens_BL
-    salted_B = jax.vmap(lambda key: jax.random.fold_in(key, RENOISE_SALT))(key_B)
     is_noise_BL, random_BL, num_ids_B = program.by_rows(of_rows)(
-        None, (state.rules.chain, tokens_BL, salted_B)
+        None, (state.rules.chain, tokens_BL, salted(key_B, RENOISE_SALT))
     )
     is_mask_BL = tokens_BL == program.mask_id
     return Standing(tokens_BL, is_mask_BL, is_noise_BL, random_BL, num_ids_B, program.mask_id)

@@ -320,6 +320,12 @@ def flushed(x: Array) -> Array:
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
 
 
+def ordered(x: Array) -> Array:
+    """Positive uint32 numbers in the same order as float32 numbers; -0.0 precedes 0.0."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
     """Quotients of logits and divisors, which are finite where the logit is finite. A quotient of
     +inf would make the softmax NaN.

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling.commit.ancestral import NoiseSchedule
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
@@ -255,7 +256,7 @@ class Posterior(Renewing):
         is_open_BL = context.is_hole_BL
         open_B = jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
         count_B = jnp.maximum(jnp.round(self.corrector_share_B * open_B).astype(jnp.int32), 1)
-        first_B = jnp.floor(uniform(_salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
+        first_B = jnp.floor(uniform(salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
         place_BL = jnp.cumsum(is_open_BL, axis=1) - 1 - first_B.astype(jnp.int32)[:, None]
         place_BL, apart_B1 = place_BL % open_B[:, None], (open_B // count_B)[:, None]
         is_due_BL = (place_BL % apart_B1 == 0) & (place_BL // apart_B1 < count_B[:, None])
@@ -291,7 +292,7 @@ class Posterior(Renewing):
         is_candidate_BL = jnp.ones(own_BL.shape, bool)
         if context.wrong_BL is not None:
             assert context.standing is not None, "the rule renews"
-            drawn_BL = uniform(_salted(context.key_B, _WRONG_SALT), own_BL.shape[1])
+            drawn_BL = uniform(salted(context.key_B, _WRONG_SALT), own_BL.shape[1])
             is_candidate_BL = drawn_BL * (1.0 - own_BL) < context.wrong_BL
             is_candidate_BL |= context.standing.is_mask_BL
             is_same_BL = proposal.tokens_BL == context.standing.tokens_BL
@@ -302,7 +303,7 @@ class Posterior(Renewing):
             self.corrections(context), self.chances(context, own_BL),
         )  # fmt: skip
         upto_BL = chances.data + chances.noise
-        drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
+        drawn_BL = uniform(salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + chances.stay)
         kind_BL = jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
         return kind_BL, is_candidate_BL
@@ -311,7 +312,7 @@ class Posterior(Renewing):
         """Noise ``[B, L]`` at a level: MASK, or random ids that can be written in the row."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
-        is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
+        is_mask_BL = uniform(salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
         return jnp.where(is_mask_BL, standing.mask_id, standing.random_BL)
 
 
@@ -320,7 +321,3 @@ def of_current(standing: Standing, mask_B1: jax.Array, text_B1: jax.Array) -> ja
     number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
     text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
     return jnp.where(standing.is_mask_BL, mask_B1, text_BL)
-
-
-def _salted(key_B: jax.Array, salt: int) -> jax.Array:
-    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -16,7 +16,7 @@ from dlm_jax.sampling.edits.scores import LEAST
 from dlm_jax.sampling.positions import at_places, fold, hidden, logits, place_of_largest, put
 from dlm_jax.sampling.program import Program
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
-from dlm_jax.types import Params, live_positions
+from dlm_jax.types import Params, live_positions, right_of
 
 
 def tried(
@@ -231,8 +231,8 @@ class Likelihood(EditRule):
         goes_BL = may_go_BL & jnp.isfinite(misfit_BL)
         # Deleting any one of several adjacent equal tokens gives the same text, so only the last of
         # them is a candidate.
-        is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
-        goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
+        is_same_BL = cells.tokens_BL == right_of(cells.tokens_BL)
+        goes_BL &= ~(is_same_BL & right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
         is_swap_BL = is_new_BL & may_go_BL & scores.may_be_led(context)
         worth_BLK = jnp.stack([
@@ -307,7 +307,7 @@ def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None
     is_token_BL = scores.is_token(context)
-    is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
+    is_pair_BL = is_token_BL & right_of(is_token_BL)
     own_BL, right_BL, best_BL = (
         jnp.maximum(x_BL, scores.LEAST)
         for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)

@@ -17,7 +17,7 @@ from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
 from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.row import SCHEDULES, ratio_at
 from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule, static
-from dlm_jax.types import live_positions
+from dlm_jax.types import left_of, live_positions, right_of
 
 _NUDGE = 3
 EDIT_TOKENS, OVERFLOWS = ("space", "mask"), ("trim", "refuse")
@@ -215,7 +215,7 @@ class Uncertainty(EditRule):
         is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
         may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
         may_go_BL &= is_cool_BL
-        forced_BL = may_go_BL & is_exact_B1 & scores.right_of(is_row_BL)
+        forced_BL = may_go_BL & is_exact_B1 & right_of(is_row_BL)
         is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
         worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(context) - 2)
         delete_BL = most(
@@ -224,7 +224,7 @@ class Uncertainty(EditRule):
         )  # fmt: skip
 
         gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
-        is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
+        is_free_gap_BL = ~cells.frozen_BL | ~left_of(cells.frozen_BL)
         is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # there is no gap before the row
         may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
         may_grow_BL &= is_live_BL & is_cool_BL

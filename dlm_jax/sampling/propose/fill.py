@@ -257,6 +257,14 @@ class CandidateWriter:
     standing_BL: jax.Array | None = None
     signal: Callable[[jax.Array], jax.Array] | None = None
 
+    def at(
+        self, places_N: jax.Array, is_real_N: jax.Array, is_grown_N: jax.Array | None = None
+    ) -> At:
+        """The positions at the places ``row * L + index``, with their keys."""
+        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
+        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
+        return At(row_N, index_N, key_N, is_real_N, is_grown_N)
+
     def write(
         self,
         found: Filled,
@@ -271,12 +279,11 @@ class CandidateWriter:
         `drawable_NV` is None, candidates are drawn from the clean logits, which are those of the LM
         head.
         """
-        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
-        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
         own_N = None if self.own_BL is None else at_places(self.own_BL, places_N)
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
         is_grown_N = None if drawable_NV is None else is_drawn_N
-        at = At(row_N, index_N, key_N, is_drawn_N, is_grown_N)
+        at = self.at(places_N, is_drawn_N, is_grown_N)
+        row_N = at.row_N
         ids_N, final_N = self.chain.draw_and_score(
             self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
         )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.positions import at_places, fold, logits, put
@@ -158,9 +159,7 @@ def _verified(
     """
 
     def verify(found: _Verified, places_N: jax.Array, is_real_N: jax.Array) -> _Verified:
-        row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
-        key_N = jax.vmap(jax.random.fold_in)(writer.key_B[row_N], index_N)
-        at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
+        at = writer.at(places_N, is_real_N)
         draft_N = at_places(draft_BL, places_N)
         true_NV = true_logits(places_N)
         p_NV, q_NV = (
@@ -168,8 +167,7 @@ def _verified(
             for logits_NV in (true_NV, reader.logits(places_N))
         )
         p_N, q_N = (jnp.take_along_axis(x, draft_N[:, None], axis=1)[:, 0] for x in (p_NV, q_NV))
-        salted = jax.vmap(lambda key: jax.random.fold_in(key, _SALT))(key_N)
-        two = jax.vmap(jax.random.split)(salted)
+        two = jax.vmap(jax.random.split)(salted(at.key_N, _SALT))
         uniform_N = jax.vmap(jax.random.uniform)(two[:, 0])
         rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
         # If the residual max(p - q, 0) rounds to zero, p and q are equal.

@@ -27,7 +27,7 @@ from dlm_jax.sampling.propose.fill import (
     no_candidates,
 )
 from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, left_of
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""
@@ -65,7 +65,7 @@ def bootstrap(
         _surest_of_each(sureness_BL, is_far_BL, window_BL, preference_BL),
         most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0),
     )
-    begins_BL = is_far_BL & ~jnp.pad(is_far_BL[:, :-1], ((0, 0), (1, 0)))
+    begins_BL = is_far_BL & ~left_of(is_far_BL)
     run_BL = jnp.cumsum(begins_BL, axis=1) - 1
     is_begun_BL = _any_of_each(is_first_BL, is_far_BL, run_BL)
     return is_first_BL | _surest_of_each(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.pytree import pytree
+from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import returned
@@ -208,7 +209,7 @@ class Chain:
         steps = list(zip(self.transforms, prepared, strict=True))
         noise = few_noise = drawing.noise(at.key_N, method=method)
         if method == "gumbel":
-            few_noise = jax.vmap(lambda key: jax.random.fold_in(key, _FEW_SALT))(at.key_N)
+            few_noise = salted(at.key_N, _FEW_SALT)
         cut = self.where_few()
         is_few_N = jnp.zeros(at.row_N.shape, bool)
         if cut is not None:

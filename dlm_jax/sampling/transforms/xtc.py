@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.transform import At, Change, is_greedy, is_steered
 from dlm_jax.sampling.transforms.truncate import MIN_KEEP, Truncation
@@ -46,8 +47,7 @@ class Xtc(Truncation):
 
     def given(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """The uniform number that decides at each position."""
-        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
-        return jax.vmap(jax.random.uniform)(keys_N)
+        return jax.vmap(jax.random.uniform)(salted(at.key_N, _XTC_SALT))
 
     def change(self, given: Array, logits_NV: Logits, at: At) -> Change:
         max_N, weight_NC = vocab.exp_columns(logits_NV)
