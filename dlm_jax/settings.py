@@ -17,7 +17,7 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, dataclass_transform
 
@@ -402,6 +402,23 @@ def require(
     """Raises `SettingError`, made from the other arguments, unless `condition` is true."""
     if not condition:
         raise SettingError(name, value, why, remedy, others)
+
+
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises `SettingError` for an id outside the vocabulary."""
+    for id_ in ids:
+        if not 0 <= id_ < vocab_size:
+            why = f"has id {id_}, outside the vocabulary of {vocab_size}"
+            raise SettingError(name, UNSET, why, f"use 0 to {vocab_size - 1}")
+
+
+def require_head(head: str, facts: Any, name: str, value: Any, instead: str = "") -> None:
+    """Raises `SettingError` if the model lacks a head; `instead` is a remedy without the head."""
+    train = f"train one with model.add_{head}_head"
+    require(
+        head in facts.heads, name, value, f"requires a {head} head, which this model lacks",
+        f"{instead}, or {train}" if instead else train,
+    )  # fmt: skip
 
 
 def names_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
@@ -17,6 +18,7 @@ from dlm_jax.settings import (
     SettingError,
     fact,
     per_row,
+    require,
     rule,
 )
 
@@ -100,6 +102,17 @@ class RowParams(Rule):
 
 ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))
 """The settings of `RowParams`, except the seed and the capacity."""
+
+
+def check_space(name: str, row: Any, facts: Any, does: str) -> None:
+    """Raises `SettingError` for the value ``space`` of a setting if no space can be written."""
+    remedy = f"use {name}='mask'"
+    require(
+        facts.space_id >= 0, name, "space", "requires a space token, which the tokenizer lacks",
+        remedy,
+    )  # fmt: skip
+    is_banned = (facts.space_id, -math.inf) in row.logit_bias
+    require(not is_banned, name, "space", f"{does} spaces, which logit_bias bans", remedy)
 
 
 class Counters(NamedTuple):

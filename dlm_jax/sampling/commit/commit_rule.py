@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.vocab import ordered
-from dlm_jax.settings import Rule, SettingError
+from dlm_jax.settings import Rule, SettingError, require_head
 
 
 class RuleMemory(NamedTuple):
@@ -139,27 +139,18 @@ class CommitRule(Rule):
     @classmethod
     def check(cls, row: Any) -> None:
         """Raises if the rule reads attention maps or a head and the row has a cache."""
-        if cls.reads_head and row.cache != "none":
-            raise SettingError(
-                "cache", row.cache,
-                f"is not supported with order={cls.name!r}, which reads whole rows",
-                "use cache='none'",
-            )  # fmt: skip
-        if cls.map_blocks and row.cache != "none":
-            raise SettingError(
-                "cache", row.cache,
-                f"computes no attention maps, which order={cls.name!r} requires",
-                "use cache='none'",
-            )  # fmt: skip
+        for reads, why in (
+            (cls.reads_head, f"is not supported with order={cls.name!r}, which reads whole rows"),
+            (cls.map_blocks, f"computes no attention maps, which order={cls.name!r} requires"),
+        ):
+            if reads and row.cache != "none":
+                raise SettingError("cache", row.cache, why, "use cache='none'")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises if the network lacks the head or the attention maps that the rule reads."""
-        if cls.reads_head and cls.reads_head not in facts.heads:
-            raise SettingError(
-                "order", cls.name, f"requires a {cls.reads_head} head, which this model lacks",
-                f"train one with model.add_{cls.reads_head}_head",
-            )  # fmt: skip
+        if cls.reads_head:
+            require_head(cls.reads_head, facts, "order", cls.name)
         if cls.map_blocks and not facts.shows_maps:
             raise SettingError(
                 "order", cls.name, "requires attention maps, which this network does not return",

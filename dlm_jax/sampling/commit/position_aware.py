@@ -18,7 +18,7 @@ from dlm_jax.sampling.commit.quotas import (
     QuotaRule,
 )
 from dlm_jax.sampling.positions import place_of_largest
-from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
+from dlm_jax.settings import Setting, SettingError, check_ids, fact, per_row, rule, static
 
 _LEAST = 1e-10
 
@@ -80,14 +80,7 @@ class PositionAware(Confident):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises ValueError if a frequency is given for an id outside the vocabulary."""
-        for id_, _ in row.common_ids:
-            if not 0 <= id_ < facts.vocab_size:
-                raise SettingError(
-                    "common_ids",
-                    UNSET,
-                    f"has id {id_}, outside the vocabulary of {facts.vocab_size}",
-                    f"use 0 to {facts.vocab_size - 1}",
-                )
+        check_ids("common_ids", (id_ for id_, _ in row.common_ids), facts.vocab_size)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         is_hole_BL = context.is_hole_BL

@@ -27,7 +27,16 @@ from dlm_jax.sampling.commit.commit_rule import (
     Standing,
     uniform,
 )
-from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, rule, static
+from dlm_jax.settings import (
+    ABOVE_ZERO,
+    Setting,
+    SettingError,
+    fact,
+    per_row,
+    require_head,
+    rule,
+    static,
+)
 
 _NEEDS: dict[str, tuple[Any, ...]] = {
     "remask": ("none",), "cache": ("none", "exact"), "guidance": (0.0,), "structure": ("",),
@@ -182,10 +191,9 @@ class Posterior(Renewing):
         super().check_model(row, facts)
         asks, in_waves = row.renew_by == "critic", row.fill == "wavefront"
         only_masks = facts.process is None or facts.process.is_masked
+        if asks:
+            require_head("critic", facts, "renew_by", "critic", "use renew_by='probability'")
         for is_refused, name, why, remedy in (
-            (asks and "critic" not in facts.heads, "renew_by",
-             "requires a critic head, which this model lacks",
-             "use renew_by='probability', or train one with model.add_critic_head"),
             (asks and only_masks, "renew_by", "has no effect, because the only noise is MASK",
              "use renew_by='probability'"),
             (asks and in_waves, "renew_by",

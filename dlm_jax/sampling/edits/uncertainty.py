@@ -4,7 +4,6 @@ targets.
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -15,7 +14,7 @@ from dlm_jax.sampling.commit.commit_rule import exceeds, most
 from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
 from dlm_jax.sampling.edits.moves import Edits
-from dlm_jax.sampling.row import SCHEDULES, ratio_at
+from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule, static
 from dlm_jax.types import left_of, live_positions, right_of
 
@@ -130,22 +129,8 @@ class Uncertainty(EditRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if not cls.inserts(row) or row.edit_token != "space":
-            return
-        if facts.space_id < 0:
-            raise SettingError(
-                "edit_token",
-                "space",
-                "requires a space token, which the tokenizer lacks",
-                "use edit_token='mask'",
-            )
-        if (facts.space_id, -math.inf) in row.logit_bias:
-            raise SettingError(
-                "edit_token",
-                "space",
-                "inserts spaces, which logit_bias bans",
-                "use edit_token='mask'",
-            )
+        if cls.inserts(row) and row.edit_token == "space":
+            check_space("edit_token", row, facts, "inserts")
 
     def is_active(self) -> jax.Array:
         return (self.target_mode_B > 0) | (

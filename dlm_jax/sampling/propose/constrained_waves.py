@@ -18,11 +18,10 @@ from dlm_jax.sampling.propose.wavefront import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
-    check_sampler,
     grown_from,
     head_chunk,
 )
-from dlm_jax.settings import SettingError, per_row, rule
+from dlm_jax.settings import SettingError, per_row, require_head, rule
 from dlm_jax.types import left_of, right_of
 
 
@@ -65,7 +64,7 @@ class ConstrainedWaves(Constrained):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        check_sampler(cls.name, facts)
+        require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:

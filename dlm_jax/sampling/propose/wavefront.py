@@ -26,7 +26,7 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
     no_candidates,
 )
-from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
 from dlm_jax.types import Network, Params, left_of
 
 NEVER = 2**30
@@ -175,17 +175,6 @@ class SamplerReadout:
     from_sides: Callable[..., jax.Array] | None = None
 
 
-def check_sampler(fill: str, facts: Any) -> None:
-    """Raises ValueError for a model without a sampler head."""
-    if "sampler" not in facts.heads:
-        raise SettingError(
-            "fill",
-            fill,
-            "requires a sampler head, which this model lacks",
-            "use fill='parallel', or train one with model.add_sampler_head",
-        )
-
-
 @rule
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
@@ -234,7 +223,7 @@ class Wavefront(FillRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        check_sampler(cls.name, facts)
+        require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates, with log-probability and confidence under the head that drew them."""

@@ -6,7 +6,6 @@ Unlike remasking, re-noise can write a space or a random token, which the model 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import most, uniform
-from dlm_jax.sampling.row import SCHEDULES, ratio_at
+from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 
 RENOISE_TOKENS = ("space", "mask", "random")
@@ -57,19 +56,8 @@ class Renoise(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if row.renoise != "space":
-            return
-        if facts.space_id < 0:
-            raise SettingError(
-                "renoise",
-                "space",
-                "requires a space token, which the tokenizer lacks",
-                "use renoise='mask'",
-            )
-        if (facts.space_id, -math.inf) in row.logit_bias:
-            raise SettingError(
-                "renoise", "space", "writes spaces, which logit_bias bans", "use renoise='mask'"
-            )
+        if row.renoise == "space":
+            check_space("renoise", row, facts, "writes")
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import certain, exceeds, most, uniform
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
-from dlm_jax.settings import Setting, SettingError, per_row, rule, static
+from dlm_jax.settings import Setting, SettingError, per_row, require_head, rule, static
 
 
 @rule
@@ -53,13 +53,8 @@ class Scheduled(RemaskRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if row.remask_by == "critic" and "critic" not in facts.heads:
-            raise SettingError(
-                "remask_by",
-                "critic",
-                "requires a critic head, which this model lacks",
-                "use remask_by='confidence', or train one with model.add_critic_head",
-            )
+        if row.remask_by == "critic":
+            require_head("critic", facts, "remask_by", "critic", "use remask_by='confidence'")
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
