@@ -277,7 +277,7 @@ def begun(program: Program, state: State) -> State:
         return returned(tokens_BL, rule, "begin", "B, L", is_new_BL.shape, jnp.int32)
 
     new_BL = jax.lax.cond(jnp.any(is_new_BL), first, lambda: state.canvas.tokens_BL)
-    return _renewed_at(program, state, is_new_BL, new_BL)
+    return overwritten(program, state, is_new_BL & (new_BL != state.canvas.tokens_BL), new_BL)
 
 
 def _renewed(
@@ -291,18 +291,19 @@ def _renewed(
     memory = state.memory._replace(places=filled.kept)
     new_BL = rule.renewed(inputs.commit._replace(memory=memory), filled.proposal)
     new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
-    return _renewed_at(program, state, others_BL, new_BL)
+    return overwritten(program, state, others_BL & (new_BL != state.canvas.tokens_BL), new_BL)
 
 
-def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
-    """Writes tokens that were not candidates."""
+def overwritten(
+    program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array | int
+) -> State:
+    """The state with tokens that are no candidates, such as MASK, at some positions."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
-    tokens_BL = state.canvas.tokens_BL
-    is_other_BL = is_at_BL & (new_BL != tokens_BL)
+    tokens_BL = jnp.where(is_at_BL, new_BL, state.canvas.tokens_BL)
     return state._replace(
-        canvas=state.canvas._replace(tokens_BL=jnp.where(is_at_BL, new_BL, tokens_BL)),
-        logprob_BL=jnp.where(is_other_BL, 0.0, state.logprob_BL),
-        committed_BL=jnp.where(is_other_BL, put_BL, state.committed_BL),
+        canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_at_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_at_BL, put_BL, state.committed_BL),
     )
 
 
@@ -421,12 +422,7 @@ def renoised(program: Program, state: State) -> State:
         renoise.ratio(state.step_B, state.row.steps_B), step_keys(state, salt=RENOISE_SALT)[0],
     )  # fmt: skip
     tokens_BL, is_hit_BL = program.by_rows(of_rows)(None, rows)
-    put_BL = jnp.where(tokens_BL == program.mask_id, -1, EDITED)
-    return state._replace(
-        canvas=state.canvas._replace(tokens_BL=tokens_BL),
-        logprob_BL=jnp.where(is_hit_BL, 0.0, state.logprob_BL),
-        committed_BL=jnp.where(is_hit_BL, put_BL, state.committed_BL),
-    )
+    return overwritten(program, state, is_hit_BL, tokens_BL)
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
@@ -494,7 +490,7 @@ def committed(
     if memory.rows is not None:
         rows = rules.commit.remember(context, filled.proposal, is_committed_BL)
         _require_memory(rows, memory.rows, rules.commit)
-        memory = memory._replace(rows=_where_rows(is_stepping(state), rows, memory.rows))
+        memory = memory._replace(rows=choose(is_stepping(state), rows, memory.rows))
     is_scored_BL = is_committed_BL
     if inputs.is_read_BL is not None:
         is_scored_BL |= inputs.is_read_BL
@@ -531,15 +527,6 @@ def _require_memory(rows: Any, before: Any, rule: Any) -> None:
             f"{type(rule).__name__}.remember returned {found}; return the per-row arrays of "
             f"start_memory, {kept}"
         )
-
-
-def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
-    """Selects between arrays ``[B, ...]`` row by row."""
-
-    def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-    return jax.tree.map(one, first, other)
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
@@ -617,20 +604,15 @@ def edited(
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
     """Remasks the selected tokens."""
-    tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
+    state = overwritten(program, state, is_remasked_BL, program.mask_id)
 
     def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
-        is_fresh = is_remasked_BL.reshape(*tokens_BL.shape, *[1] * (kept.ndim - 2))
+        is_fresh = is_remasked_BL.reshape(*is_remasked_BL.shape, *[1] * (kept.ndim - 2))
         return jnp.where(is_fresh, fresh, kept)
 
-    fresh = state.rules.commit.start_memory(*tokens_BL.shape).places
+    fresh = state.rules.commit.start_memory(*is_remasked_BL.shape).places
     places = jax.tree.map(forgotten, state.memory.places, fresh)
-    return state._replace(
-        canvas=state.canvas._replace(tokens_BL=tokens_BL),
-        memory=state.memory._replace(places=places),
-        logprob_BL=jnp.where(is_remasked_BL, 0.0, state.logprob_BL),
-        committed_BL=jnp.where(is_remasked_BL, -1, state.committed_BL),
-    )
+    return state._replace(memory=state.memory._replace(places=places))
 
 
 def _wrongness(

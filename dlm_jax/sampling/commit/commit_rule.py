@@ -210,6 +210,12 @@ class CommitRule(Rule):
         """True at the positions to commit, ``[B, L]``. Ineligible positions are ignored."""
         raise NotImplementedError
 
+    def surest(self, context: CommitContext, proposal: Proposal, count_B: jax.Array) -> jax.Array:
+        """True at the `count_B` most confident holes in each row; see `most`."""
+        return most(
+            proposal.confidence_BL, context.is_hole_BL, count_B, context.preference_BL, self.scale
+        )
+
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         """Tokens ``[B, L]`` for the holes of rows before their first step, if the rule `renews`."""
         return standing.tokens_BL

@@ -15,7 +15,6 @@ from dlm_jax.sampling.commit.commit_rule import (
     Proposal,
     RuleMemory,
     certain,
-    most,
     reaches,
 )
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
@@ -102,6 +101,6 @@ class Credit(CommitRule):
         return credits, most_N / (one_N1[:, 0] + more_NK.sum(axis=1))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
-        is_sure_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
-        return is_sure_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
+        is_sure_BL = reaches(proposal.confidence_BL, self.threshold_B[:, None])
+        is_sure_BL &= context.is_hole_BL
+        return is_sure_BL | self.surest(context, proposal, self.least_B)

@@ -98,7 +98,7 @@ class Dawn(Confident):
         is_taken_BL, _ = jax.lax.while_loop(
             lambda sets: jnp.any(sets[1]), with_next, (is_taken_BL, is_left_BL)
         )
-        return is_taken_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
+        return is_taken_BL | self.surest(context, proposal, self.least_B)
 
     def _dependences(self, attention_BLL: jax.Array) -> jax.Array:
         """True where a position (axis 1) depends on another (axis 2)."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, exceeds, most
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, exceeds
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.sampling.commit.sure import falling
 from dlm_jax.settings import Setting, per_row, rule, static
 
 
@@ -34,11 +35,8 @@ class Frechet(Confident):
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        is_hole_BL = context.is_hole_BL
-        sure_BL = jnp.where(is_hole_BL, proposal.confidence_BL, -jnp.inf)
-        sure_BL = jnp.sort(sure_BL, axis=1, descending=True)
+        sure_BL = falling(context, proposal)
         doubt_BL = jnp.where(sure_BL > -jnp.inf, 1.0 - sure_BL, jnp.inf)
         lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
         count_B = jnp.sum(exceeds(lead_BL, self.margin_B[:, None], 1.0), axis=1)
-        count_B = jnp.maximum(count_B, 1)
-        return most(proposal.confidence_BL, is_hole_BL, count_B, context.preference_BL)
+        return self.surest(context, proposal, jnp.maximum(count_B, 1))

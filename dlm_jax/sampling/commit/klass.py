@@ -15,7 +15,6 @@ from dlm_jax.sampling.commit.commit_rule import (
     RuleMemory,
     certain,
     exceeds,
-    most,
     reaches,
 )
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
@@ -98,9 +97,7 @@ class Klass(CommitRule):
         seen, is_hole_BL = context.memory.places, context.is_hole_BL
         is_ready_BL = is_hole_BL & (seen.steps >= self.steps_B[:, None])
         is_ready_BL &= exceeds(proposal.confidence_BL, self.threshold_B[:, None])
-        surest_BL = most(
-            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL
-        )  # fmt: skip
+        surest_BL = self.surest(context, proposal, self.least_B)
         return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL)
 
 

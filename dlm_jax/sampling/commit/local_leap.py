@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule, static
@@ -49,5 +49,4 @@ class LocalLeap(Confident):
         anchors_BL = jnp.take_along_axis(upto_BL, end_BL, axis=1)
         anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
         is_near_BL = is_hole_BL & (anchors_BL > 0) & reaches(sure_BL, self.relaxed_B[:, None])
-        least_BL = most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
-        return is_anchor_BL | is_near_BL | least_BL
+        return is_anchor_BL | is_near_BL | self.surest(context, proposal, self.least_B)

@@ -13,7 +13,6 @@ from dlm_jax.sampling.commit.commit_rule import (
     Proposal,
     RuleMemory,
     certain,
-    most,
     reaches,
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure, linear_quota
@@ -74,7 +73,5 @@ class Prophet(Confident):
         gap_B /= jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1)
         stage_B = jnp.minimum(3 * context.step_B // context.steps_B, 2)
         is_clear_B = reaches(gap_B, self.gap_B * (3 - stage_B) / 3.0, _MOST)
-        surest_BL = most(
-            proposal.confidence_BL, is_hole_BL, linear_quota(context), context.preference_BL
-        )
+        surest_BL = self.surest(context, proposal, linear_quota(context))
         return surest_BL | (is_hole_BL & is_clear_B[:, None])

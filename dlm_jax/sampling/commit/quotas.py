@@ -206,10 +206,7 @@ class _SurestFirst(Weighed, QuotaRule):
     log_chance = certain
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return most(
-            proposal.confidence_BL, context.is_hole_BL, self.quota(context),
-            context.preference_BL, self.scale,
-        )  # fmt: skip
+        return self.surest(context, proposal, self.quota(context))
 
 
 @rule
@@ -242,8 +239,7 @@ class LowEntropy(_SurestFirst):
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return certainty(logits_NV, logprob_N)
+    measure = staticmethod(certainty)
 
 
 @rule
@@ -257,8 +253,7 @@ class LargeMargin(_SurestFirst):
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return margin(logits_NV, logprob_N)
+    measure = staticmethod(margin)
 
 
 @rule

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     Proposal,
@@ -120,6 +121,4 @@ def _begun(context: CommitContext) -> Cycle:
     """The phase of each row, reset to the first hole at the first step of a block."""
     first_B = place_of_largest(context.is_hole_BL)
     fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
-    return jax.tree.map(
-        lambda x, y: jnp.where(context.step_B == 0, x, y), fresh, context.memory.rows
-    )
+    return choose(context.step_B == 0, fresh, context.memory.rows)

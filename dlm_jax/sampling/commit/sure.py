@@ -104,11 +104,11 @@ class Factor(Confident):
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        score_BL = _falling(context, proposal)
+        score_BL = falling(context, proposal)
         number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
         needed_BL = 1.0 - self.factor_B[:, None] / (number_1L + 1.0)
         run_BL = jnp.cumprod(reaches(score_BL, needed_BL, 1.0), axis=1)
-        return _surest(context, proposal, jnp.sum(run_BL, axis=1), self.scale)
+        return self.surest(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1))
 
 
 @rule
@@ -131,16 +131,15 @@ class EntropyBound(CommitRule):
         low=0.0, high=1e6,
     ))  # fmt: skip
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return certainty(logits_NV, logprob_N)
+    measure = staticmethod(certainty)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        score_BL = _falling(context, proposal)
+        score_BL = falling(context, proposal)
         is_hole_BL = score_BL > -jnp.inf
         entropy_BL = jnp.where(is_hole_BL, -score_BL, 0.0)
         before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
         is_in_BL = is_hole_BL & ~exceeds(before_BL, self.bound_B[:, None], 1.0)
-        return _surest(context, proposal, jnp.sum(is_in_BL, axis=1), self.scale)
+        return self.surest(context, proposal, jnp.maximum(jnp.sum(is_in_BL, axis=1), 1))
 
 
 @rule
@@ -190,7 +189,7 @@ class JointThreshold(Confident):
         surest_BL, written_BL = proposal.confidence_BL, context.written_BL
         assert written_BL is not None, "the rule rewrites"
         is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
-        least_BL = most(surest_BL, context.is_hole_BL, self.least_B, context.preference_BL)
+        least_BL = self.surest(context, proposal, self.least_B)
         is_better_BL = exceeds(surest_BL, self.rewrite_B[:, None])
         is_better_BL &= proposal.tokens_BL != written_BL
         return (context.is_hole_BL & is_sure_BL) | least_BL | ((written_BL >= 0) & is_better_BL)
@@ -206,17 +205,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
     )
 
 
-def _surest(
-    context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
-) -> jax.Array:
-    """The `count_B` (at least 1) most confident holes in each row."""
-    return most(
-        proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
-        context.preference_BL, scale,
-    )  # fmt: skip
-
-
-def _falling(context: CommitContext, proposal: Proposal) -> jax.Array:
+def falling(context: CommitContext, proposal: Proposal) -> jax.Array:
     """Confidences of the holes in descending order, followed by -inf."""
     score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
     return jnp.sort(score_BL, axis=1, descending=True)
