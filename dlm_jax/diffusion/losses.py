@@ -96,7 +96,12 @@ def read_out(
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
-        return _at_logits(cost, functools.partial(read, params), mask_id, len(given), *arrays)
+        own, given = arrays[: len(inputs)], arrays[len(inputs) :]
+        lead = given[-1].ndim
+        logits_NV = read(params, *(x.reshape(-1, *x.shape[lead:]) for x in own))
+        is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
+        costs_N = cost(jnp.where(is_mask_1V, -jnp.inf, logits_NV), *given)
+        return costs_N.reshape(given[-1].shape)
 
     return at_positions(
         measure, params, (*inputs, *given), vocab_size=vocab_size, is_read_BL=is_read_BL
@@ -183,22 +188,6 @@ def at_positions(
 
     asked = () if is_read_BL is None else (is_read_BL,)
     return on_own_share(of_share, params, (*arrays, *asked), kind="losses")
-
-
-def _at_logits(
-    cost: Callable[..., jax.Array],
-    read: Callable[..., jax.Array],
-    mask_id: int,
-    num_given: int,
-    *arrays: jax.Array,
-) -> jax.Array:
-    """The costs, in the shape of the last array."""
-    inputs, given = arrays[:-num_given], arrays[-num_given:]
-    lead = given[-1].ndim
-    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
-    ids = jnp.arange(logits.shape[1])[None, :]
-    logits = jnp.where(ids == mask_id, -jnp.inf, logits)
-    return cost(logits, *given).reshape(given[-1].shape)
 
 
 def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:

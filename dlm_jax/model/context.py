@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.distributed.partitions import PLACES, fitting, with_trivial
-from dlm_jax.model.attention import SAVED, plain_attention
-from dlm_jax.model.kernels import cpu
+from dlm_jax.model.attention import SAVED, by_formula
 
 AXIS = "context"
 _LANES = 128
@@ -258,8 +257,4 @@ def _formula(
     def own_sees(query: Any, key: Any) -> Any:
         return may_see(first + query, key)
 
-    if devices.platform() != "cpu":
-        return plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=own_sees)
-    query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
-    is_seen_BNM = own_sees(query_N[:, None], key_M[None])[None] & is_live_BM[:, None]
-    return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
+    return by_formula(q_BNHK, k_BMGK, v_BMGK, is_live_BM, own_sees)
