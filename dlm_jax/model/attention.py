@@ -177,14 +177,16 @@ def by_formula(
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
     is_live_BM: jax.Array,
-    may_see: MaySee,
+    may_see: MaySee | None,
 ) -> jax.Array:
     """`plain_attention`, in the form that is faster on CPUs."""
     if platform() != "cpu":
         return plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=may_see)
-    query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
-    is_seen = may_see(query_N[:, None], key_M[None])
-    return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen & is_live_BM[:, None])
+    is_seen_BNM = is_live_BM[:, None]
+    if may_see is not None:
+        query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
+        is_seen_BNM = is_seen_BNM & may_see(query_N[:, None], key_M[None])
+    return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -298,11 +300,11 @@ def attend(
     length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`; other programs
     use `attention`.
     """
+    may_see = causal if is_causal else None
     if platform() != "cpu":
-        may_see = causal if is_causal else None
         return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
-    y_BLHK = cpu.attention(q_BLHK, k_BLGK, v_BLGK, length_B, is_causal=is_causal)
-    return checkpoint_name(y_BLHK, SAVED)
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), q_BLHK.shape[1])
+    return checkpoint_name(by_formula(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see), SAVED)
 
 
 def attend_in_blocks(
