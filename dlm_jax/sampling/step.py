@@ -581,15 +581,20 @@ def edited(
         begin_B=moved_boundary(position_map, block.begin_B),
         end_B=moved_boundary(position_map, block.end_B),
     )
-    now, is_running_B = past.after(after, position_map), state.is_running_B
+    is_running_B = state.is_running_B
     state = state._replace(
         canvas=Canvas(after.tokens_BL, after.length_B, after.frozen_BL),
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
         memory=_moved_memory(state, position_map),
-        # A row that has ended retains the marks of its last edits.
-        edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
+        edits=past._replace(
+            inserted_BL=after.inserted_BL,
+            # A row that has ended retains the marks of its last edits.
+            mark_BL=jnp.where(is_running_B[:, None], after.mark_BL, past.mark_BL),
+            origin_BL=moved(position_map, past.origin_BL, -1),
+            warms_B=jnp.zeros_like(past.warms_B),
+        ),
         counters=state.counters.plus(
             Counters(
                 forwards=trial_forwards_B,
