@@ -231,6 +231,10 @@ class Rule:
         """Raises ValueError for settings that a model with the given `facts` does not support."""
 
     @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Raises ValueError for a canvas that the rule does not support, by its open positions."""
+
+    @classmethod
     def check_trace(cls, row: Any) -> None:
         """Raises ValueError for settings of a row that cannot be traced and replayed."""
 
@@ -402,6 +406,13 @@ def require(
     """Raises `SettingError`, made from the other arguments, unless `condition` is true."""
     if not condition:
         raise SettingError(name, value, why, remedy, others)
+
+
+def require_values(row: Any, allowed: Mapping[str, Sequence[Any]], why: str) -> None:
+    """Raises `SettingError` for the first setting of a row whose value is not an allowed one."""
+    for name, values in allowed.items():
+        given = getattr(row, name)
+        require(given in values, name, given, why, f"use {name}={values[0]!r}")
 
 
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -34,6 +34,7 @@ from dlm_jax.settings import (
     fact,
     per_row,
     require_head,
+    require_values,
     rule,
     static,
 )
@@ -98,14 +99,8 @@ class Renewing(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        for name, fine in {"fill": cls.fills, **_NEEDS}.items():
-            given = getattr(row, name)
-            if given not in fine:
-                raise SettingError(
-                    name, given,
-                    f"is not supported with order={cls.name!r}, which can change any token",
-                    f"use {name}={fine[0]!r}",
-                )  # fmt: skip
+        why = f"is not supported with order={cls.name!r}, which can change any token"
+        require_values(row, {"fill": cls.fills, **_NEEDS}, why)
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
             if is_on:
                 raise SettingError(

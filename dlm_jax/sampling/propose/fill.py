@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import Proposal
@@ -179,13 +178,6 @@ class FillRule(Rule):
     def is_used(cls, row: Any) -> bool:
         """True if a row with these settings uses this fill instead of `otherwise`."""
         return True
-
-    @classmethod
-    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the fill does not support.
-
-        `is_open` is True at open positions.
-        """
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

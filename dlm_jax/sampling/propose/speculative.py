@@ -22,9 +22,13 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
 )
 from dlm_jax.sampling.transforms.transform import At, LogitTransform
-from dlm_jax.settings import UNSET, SettingError, rule
+from dlm_jax.settings import UNSET, SettingError, require_values, rule
 
 _SALT = 0x73706563
+_NEEDS = {
+    "order": ("threshold",), "remask": ("none",), "resample": (False,), "guidance": (0.0,),
+    "cache": ("none",), "threshold_alone": (0,), "threshold_least": (1,),
+}  # fmt: skip
 _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -50,18 +54,11 @@ class Speculative(FillRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        for name, fine in (
-            ("order", "threshold"), ("remask", "none"), ("resample", False), ("guidance", 0.0),
-            ("cache", "none"), ("threshold_alone", 0), ("threshold_least", 1),
-        ):  # fmt: skip
-            if getattr(row, name) != fine:
-                raise SettingError(
-                    name,
-                    getattr(row, name),
-                    "is not supported with fill='speculative', which verifies a draft of the "
-                    "whole row from left to right",
-                    f"use {name}={fine!r}",
-                )
+        require_values(
+            row, _NEEDS,
+            "is not supported with fill='speculative', which verifies a draft of the whole row "
+            "from left to right",
+        )  # fmt: skip
         if row.threshold <= 0:
             raise SettingError(
                 "threshold",
