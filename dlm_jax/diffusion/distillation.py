@@ -174,18 +174,8 @@ def walk(
     """Takes K ancestral steps of a teacher, with one forward pass per step and no gradients.
 
     Step k fills each hole with probability ``chance_BK[:, k]``. The tokens of a step are drawn
-    independently.
-
-    Args:
-      network: the model.
-      params: parameters of the teacher.
-      shown_BL: int32 canvas with MASK at its holes.
-      length_B: int32, number of live tokens in each row.
-      chance_BK: float32 probabilities in [0, 1].
-      draws_BKL2: result of `draws`.
-      mask_id: the id of MASK.
-      banned_ids: ids that are never written.
-      temperature: temperature of the draws; 0 is greedy.
+    independently, never from `banned_ids`; a temperature of 0 is greedy. `draws_BKL2` is the result
+    of `draws`.
 
     Returns:
       The int32 canvas ``[B, L]`` after the steps, and the output of the trunk ``[B, L, D]`` at the

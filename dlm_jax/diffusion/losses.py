@@ -60,16 +60,9 @@ def cross_entropy(
     MASK is never predicted, because its logit is set to -inf. Each device applies the head to its
     own positions, and the parameters of the head are gathered once. If there are more than 2^24
     logits per device (2^26 on accelerators), the logits are computed in slices of positions and
-    recomputed in the backward pass.
-
-    Args:
-      network: the model.
-      params: parameters of the model.
-      hidden_BLD: the output of the trunk.
-      targets_BL: int32 tokens.
-      mask_id: the id of MASK.
-      is_read_BL: True where the result is needed; None for all positions. At other positions, the
-        result is undefined (but not NaN) and is not computed on accelerators.
+    recomputed in the backward pass. `is_read_BL` is True where the result is needed; None means all
+    positions. At other positions, the result is undefined (but not NaN) and is not computed on
+    accelerators.
     """
     return read_out(
         nll, network.readout, params, (hidden_BLD,), (targets_BL,),
@@ -120,17 +113,9 @@ def divergence(
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
     The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution. No
-    gradient flows through p. MASK has probability 0 under both distributions. Positions are
-    processed as in `cross_entropy`.
-
-    Args:
-      reads: functions of the teacher and of the head, each ``read(params, *inputs) -> logits [N,
-        V]``.
-      params: parameters of each function.
-      inputs: inputs of each function, ``[B, L, ...]``.
-      is_read_BL: True where the result is needed.
-      vocab_size: number of logits.
-      mask_id: the id of MASK.
+    gradient flows through p. MASK has probability 0 under both distributions. Each pair belongs to
+    the teacher and to the head: its ``read(params, *inputs) -> logits [N, V]``, its parameters, and
+    its inputs ``[B, L, ...]``. Positions are processed as in `cross_entropy`.
     """
     count = len(inputs[0])
 

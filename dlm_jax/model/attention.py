@@ -387,14 +387,8 @@ def attend_beside_clean(
 
     A noisy position attends to the noisy positions of its block and the clean positions of earlier
     blocks. A clean position attends to the clean positions of its own and earlier blocks (Arriola
-    et al. 2025, Block diffusion, section 3.1).
-
-    Args:
-      q_BLHK: queries of both streams, concatenated along the row axis: ``[2 B, L, H, K]``.
-      k_BLGK: keys, ``[2 B, L, G, K]``.
-      v_BLGK: values, ``[2 B, L, G, K]``.
-      length_B: row lengths, the same for both streams.
-      block_length: number of positions per block.
+    et al. 2025, Block diffusion, section 3.1). The streams are concatenated along the row axis,
+    ``[2 B, L, ...]``, and have the same lengths.
     """
     half = length_B.shape[0]
     k_BMGK, v_BMGK = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k_BLGK, v_BLGK))
@@ -528,13 +522,8 @@ def attend_beside_kept(
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
-    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place.
-
-    Args:
-      q_BWHK: queries.
-      kept: cached keys and values, each ``[B, G, L, K]``, or a layer of a cache.
-      own_BGWK: new keys and values.
-      seen: biases of the scores, as in `seen_keys`.
+    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place. Other
+    cached keys and values are ``[B, G, L, K]`` each. `seen` are the biases of `seen_keys`.
     """
     if isinstance(kept, CachedLayer):
         kernel = _window_kernel(q_BWHK, kept, own_BGWK, seen)

@@ -115,9 +115,10 @@ class Trace:
 
 
 _BY_STEP = (
-    "canvas", "tokens", "is_written", "logprobs", "choice_logprobs", "entropy", "confidence",
-    "level",
+    "canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level",
+    "choice_logprobs",
 )  # fmt: skip
+"""The fields with an axis of steps, in the order of `dlm_jax.sampling.state.Records`."""
 
 
 def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
@@ -125,14 +126,7 @@ def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
     records = state.records
     assert records is not None, "the program is traced"
     return Trace(
-        canvas=records.canvas_BSL,
-        tokens=records.tokens_BSL,
-        is_written=records.is_written_BSL,
-        logprobs=records.logprob_BSL,
-        choice_logprobs=records.choice_BS,
-        entropy=records.entropy_BSL,
-        confidence=records.confidence_BSL,
-        level=records.level_BSL,
+        **dict(zip(_BY_STEP, records, strict=True)),
         length=state.canvas.length_B,
         is_frozen=state.canvas.frozen_BL,
         steps=state.step_B,

@@ -47,16 +47,9 @@ def splash_attention(
 ) -> jax.Array:
     """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
-    Scores and sums are float32. Queries and keys are padded to multiples of 128.
-
-    Args:
-      q_BLHK: queries.
-      k_BMGK: keys.
-      v_BMGK: values.
-      is_live_BM: True at live keys.
-      may_see: as in `attention`.
-      saved: name under which rematerialisation may save the residuals.
-      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
+    Scores and sums are float32. Queries and keys are padded to multiples of 128. Rematerialisation
+    may save the residuals under the name `saved`. With `interpret`, for tests, Pallas interprets
+    the kernel, which works on any device.
     """
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
     return by_device(

@@ -43,16 +43,8 @@ def triton_attention(
 ) -> jax.Array:
     """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
-    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`.
-
-    Args:
-      q_BLHK: queries.
-      k_BMGK: keys.
-      v_BMGK: values.
-      is_live_BM: True at live keys.
-      may_see: as in `attention`.
-      saved: name under which rematerialisation may save the residuals.
-      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
+    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`. `saved` and
+    `interpret` are as in `dlm_jax.model.kernels.splash.splash_attention`.
     """
 
     def of_rows(*given: jax.Array) -> jax.Array:

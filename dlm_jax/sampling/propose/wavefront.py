@@ -248,11 +248,14 @@ class Wavefront(FillRule):
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
         level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
-        found = _grow(
-            reader, writer, found, level_BL,
-            is_grown_BL if standing_BL is None else is_open_BL,
-            wanted.tokens_BL, self.temperature_B,
-        )  # fmt: skip
+        grown = grown_from(reader, level_BL, wanted.tokens_BL, self.temperature_B)
+
+        def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
+            clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
+            return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
+
+        is_drawn_BL = is_grown_BL if standing_BL is None else is_open_BL
+        found = fold(is_drawn_BL, head_chunk(reader), grow, found, level_BL=level_BL)
         if standing_BL is not None:
             is_again_BL = (found.proposal.tokens_BL == standing_BL).astype(jnp.float32)
             found = found._replace(proposal=found.proposal._replace(confidence_BL=is_again_BL))
@@ -301,25 +304,6 @@ def _read(
 
     unread_BL = jnp.zeros(is_read_BL.shape, jnp.float32)
     return fold(is_read_BL, reader.chunk, read, (none, unread_BL))
-
-
-def _grow(
-    reader: Reader,
-    writer: CandidateWriter,
-    found: Filled,
-    level_BL: jax.Array,
-    is_grown_BL: jax.Array,
-    tokens_BL: jax.Array,
-    temperature_B: jax.Array,
-) -> Filled:
-    """Adds the candidates of the sampler head to `found`, level by level."""
-    grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
-
-    def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
-        clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
-        return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
-
-    return fold(is_grown_BL, head_chunk(reader), grow, found, level_BL=level_BL)
 
 
 def head_chunk(reader: Reader) -> int:
