@@ -291,21 +291,13 @@ def elbo(
     with one low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation
     11), or per block in a block-causal model. The bound of a block-causal model is the sum over its
     blocks, each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion,
-    equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The
-    arguments `over` and `is_weighted` select other losses.
+    equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound.
 
-    Args:
-      batch: rows with free tokens to hide.
-      key: key for times and masks.
-      schedule: noise schedule.
-      mask_id: the id of MASK.
-      block_length: block length of a block-causal model, else 0.
-      over: divisor of the sum. ``tokens``: the number of all tokens that are not given
-        (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``: the number of such tokens
-        in each row, followed by the mean over rows (instruction tuning of LLaDA, algorithm 2);
-        ``masked``: the number of hidden tokens (Dream).
-      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2 use
-        equal weights.
+    Two arguments select other losses. `over` is the divisor of the sum. ``tokens``: the number of
+    all tokens that are not given (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``:
+    the number of such tokens in each row, followed by the mean over rows (instruction tuning of
+    LLaDA, algorithm 2); ``masked``: the number of hidden tokens (Dream). Without `is_weighted`,
+    tokens have equal weights, as in LLaDA2 and Fast-dLLM v2.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
@@ -444,13 +436,8 @@ def misprint(
     follows a missing token, and a stray token that equals its successor is not a misprint. If the
     next token is given or is itself misprinted, it is not changed and no transposition occurs.
 
-    Args:
-      key: key for all draws.
-      tokens_BL: int32, clean rows.
-      length_B: int32, number of live tokens in each row.
-      is_free_BL: True at live tokens that can be misprinted.
-      ratio_B: float32 probability for each row, in [0, 1].
-      kinds: names from `MISPRINTS`, drawn uniformly. A name that occurs twice is twice as likely.
+    `is_free_BL` is True at live tokens that can be misprinted. `kinds` are names from `MISPRINTS`,
+    drawn uniformly; a name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)

@@ -192,16 +192,9 @@ def mixture(
     """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
 
     Tokens are sorted by expert, so that each of the three projections is one grouped matrix product
-    (`jax.lax.ragged_dot`).
-
-    Args:
-      x_ND: tokens.
-      ids_NK: ids of each token's experts, int32.
-      weights_NK: weights of each token's experts, float32.
-      kernels: kernels of all or some experts.
-      first: id of the first expert in `kernels`; experts outside `kernels` contribute nothing. None
-          means that `kernels` contains all experts.
-      activation: activation of the gate; a key of `GATES`.
+    (`jax.lax.ragged_dot`). `first` is the id of the first expert in `kernels`; experts outside
+    `kernels` contribute nothing. None means that `kernels` contains all experts. The activation of
+    the gate is a key of `GATES`.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape

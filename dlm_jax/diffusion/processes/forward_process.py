@@ -123,16 +123,11 @@ class Process(Rule):
         mask_id: int,
         noise_ids: tuple[int, ...],
     ) -> Noise:
-        """The `Noise` of noised tokens, ``[B, L]``.
+        """The `Noise` of the noised tokens `shown_BL` (from `sample`), ``[B, L]``.
 
-        Args:
-          tokens_BL: the true tokens.
-          shown_BL: the noised tokens, from `sample`.
-          level: ``[B]`` or ``[B, L]``, at most `HIGHEST_LEVEL`.
-          speed: derivative of the level with respect to time.
-          is_first: True where the term belongs to the step to level 0; its weight is `speed`.
-          mask_id: the id of MASK.
-          noise_ids: as for `sample`.
+        The level, at most `HIGHEST_LEVEL`, and the other arguments without a suffix are ``[B]`` or
+        ``[B, L]``. `speed` is the derivative of the level with respect to time. `is_first` is True
+        where the term belongs to the step to level 0; its weight is `speed`.
         """
         level, speed, is_first = (
             jnp.broadcast_to(x if x.ndim == 2 else x[:, None], tokens_BL.shape)
@@ -238,14 +233,8 @@ def divergence(
     Multiplied by the forward rate into z and divided by ``q(z | x)``, it is the integrand of the
     continuous-time negative ELBO (GIDD, theorem 3.5). For masked diffusion, the integrand is the
     cross-entropy. For uniform diffusion, it is that of UDLM (Schiff et al. 2024, equation 18).
-    Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0.
-
-    Args:
-      logits_NV: logits, with -inf at MASK.
-      clean_N: the true ids.
-      shown_N: the noised ids.
-      noise: `Process.noise` of these positions.
-      noise_ids: as for `Process.sample`.
+    Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0. The
+    logits are -inf at MASK, and `noise` is the `Process.noise` of these positions.
 
     Raises:
       ValueError: a noise id is outside the vocabulary.
