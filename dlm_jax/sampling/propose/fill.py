@@ -275,10 +275,8 @@ class CandidateWriter:
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
         is_grown_N = None if drawable_NV is None else is_drawn_N
         at = self.at(places_N, is_drawn_N, is_grown_N)
-        row_N = at.row_N
-        ids_N, final_N = self.chain.draw_and_score(
-            self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
-        )
+        from_NV = clean_NV if drawable_NV is None else drawable_NV
+        ids_N, final_N = self.chain.draw_and_score(self.prepared, from_NV, at, method=self.method)
         if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
@@ -297,15 +295,18 @@ class CandidateWriter:
                 best_N = argmax(other_NV)
                 banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
                 is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
-                is_banned_N |= self.chain.forbids(best_N, row_N)
+                is_banned_N |= self.chain.forbids(best_N, at.row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
             # Existing tokens can have probability 0, but drawn tokens cannot.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:
-            policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
-            drawn = _recorded(drawn, places_N, is_real_N, policy_N, clean_NV)
+            policy_N = self.policy(from_NV, ids_N, at)
+            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
+            pair = drawn.logprob_BL, drawn.entropy_BL
+            policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
+            drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
         signal_BLD, final_NV = found.signal_BLD, None
         if self.signal is not None:
             final_NV = self.chain.apply(self.prepared, clean_NV, at)
@@ -315,7 +316,7 @@ class CandidateWriter:
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
             proposal=put(found.proposal, places_N, is_real_N, proposal),
-            is_finite_B=found.is_finite_B.at[row_N].min(is_fine_N),
+            is_finite_B=found.is_finite_B.at[at.row_N].min(is_fine_N),
             total_BL=total_BL,
             best_BL=best_BL,
             kept=put(found.kept, places_N, is_real_N, kept),
@@ -383,20 +384,6 @@ class CandidateWriter:
             return None, self.measure(weighed_NV, logprob_N)
         kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
         return self.observe(kept, at.row_N, weighed_NV, ids_N, logprob_N)
-
-
-def _recorded(
-    drawn: Drawn,
-    places_N: jax.Array,
-    is_real_N: jax.Array,
-    policy_N: jax.Array,
-    clean_NV: jax.Array,
-) -> Drawn:
-    """Adds the draws at the real places to the record."""
-    entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
-    pair = drawn.logprob_BL, drawn.entropy_BL
-    policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
-    return drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
 
 
 @rule

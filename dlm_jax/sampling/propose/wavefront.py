@@ -67,7 +67,7 @@ def bootstrap(
     )
     begins_BL = is_far_BL & ~left_of(is_far_BL)
     run_BL = jnp.cumsum(begins_BL, axis=1) - 1
-    is_begun_BL = _any_of_each(is_first_BL, is_far_BL, run_BL)
+    is_begun_BL = _over_groups(is_first_BL.astype(jnp.int32), is_far_BL, run_BL, "max") > 0
     return is_first_BL | _surest_of_each(
         sureness_BL, is_far_BL & ~is_begun_BL, run_BL, preference_BL
     )
@@ -101,11 +101,6 @@ def _surest_of_each(
         is_best_BL &= liked_BL == _over_groups(liked_BL, is_in_BL, group_BL, "max")
     first_BL = _over_groups(jnp.where(is_best_BL, place_BL, NEVER), is_in_BL, group_BL, "min")
     return is_best_BL & (place_BL == first_BL)
-
-
-def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the included positions whose group contains a True position."""
-    return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
 
 
 def _over_groups(
