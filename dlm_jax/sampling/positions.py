@@ -102,13 +102,13 @@ def at_places(x_BL: jax.Array, places_N: jax.Array) -> jax.Array:
     return x_BL.reshape(x_BL.shape[0] * x_BL.shape[1], *x_BL.shape[2:])[places_N]
 
 
-def place_of_largest(x: jax.Array) -> jax.Array:
-    """`jnp.argmax` of floats or booleans along the last axis, as int32.
+def place_of_largest(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`jnp.argmax` of floats or booleans along an axis, as int32.
 
     `jnp.argmax` creates a new function on each use, and JAX caches the trace of each such function
     (jax 0.10.1). The memory of a process would therefore grow with every compiled program.
     """
-    axis = x.ndim - 1
+    axis %= x.ndim
     place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
     lowest = np.array(False if x.dtype == bool else -np.inf, x.dtype)
     return jax.lax.reduce((x, place), (lowest, np.int32(0)), _larger, (axis,))[1]
