@@ -17,7 +17,7 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, dataclass_transform
 
@@ -238,18 +238,15 @@ class Rule:
     def check_trace(cls, row: Any) -> None:
         """Raises ValueError for settings of a row that cannot be traced and replayed."""
 
-    def activating(self) -> Iterator[tuple[Any, Any]]:
-        """The per-row fields whose settings activate the rule, and their neutral values."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            setting = field.metadata.get("setting")
-            if setting is None or setting.is_list:
-                continue
-            if setting.activates and not field.metadata.get("static"):
-                yield getattr(self, field.name), setting.code(setting.default)
-
     def is_active(self) -> jax.Array:
         """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
-        asks = [value != off for value, off in self.activating()]
+        asks = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting = field.metadata.get("setting")
+            if setting is None or setting.is_list or field.metadata.get("static"):
+                continue
+            if setting.activates:
+                asks.append(getattr(self, field.name) != setting.code(setting.default))
         return functools.reduce(jnp.logical_or, asks)
 
     def as_settings(self) -> dict[str, Any]:

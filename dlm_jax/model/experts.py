@@ -110,7 +110,8 @@ def over_devices(
     inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
     outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
     splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
-    splits_rows = splits_experts and "expert" in _names(rows[0])
+    row_axes = (rows[0],) if isinstance(rows[0], str) else rows[0] or ()
+    splits_rows = splits_experts and "expert" in row_axes
 
     def of_share(kernels: Kernels, *own: jax.Array) -> jax.Array:
         if splits_rows:
@@ -130,10 +131,6 @@ def over_devices(
         check_vma=False,
     )  # fmt: skip
     return split(kernels, *arrays)
-
-
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def _of_share(

@@ -81,13 +81,6 @@ class Arcs(NamedTuple):
     class_M: np.ndarray
 
 
-def _block_size(vocab_size: int) -> int:
-    """Number of ids in a block: about the square root of the vocabulary size, because a draw reads
-    the sums of all blocks and the ids of one block.
-    """
-    return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
-
-
 @dataclass(frozen=True, eq=False)
 class Automaton:
     """A deterministic automaton over the ids of a vocabulary.
@@ -150,7 +143,9 @@ class Automaton:
         pairs_SD2 = np.zeros((len(arcs), max(1, *map(len, arcs)), 2), np.int32)
         for state, found in enumerate(arcs):
             pairs_SD2[state, : len(found)] = np.reshape(found, (-1, 2))
-        size = _block_size(len(self.class_of_V))
+        # About the square root of the vocabulary size, because a draw reads the sums of all blocks
+        # and the ids of one block.
+        size = 1 << (max(len(self.class_of_V), 1 << 10).bit_length() - 1) // 2
         blocks, classes_of = [np.full((1, size), -1)], [0]
         for class_ in range(1, num_classes):
             (ids,) = np.nonzero(self.class_of_V == class_)

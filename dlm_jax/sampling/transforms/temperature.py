@@ -77,8 +77,7 @@ class Temperature(_Moving):
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
         """The temperatures of rows without dynamic temperature; other rows are neutral."""
-        first_B, last_B = _ends(rows)
-        is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
+        first_B, last_B, is_dynamic_B = _settings_of(rows)
         plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
         return cls(*plain)
 
@@ -122,8 +121,7 @@ class DynamicTemperature(_Moving):
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
         """The temperatures of rows with dynamic temperature; other rows are neutral."""
-        first_B, last_B = _ends(rows)
-        is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
+        first_B, last_B, is_dynamic_B = _settings_of(rows)
         one, zero = np.float32(1), np.float32(0)
         dynamic: Any = (
             np.where(is_dynamic_B, first_B, one),
@@ -162,12 +160,9 @@ class DynamicTemperature(_Moving):
         return scale
 
 
-def _ends(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Temperatures at the first and at the last step of each row."""
+def _settings_of(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Temperatures at the first and at the last step, and True for dynamic ones, of each row."""
     first_B, last_B = (of_rows([getattr(row, name) for row in rows])
                        for name in ("temperature", "temperature_end"))  # fmt: skip
-    return first_B, np.where(last_B < 0, first_B, last_B)
-
-
-def _is_dynamic(row: Any) -> bool:
-    return row.dynatemp_range > 0 and not is_greedy(row)
+    is_dynamic_B = np.array([row.dynatemp_range > 0 and not is_greedy(row) for row in rows])
+    return first_B, np.where(last_B < 0, first_B, last_B), is_dynamic_B
