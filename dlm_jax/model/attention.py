@@ -185,7 +185,8 @@ def by_formula(
     is_seen_BNM = is_live_BM[:, None]
     if may_see is not None:
         query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
-        is_seen_BNM = is_seen_BNM & may_see(query_N[:, None], key_M[None])
+        is_seen = may_see(query_N[:, None], key_M[None])
+        is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
     return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
 
 
