@@ -239,7 +239,8 @@ class LowEntropy(_SurestFirst):
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
-    measure = staticmethod(certainty)
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        return certainty(logits_NV, logprob_N)
 
 
 @rule
@@ -253,7 +254,8 @@ class LargeMargin(_SurestFirst):
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
-    measure = staticmethod(margin)
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        return margin(logits_NV, logprob_N)
 
 
 @rule

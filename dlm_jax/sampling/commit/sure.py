@@ -131,7 +131,8 @@ class EntropyBound(CommitRule):
         low=0.0, high=1e6,
     ))  # fmt: skip
 
-    measure = staticmethod(certainty)
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        return certainty(logits_NV, logprob_N)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         score_BL = falling(context, proposal)
