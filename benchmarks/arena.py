@@ -38,7 +38,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import half_width
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
@@ -312,7 +312,7 @@ class Setup(NamedTuple):
 @functools.cache
 def advance_of(net: Network, mask_id: int, pad_id: int, banned_ids: tuple[int, ...]) -> Advance:
     """The loop of a network, which is compiled once for all sources."""
-    return make_advance(Program(
+    return Advance(Program(
         network=net, mask_id=mask_id, chunk=chunk_size(net.vocab_size),
         banned_ids=banned_ids, pad_id=pad_id,
     ))  # fmt: skip

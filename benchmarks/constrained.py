@@ -51,7 +51,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.structure import Structures, regex_of_objects, regex_of_schema
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
@@ -100,7 +100,7 @@ def independent(length: int, *, has_head: bool = False) -> Network:
 @functools.cache
 def advance(length: int, *, has_head: bool = False) -> Advance:
     """The loop for the model with `length` positions."""
-    return make_advance(Program(
+    return Advance(Program(
         network=independent(length, has_head=has_head), mask_id=MASK, chunk=4096,
         banned_ids=LETTERS.banned_ids, eos_ids=(EOS,), pad_id=LETTERS.pad_id,
     ))  # fmt: skip

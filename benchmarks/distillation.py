@@ -27,10 +27,9 @@ import dlm_jax
 from benchmarks import markov
 from benchmarks.quality import distinct_share, judged_bits
 from dlm_jax.cli.common import start_jax
-from dlm_jax.diffusion.certainty import certainty
 from dlm_jax.diffusion.corruption import LINEAR
+from dlm_jax.diffusion.distillation import certainty, sdtt
 from dlm_jax.diffusion.objectives import Batch, Mixture, NetworkObjective, elbo
-from dlm_jax.diffusion.sdtt import sdtt
 from dlm_jax.types import Network, Params
 
 BUDGETS = (4, 8, 16)

@@ -31,7 +31,7 @@ from benchmarks import markov
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
@@ -103,7 +103,7 @@ class Texts(NamedTuple):
 def advance() -> Advance:
     """The loop for the chain's model."""
     network = markov.network()
-    return make_advance(Program(
+    return Advance(Program(
         network=network, mask_id=markov.MASK, chunk=chunk_size(network.vocab_size),
         banned_ids=(markov.MASK,), pad_id=markov.MASK,
     ))  # fmt: skip

@@ -24,7 +24,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.diffusion.corruption import mask_independently, stratified_times
 from dlm_jax.diffusion.likelihood import ratio_and_error
-from dlm_jax.diffusion.losses import cross_entropy, cross_entropy_of
+from dlm_jax.diffusion.losses import cross_entropy, nll, read_out
 from dlm_jax.heads.sampler import prepare_sampler_inputs
 from dlm_jax.inference.model import Model
 
@@ -61,8 +61,8 @@ def nats(
             network, params, shown_BL, tokens_BL, hidden_BLD, length_B,
             jnp.broadcast_to(is_revealed_1L, tokens_BL.shape), mask_id=mask_id,
         )  # fmt: skip
-        nll_BL = cross_entropy_of(
-            network.heads["sampler"].readout, params, tuple(inputs), tokens_BL,
+        nll_BL = read_out(
+            nll, network.heads["sampler"].readout, params, tuple(inputs), (tokens_BL,),
             vocab_size=network.vocab_size, mask_id=mask_id,
         )  # fmt: skip
         found[name] = total(nll_BL)

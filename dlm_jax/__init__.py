@@ -62,31 +62,27 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOME_OF = {
-    **dict.fromkeys(("MeshConfig", "SampleConfig"), "config"),
-    "AsyncEngine": "inference.engine",
-    "Candidates": "inference.candidates",
-    **dict.fromkeys(("Decision", "decide"), "inference.decisions"),
-    "matching": "inference.host",
-    **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
-    **dict.fromkeys(
-        ("Texts", "chain_report", "generate", "stream"), "inference.generate"
-    ),
-    **dict.fromkeys(("Score", "score"), "inference.scoring"),
-    **dict.fromkeys(("Model", "load"), "inference.model"),
-    "export": "inference.model",
-    **dict.fromkeys(("Sampled", "Sampler", "inside", "replay", "sampler"), "inference.pure"),
-    **dict.fromkeys(("Request", "make_requests"), "inference.request"),
-    "push_to_hub": "published.hub",
-    **dict.fromkeys(("Generation", "Row"), "inference.results"),
-    "corrupted_share": "inference.scoring",
-    "Ticket": "inference.scheduler",
-    "Counters": "sampling.row",
-    "Trace": "sampling.replay",
-    **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
-    "train": "training",
-    **dict.fromkeys(("CachedTrunk", "Inside", "Network", "Status", "Window"), "types"),
-}  # fmt: skip
+_NAMES = {
+    "config": "MeshConfig SampleConfig",
+    "inference.candidates": "Candidates",
+    "inference.decisions": "Decision decide",
+    "inference.engine": "AsyncEngine Engine EngineFullError",
+    "inference.generate": "Texts chain_report generate stream",
+    "inference.host": "matching",
+    "inference.model": "Model export load",
+    "inference.pure": "Sampled Sampler inside replay sampler",
+    "inference.request": "Request make_requests",
+    "inference.results": "Generation Row",
+    "inference.scheduler": "Ticket",
+    "inference.scoring": "Score corrupted_share score",
+    "published.hub": "push_to_hub",
+    "sampling.replay": "Trace",
+    "sampling.row": "Counters",
+    "settings": "Setting fact per_row rule static",
+    "training": "train",
+    "types": "CachedTrunk Inside Network Status Window",
+}
+_HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 _ROOMS = tuple(
     f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
 )

@@ -26,6 +26,11 @@ def key_of(seed: int | jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
 
 
+def salted(key_N: jax.Array, salt: int) -> jax.Array:
+    """Keys ``[N]`` that are derived from other keys for one purpose, which the salt identifies."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_N)
+
+
 def settings() -> dict[str, Any]:
     """The current values of the JAX settings that affect results."""
     found = {name: getattr(jax.config, name) for name in _REQUIRED}

@@ -17,7 +17,7 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, dataclass_transform
 
@@ -231,21 +231,22 @@ class Rule:
         """Raises ValueError for settings that a model with the given `facts` does not support."""
 
     @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Raises ValueError for a canvas that the rule does not support, by its open positions."""
+
+    @classmethod
     def check_trace(cls, row: Any) -> None:
         """Raises ValueError for settings of a row that cannot be traced and replayed."""
 
-    def activating(self) -> Iterator[tuple[Any, Any]]:
-        """The per-row fields whose settings activate the rule, and their neutral values."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            setting = field.metadata.get("setting")
-            if setting is None or setting.is_list:
-                continue
-            if setting.activates and not field.metadata.get("static"):
-                yield getattr(self, field.name), setting.code(setting.default)
-
     def is_active(self) -> jax.Array:
         """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
-        asks = [value != off for value, off in self.activating()]
+        asks = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting = field.metadata.get("setting")
+            if setting is None or setting.is_list or field.metadata.get("static"):
+                continue
+            if setting.activates:
+                asks.append(getattr(self, field.name) != setting.code(setting.default))
         return functools.reduce(jnp.logical_or, asks)
 
     def as_settings(self) -> dict[str, Any]:
@@ -402,6 +403,30 @@ def require(
     """Raises `SettingError`, made from the other arguments, unless `condition` is true."""
     if not condition:
         raise SettingError(name, value, why, remedy, others)
+
+
+def require_values(row: Any, allowed: Mapping[str, Sequence[Any]], why: str) -> None:
+    """Raises `SettingError` for the first setting of a row whose value is not an allowed one."""
+    for name, values in allowed.items():
+        given = getattr(row, name)
+        require(given in values, name, given, why, f"use {name}={values[0]!r}")
+
+
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises `SettingError` for an id outside the vocabulary."""
+    for id_ in ids:
+        if not 0 <= id_ < vocab_size:
+            why = f"has id {id_}, outside the vocabulary of {vocab_size}"
+            raise SettingError(name, UNSET, why, f"use 0 to {vocab_size - 1}")
+
+
+def require_head(head: str, facts: Any, name: str, value: Any, instead: str = "") -> None:
+    """Raises `SettingError` if the model lacks a head; `instead` is a remedy without the head."""
+    train = f"train one with model.add_{head}_head"
+    require(
+        head in facts.heads, name, value, f"requires a {head} head, which this model lacks",
+        f"{instead}, or {train}" if instead else train,
+    )  # fmt: skip
 
 
 def names_of(

@@ -217,3 +217,13 @@ class Status(IntEnum):
 def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:
     """True at live positions, ``[B, L]``."""
     return jnp.arange(num_positions)[None, :] < length_B[:, None]
+
+
+def left_of(x_BL: jax.Array, first: int | bool = 0) -> jax.Array:
+    """The value to the left of each position; `first` at the first position."""
+    return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+
+
+def right_of(x_BL: jax.Array, last: int | bool = 0) -> jax.Array:
+    """The value to the right of each position; `last` at the last position."""
+    return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)

@@ -14,7 +14,7 @@ import toy
 from dlm_jax.sampling.commit import CommitRule, LowConfidence, RandomOrder
 from dlm_jax.sampling.commit.quotas import cosine_quota
 from dlm_jax.sampling.edits import EditRule
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import FillRule, Parallel
 from dlm_jax.sampling.remask import RemaskRule, Renoise
@@ -26,6 +26,8 @@ from dlm_jax.types import Network
 
 ROWS, POSITIONS, CHUNK = 8, 24, 16
 FOREVER = 1000
+
+make_advance = functools.lru_cache(maxsize=64)(Advance)
 
 LOW_CONFIDENCE = LowConfidence()
 COSINE = LowConfidence(cosine_quota)

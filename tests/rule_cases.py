@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.processes import Uniform
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.transforms import chain
@@ -263,7 +263,7 @@ def _has_heads(name: str) -> bool:
 @functools.cache
 def advance(name: str) -> Advance:
     """The compiled loop of a case, the same for cases of the same network."""
-    return make_advance(program(name))
+    return canvases.make_advance(program(name))
 
 
 def make_state(

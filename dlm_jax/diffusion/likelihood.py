@@ -66,18 +66,9 @@ def costs(
     of the text is the same sum over text positions only. The EOS after the text is hidden with the
     same probability as text positions.
 
-    Args:
-      network: the model.
-      params: parameters of the model.
-      batch: the rows.
-      number_B: int32 indices of the rows in the data set.
-      key: key for the masks; unused by a causal model.
-      is_causal: whether the model is causal.
-      mask_id: the id of MASK.
-      eos_id: the id of EOS, which is not text.
-      num_draws: number of masks per row.
-      process: the forward process of the model; None means the masked process.
-      noise_ids: ids that the process uses as noise.
+    `number_B` are the indices of the rows in the data set, and `num_draws` is the number of masks
+    per row. A causal model does not use the key. A `process` of None means the masked process, and
+    `noise_ids` are the ids that a process uses as noise. EOS is not text.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:

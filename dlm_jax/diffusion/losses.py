@@ -60,40 +60,13 @@ def cross_entropy(
     MASK is never predicted, because its logit is set to -inf. Each device applies the head to its
     own positions, and the parameters of the head are gathered once. If there are more than 2^24
     logits per device (2^26 on accelerators), the logits are computed in slices of positions and
-    recomputed in the backward pass.
-
-    Args:
-      network: the model.
-      params: parameters of the model.
-      hidden_BLD: the output of the trunk.
-      targets_BL: int32 tokens.
-      mask_id: the id of MASK.
-      is_read_BL: True where the result is needed; None for all positions. At other positions, the
-        result is undefined (but not NaN) and is not computed on accelerators.
-    """
-    return cross_entropy_of(
-        network.readout, params, (hidden_BLD,), targets_BL,
-        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
-    )  # fmt: skip
-
-
-def cross_entropy_of(
-    read: Callable[..., jax.Array],
-    params: Params,
-    inputs: tuple[jax.Array, ...],
-    targets_BL: jax.Array,
-    *,
-    vocab_size: int,
-    mask_id: int,
-    is_read_BL: jax.Array | None = None,
-) -> jax.Array:
-    """`cross_entropy` for any head ``read(params, *inputs) -> logits [N, V]``.
-
-    The inputs are ``[B, L, ...]``.
+    recomputed in the backward pass. `is_read_BL` is True where the result is needed; None means all
+    positions. At other positions, the result is undefined (but not NaN) and is not computed on
+    accelerators.
     """
     return read_out(
-        _nll, read, params, inputs, (targets_BL,),
-        vocab_size=vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+        nll, network.readout, params, (hidden_BLD,), (targets_BL,),
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
     )  # fmt: skip
 
 
@@ -110,12 +83,18 @@ def read_out(
 ) -> jax.Array:
     """The values of ``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
-    The other arguments are as in `cross_entropy_of`. The arrays in `given` are ``[B, L]``. Each
-    call to `cost` receives some of their positions, along one or two axes.
+    The head is ``read(params, *inputs) -> logits [N, V]``, with inputs ``[B, L, ...]``; the logit
+    of MASK is set to -inf. The arrays in `given` are ``[B, L]``. Each call to `cost` receives some
+    of their positions, along one or two axes. Positions are processed as in `cross_entropy`.
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
-        return _at_logits(cost, functools.partial(read, params), mask_id, len(given), *arrays)
+        own, given = arrays[: len(inputs)], arrays[len(inputs) :]
+        lead = given[-1].ndim
+        logits_NV = read(params, *(x.reshape(-1, *x.shape[lead:]) for x in own))
+        is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
+        costs_N = cost(jnp.where(is_mask_1V, -jnp.inf, logits_NV), *given)
+        return costs_N.reshape(given[-1].shape)
 
     return at_positions(
         measure, params, (*inputs, *given), vocab_size=vocab_size, is_read_BL=is_read_BL
@@ -134,17 +113,9 @@ def divergence(
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
     The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution. No
-    gradient flows through p. MASK has probability 0 under both distributions. Positions are
-    processed as in `cross_entropy`.
-
-    Args:
-      reads: functions of the teacher and of the head, each ``read(params, *inputs) -> logits [N,
-        V]``.
-      params: parameters of each function.
-      inputs: inputs of each function, ``[B, L, ...]``.
-      is_read_BL: True where the result is needed.
-      vocab_size: number of logits.
-      mask_id: the id of MASK.
+    gradient flows through p. MASK has probability 0 under both distributions. Each pair belongs to
+    the teacher and to the head: its ``read(params, *inputs) -> logits [N, V]``, its parameters, and
+    its inputs ``[B, L, ...]``. Positions are processed as in `cross_entropy`.
     """
     count = len(inputs[0])
 
@@ -204,56 +175,40 @@ def at_positions(
     return on_own_share(of_share, params, (*arrays, *asked), kind="losses")
 
 
-def _at_logits(
-    cost: Callable[..., jax.Array],
-    read: Callable[..., jax.Array],
-    mask_id: int,
-    num_given: int,
-    *arrays: jax.Array,
-) -> jax.Array:
-    """The costs, in the shape of the last array."""
-    inputs, given = arrays[:-num_given], arrays[-num_given:]
-    lead = given[-1].ndim
-    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
-    ids = jnp.arange(logits.shape[1])[None, :]
-    logits = jnp.where(ids == mask_id, -jnp.inf, logits)
-    return cost(logits, *given).reshape(given[-1].shape)
-
-
-def _nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
     """Negative log-probabilities ``[N]`` of targets of any shape."""
     chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
     return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 
 def _in_slices(
-    nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
+    measure: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """Computes ``nll(*arrays)``, ``[B, L]``, on one device in slices of positions."""
+    """Computes ``measure(*arrays)``, ``[B, L]``, on one device in slices of positions."""
     num_rows, num_positions = arrays[-1].shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
     while num_rows * (num_positions // slices) * vocab_size > limit and slices < num_positions:
         slices = next(n for n in range(slices + 1, num_positions + 1) if num_positions % n == 0)
     if slices == 1:
-        return nll(*arrays)
+        return measure(*arrays)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_rows, slices, -1, *x.shape[2:]), 1, 0)
 
-    compute = jax.checkpoint(lambda piece: nll(*piece))
+    compute = jax.checkpoint(lambda piece: measure(*piece))
     found = jax.lax.map(compute, tuple(map(split, arrays)))
     return jnp.moveaxis(found, 0, 1).reshape(num_rows, num_positions)
 
 
 def at_read_positions(
-    nll: Callable[..., jax.Array],
+    measure: Callable[..., jax.Array],
     arrays: tuple[jax.Array, ...],
     is_read_BL: jax.Array,
     *,
     vocab_size: int,
 ) -> jax.Array:
-    """Computes ``nll(*arrays)``, ``[B, L]``, on one device at read positions; 0 elsewhere.
+    """Computes ``measure(*arrays)``, ``[B, L]``, on one device at read positions; 0 elsewhere.
 
     Read positions are moved to the front, and slices without read positions are skipped.
     """
@@ -270,7 +225,7 @@ def at_read_positions(
 
     def one_slice(first: jax.Array, *piece: jax.Array) -> jax.Array:
         return jax.lax.cond(
-            first < num_read, lambda: nll(*piece), lambda: jnp.zeros(size, jnp.float32)
+            first < num_read, lambda: measure(*piece), lambda: jnp.zeros(size, jnp.float32)
         )
 
     firsts = jnp.arange(slices) * size

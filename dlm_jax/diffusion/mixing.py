@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from dlm_jax.diffusion.canvas_denoising import canvas_denoising
-from dlm_jax.diffusion.certainty import certainty
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
+from dlm_jax.diffusion.distillation import certainty, sdtt
 from dlm_jax.diffusion.objectives import (
     Mixture,
     NetworkObjective,
@@ -18,7 +18,6 @@ from dlm_jax.diffusion.objectives import (
     proofreading,
 )
 from dlm_jax.diffusion.processes import checked
-from dlm_jax.diffusion.sdtt import sdtt
 
 
 def _of_process(
@@ -53,14 +52,9 @@ def mixture_of(
 ) -> Mixture:
     """Returns the mixture of objectives of a config. Objectives whose share is 0 are omitted.
 
-    Args:
-      config: objective section of the config.
-      mask_id: the id of MASK.
-      random_ids: ids that a corruption can show instead of the true token.
-      banned_ids: ids that are never written into a hole.
-      noise_ids: ids that a process other than the masked one can show.
-      block_length: block length of a block-causal model, or length of a canvas, else 0.
-      has_canvases: whether the model has canvases.
+    A corruption can show `random_ids` instead of the true token, and a process other than the
+    masked one `noise_ids`; `banned_ids` are never written into a hole. `block_length` is that of a
+    block-causal model, or the length of a canvas, else 0.
     """
     process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
     if has_canvases or not process.is_masked:

@@ -35,7 +35,7 @@ from dlm_jax.diffusion.processes import (
     process_of,
 )
 from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Network, Params, left_of, live_positions, right_of
 
 MISPRINTS = (
     "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
@@ -291,21 +291,13 @@ def elbo(
     with one low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation
     11), or per block in a block-causal model. The bound of a block-causal model is the sum over its
     blocks, each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion,
-    equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The
-    arguments `over` and `is_weighted` select other losses.
+    equation 6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound.
 
-    Args:
-      batch: rows with free tokens to hide.
-      key: key for times and masks.
-      schedule: noise schedule.
-      mask_id: the id of MASK.
-      block_length: block length of a block-causal model, else 0.
-      over: divisor of the sum. ``tokens``: the number of all tokens that are not given
-        (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``: the number of such tokens
-        in each row, followed by the mean over rows (instruction tuning of LLaDA, algorithm 2);
-        ``masked``: the number of hidden tokens (Dream).
-      is_weighted: whether tokens are weighted by time as in the ELBO. LLaDA2 and Fast-dLLM v2 use
-        equal weights.
+    Two arguments select other losses. `over` is the divisor of the sum. ``tokens``: the number of
+    all tokens that are not given (pre-training of LLaDA, Nie et al. 2025, algorithm 1); ``rows``:
+    the number of such tokens in each row, followed by the mean over rows (instruction tuning of
+    LLaDA, algorithm 2); ``masked``: the number of hidden tokens (Dream). Without `is_weighted`,
+    tokens have equal weights, as in LLaDA2 and Fast-dLLM v2.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
@@ -444,13 +436,8 @@ def misprint(
     follows a missing token, and a stray token that equals its successor is not a misprint. If the
     next token is given or is itself misprinted, it is not changed and no transposition occurs.
 
-    Args:
-      key: key for all draws.
-      tokens_BL: int32, clean rows.
-      length_B: int32, number of live tokens in each row.
-      is_free_BL: True at live tokens that can be misprinted.
-      ratio_B: float32 probability for each row, in [0, 1].
-      kinds: names from `MISPRINTS`, drawn uniformly. A name that occurs twice is twice as likely.
+    `is_free_BL` is True at live tokens that can be misprinted. `kinds` are names from `MISPRINTS`,
+    drawn uniformly; a name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
@@ -461,7 +448,7 @@ def misprint(
     place_BL = jnp.floor(jax.random.uniform(other_key, tokens_BL.shape) * length_B[:, None])
     other_BL = jnp.take_along_axis(tokens_BL, place_BL.astype(jnp.int32), axis=1)
     is_double_BL = jax.random.bernoulli(double_key, 0.5, tokens_BL.shape)
-    before_BL = jnp.where(is_double_BL, _after(tokens_BL, 0), other_BL)
+    before_BL = jnp.where(is_double_BL, left_of(tokens_BL, 0), other_BL)
     # The first token has no previous token to repeat.
     before_BL = before_BL.at[:, 0].set(other_BL[:, 0])
     printed_BL = _printed(tokens_BL, other_BL, damage)
@@ -477,7 +464,7 @@ def misprint(
     shown_BL = _put(_put(tokens_BL, kept_BL, printed_BL), stray_BL, before_BL)
     true_BL = _put(_put(tokens_BL, kept_BL, due_BL), stray_BL, tokens_BL)
     if damage.has_two_strays_BL is not None:
-        first_BL = jnp.where(is_double_BL, _after(_after(tokens_BL, 0), 0), _after(other_BL, 0))
+        first_BL = jnp.where(is_double_BL, left_of(left_of(tokens_BL, 0), 0), left_of(other_BL, 0))
         first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
         pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
         shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
@@ -504,15 +491,15 @@ def _damage(
 
     def with_pairs(name: str) -> jax.Array:
         is_pair_BL = of(f"{name}_pair")
-        return of(name) | is_pair_BL | (_after(is_pair_BL, False) & is_second_BL)
+        return of(name) | is_pair_BL | (left_of(is_pair_BL, False) & is_second_BL)
 
     is_missing_BL = with_pairs("missing")
-    may_stray_BL = ~_after(is_missing_BL, False)
+    may_stray_BL = ~left_of(is_missing_BL, False)
     return _Damage(
         is_missing_BL,
         with_pairs("wrong"),
         (of("stray") | of("stray_pair")) & may_stray_BL,
-        of("transposed") & _before(is_second_BL, False) if "transposed" in kinds else None,
+        of("transposed") & right_of(is_second_BL, False) if "transposed" in kinds else None,
         of("stray_pair") & may_stray_BL if "stray_pair" in kinds else None,
     )
 
@@ -524,16 +511,16 @@ def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.
     printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
     if damage.is_swapped_BL is None:
         return printed_BL
-    printed_BL = jnp.where(damage.is_swapped_BL, _before(tokens_BL, 0), printed_BL)
-    is_other_BL = _after(damage.is_swapped_BL, False)
-    return jnp.where(is_other_BL, _after(tokens_BL, 0), printed_BL)
+    printed_BL = jnp.where(damage.is_swapped_BL, right_of(tokens_BL, 0), printed_BL)
+    is_other_BL = left_of(damage.is_swapped_BL, False)
+    return jnp.where(is_other_BL, left_of(tokens_BL, 0), printed_BL)
 
 
 def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
     """The target of each kept token: the successor of the previous kept token."""
     index_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     last_kept_BL = jax.lax.cummax(jnp.where(is_kept_BL, index_BL, -1), axis=1)
-    return jnp.take_along_axis(tokens_BL, _after(last_kept_BL, -1) + 1, axis=1)
+    return jnp.take_along_axis(tokens_BL, left_of(last_kept_BL, -1) + 1, axis=1)
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
@@ -545,16 +532,6 @@ def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
         return old_L.at[at_L].set(new_L, mode="drop")
 
     return jax.vmap(one_row)(old_BL, at_BL, new_BL)
-
-
-def _before(x_BL: jax.Array, last: int | bool) -> jax.Array:
-    """The right neighbour of each position, and `last` at the end."""
-    return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)
-
-
-def _after(x_BL: jax.Array, first: int | bool) -> jax.Array:
-    """The left neighbour of each position, and `first` at the start."""
-    return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
 def proofreading(

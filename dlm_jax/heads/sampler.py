@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.losses import Loss, cross_entropy_of, divergence, hidden_of
+from dlm_jax.diffusion.losses import Loss, divergence, hidden_of, nll, read_out
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.sampling.propose import SamplerReadout
@@ -221,18 +221,9 @@ def prepare_sampler_inputs(
     """Inputs of the sampler head at every position of a batch.
 
     Neighbours are tokens on the shown canvas. MASK, PAD and positions outside the row do not count
-    as neighbours. A revealed position shows its true token, as if a wave had filled it.
-
-    Args:
-      network: network with a sampler head.
-      params: the network's parameters.
-      shown_BL: int32 canvas that the trunk read.
-      tokens_BL: int32 true tokens.
-      hidden_BLD: the output of the trunk.
-      length_B: int32, number of live tokens in each row.
-      is_revealed_BL: True where a hole shows its true token to its neighbours.
-      mask_id: the id of MASK.
-      is_noised_BL: True where a token may be noise, which is treated like a hole.
+    as neighbours. A revealed position is a hole that shows its true token to its neighbours, as if
+    a wave had filled it. Where `is_noised_BL` is True, a token may be noise, which is treated like
+    a hole. `hidden_BLD` is the output of the trunk for `shown_BL`.
     """
     num_positions = shown_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
@@ -274,15 +265,10 @@ def sampler_loss(
     gets no gradient. `total` is the number of supervised positions in the whole batch.
     """
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
-    nll_BL = cross_entropy_of(
-        network.heads["sampler"].readout,
-        params,
-        tuple(inputs),
-        targets_BL,
-        vocab_size=network.vocab_size,
-        mask_id=mask_id,
-        is_read_BL=is_supervised_BL,
-    )
+    nll_BL = read_out(
+        nll, network.heads["sampler"].readout, params, tuple(inputs), (targets_BL,),
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_supervised_BL,
+    )  # fmt: skip
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
 
 
@@ -305,18 +291,8 @@ def trunk_loss(
     the canvas z and the revealed tokens x_R, of which the head reads only those next to i. The
     trunk runs once more, with the revealed tokens shown. As in ADJUST (Bansal & Sanghavi 2025), the
     head is trained to match the distribution that results from sampling one position at a time.
-
-    Args:
-      network: network with a sampler head.
-      params: all parameters; only those of the head get a gradient.
-      inputs: inputs of the head, from `prepare_sampler_inputs`.
-      shown_BL: int32 canvas z.
-      tokens_BL: int32 true tokens.
-      length_B: int32, number of live tokens in each row.
-      is_revealed_BL: True where a hole shows its true token to its neighbours.
-      is_asked_BL: True at the holes in the loss, which are not revealed.
-      total: number of holes in the loss, in the whole batch.
-      mask_id: the id of MASK.
+    Only the parameters of the head get a gradient. `is_asked_BL` is True at the holes in the loss,
+    which are not revealed, and `total` is their number in the whole batch.
     """
     frozen = jax.lax.stop_gradient(params)
     seen_BL = jnp.where(is_revealed_BL & (shown_BL == mask_id), tokens_BL, shown_BL)

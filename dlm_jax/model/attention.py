@@ -172,6 +172,24 @@ def plain_attention(
     return jnp.moveaxis(y_SBNHK, 0, 1).reshape(q_BLHK.shape)
 
 
+def by_formula(
+    q_BNHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    may_see: MaySee | None,
+) -> jax.Array:
+    """`plain_attention`, in the form that is faster on CPUs."""
+    if platform() != "cpu":
+        return plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=may_see)
+    is_seen_BNM = is_live_BM[:, None]
+    if may_see is not None:
+        query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
+        is_seen = may_see(query_N[:, None], key_M[None])
+        is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
+    return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
+
+
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary angles, each float32 ``[L, K/2]``.
 
@@ -283,11 +301,11 @@ def attend(
     length are finite but meaningless. CPU programs use `dlm_jax.model.kernels.cpu`; other programs
     use `attention`.
     """
+    may_see = causal if is_causal else None
     if platform() != "cpu":
-        may_see = causal if is_causal else None
         return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
-    y_BLHK = cpu.attention(q_BLHK, k_BLGK, v_BLGK, length_B, is_causal=is_causal)
-    return checkpoint_name(y_BLHK, SAVED)
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), q_BLHK.shape[1])
+    return checkpoint_name(by_formula(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see), SAVED)
 
 
 def attend_in_blocks(
@@ -299,14 +317,11 @@ def attend_in_blocks(
     block_length: int,
 ) -> jax.Array:
     """Like `attend`, but a position attends to its own block and all earlier blocks."""
+    may_see = InBlocks(block_length)
     if platform() != "cpu":
-        may_see = InBlocks(block_length)
         return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
-    place_L = jnp.arange(q_BLHK.shape[1])
-    is_seen_BLL = _sees(place_L[None], place_L[None], block_length)
-    is_seen_BLL = is_seen_BLL & live_positions(length_B, place_L.size)[:, None, :]
-    y_BLHK = cpu.attention_where(q_BLHK, k_BLGK, v_BLGK, is_seen_BLL)
-    return checkpoint_name(y_BLHK, SAVED)
+    is_live_BL = live_positions(length_B, q_BLHK.shape[1])
+    return checkpoint_name(by_formula(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see), SAVED)
 
 
 def attention_weights(
@@ -358,13 +373,7 @@ def attend_behind(
         return (is_of_canvas | (key <= query)[None]) & (key[None] > begin)
 
     is_live_BL = live_positions(jnp.maximum(length_B, 1), q_BLHK.shape[1])
-    if platform() != "cpu":
-        y_BLHK = plain_attention(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see=may_see)
-    else:
-        place_L = jnp.arange(q_BLHK.shape[1])
-        is_seen_BLL = may_see(place_L[:, None], place_L[None]) & is_live_BL[:, None, :]
-        y_BLHK = cpu.attention_where(q_BLHK, k_BLGK, v_BLGK, is_seen_BLL)
-    return checkpoint_name(y_BLHK, SAVED)
+    return checkpoint_name(by_formula(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see), SAVED)
 
 
 def attend_beside_clean(
@@ -379,14 +388,8 @@ def attend_beside_clean(
 
     A noisy position attends to the noisy positions of its block and the clean positions of earlier
     blocks. A clean position attends to the clean positions of its own and earlier blocks (Arriola
-    et al. 2025, Block diffusion, section 3.1).
-
-    Args:
-      q_BLHK: queries of both streams, concatenated along the row axis: ``[2 B, L, H, K]``.
-      k_BLGK: keys, ``[2 B, L, G, K]``.
-      v_BLGK: values, ``[2 B, L, G, K]``.
-      length_B: row lengths, the same for both streams.
-      block_length: number of positions per block.
+    et al. 2025, Block diffusion, section 3.1). The streams are concatenated along the row axis,
+    ``[2 B, L, ...]``, and have the same lengths.
     """
     half = length_B.shape[0]
     k_BMGK, v_BMGK = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k_BLGK, v_BLGK))
@@ -394,11 +397,8 @@ def attend_beside_clean(
     if platform() != "cpu":
         noisy_BLHK = attention(q_BLHK[:half], k_BMGK, v_BMGK, length_B, may_see=may_see)
     else:
-        place_M = jnp.arange(k_BMGK.shape[1])
-        is_live_BL = live_positions(length_B, q_BLHK.shape[1])
-        is_live_B1M = jnp.tile(is_live_BL, (1, 2))[:, None, :]
-        is_seen_BLM = may_see(place_M[: q_BLHK.shape[1], None], place_M[None])[None] & is_live_B1M
-        noisy_BLHK = cpu.attention_where(q_BLHK[:half], k_BMGK, v_BMGK, is_seen_BLM)
+        is_live_BM = jnp.tile(live_positions(length_B, q_BLHK.shape[1]), (1, 2))
+        noisy_BLHK = by_formula(q_BLHK[:half], k_BMGK, v_BMGK, is_live_BM, may_see)
     clean_BLHK = attend_in_blocks(
         q_BLHK[half:], k_BLGK[half:], v_BLGK[half:], length_B, block_length=block_length
     )
@@ -523,13 +523,8 @@ def attend_beside_kept(
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
-    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place.
-
-    Args:
-      q_BWHK: queries.
-      kept: cached keys and values, each ``[B, G, L, K]``, or a layer of a cache.
-      own_BGWK: new keys and values.
-      seen: biases of the scores, as in `seen_keys`.
+    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place. Other
+    cached keys and values are ``[B, G, L, K]`` each. `seen` are the biases of `seen_keys`.
     """
     if isinstance(kept, CachedLayer):
         kernel = _window_kernel(q_BWHK, kept, own_BGWK, seen)

@@ -36,7 +36,7 @@ from dlm_jax.model.context import attend_beside_gathered, noisy_in_order, paired
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
-from dlm_jax.types import CachedTrunk, Params, Window
+from dlm_jax.types import CachedTrunk, Params, Window, left_of
 
 # Maximum number of rows that are written in place one by one. More rows are written by one scatter
 # or, on TPUs, where a scatter copies whole windows, in a loop.
@@ -80,7 +80,7 @@ def put_at(
 
 def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
     """The input of a causal network: `start_id` and all tokens except the last."""
-    return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]
+    return left_of(tokens_BL, start_id)
 
 
 _UNROLLED = 16

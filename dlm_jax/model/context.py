@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.distributed.partitions import PLACES, fitting, with_trivial
-from dlm_jax.model.attention import SAVED, plain_attention
-from dlm_jax.model.kernels import cpu
+from dlm_jax.model.attention import SAVED, by_formula
 
 AXIS = "context"
 _LANES = 128
@@ -174,7 +173,9 @@ def attend_beside_gathered(
             )
             given = q.reshape(q.shape[0], -1, *q.shape[3:]), k, v, is_live_BM
             if kernel is None:
-                y = checkpoint_name(_formula(*given, device, may_see), SAVED)
+                first = device * given[0].shape[1]
+                y = by_formula(*given, lambda query, key: may_see(first + query, key))
+                y = checkpoint_name(y, SAVED)
             else:
                 from dlm_jax.model.kernels.splash import on_cores, with_kernel
 
@@ -242,24 +243,3 @@ def _splash_kernel(
         num_devices=pieces.count, multiple=pieces.own // 2,
         unit=may_see.block_length, saved=SAVED, interpret=interpret,
     )  # fmt: skip
-
-
-def _formula(
-    q_BNHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
-    is_live_BM: jax.Array,
-    device: jax.Array,
-    may_see: BesideGathered,
-) -> jax.Array:
-    """The attention of one device by the plain formula."""
-    first = device * q_BNHK.shape[1]
-
-    def own_sees(query: Any, key: Any) -> Any:
-        return may_see(first + query, key)
-
-    if devices.platform() != "cpu":
-        return plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=own_sees)
-    query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
-    is_seen_BNM = own_sees(query_N[:, None], key_M[None])[None] & is_live_BM[:, None]
-    return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)

@@ -110,7 +110,8 @@ def over_devices(
     inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
     outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
     splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
-    splits_rows = splits_experts and "expert" in _names(rows[0])
+    row_axes = (rows[0],) if isinstance(rows[0], str) else rows[0] or ()
+    splits_rows = splits_experts and "expert" in row_axes
 
     def of_share(kernels: Kernels, *own: jax.Array) -> jax.Array:
         if splits_rows:
@@ -130,10 +131,6 @@ def over_devices(
         check_vma=False,
     )  # fmt: skip
     return split(kernels, *arrays)
-
-
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def _of_share(
@@ -192,16 +189,9 @@ def mixture(
     """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
 
     Tokens are sorted by expert, so that each of the three projections is one grouped matrix product
-    (`jax.lax.ragged_dot`).
-
-    Args:
-      x_ND: tokens.
-      ids_NK: ids of each token's experts, int32.
-      weights_NK: weights of each token's experts, float32.
-      kernels: kernels of all or some experts.
-      first: id of the first expert in `kernels`; experts outside `kernels` contribute nothing. None
-          means that `kernels` contains all experts.
-      activation: activation of the gate; a key of `GATES`.
+    (`jax.lax.ragged_dot`). `first` is the id of the first expert in `kernels`; experts outside
+    `kernels` contribute nothing. None means that `kernels` contains all experts. The activation of
+    the gate is a key of `GATES`.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape

@@ -148,11 +148,8 @@ def rematerialised(
 def chosen(config: ModelConfig, num_positions: float, memory: float, platform: str) -> str:
     """The value of ``model.remat`` that ``auto`` stands for.
 
-    Args:
-      config: config of the model.
-      num_positions: number of positions of a batch on one device.
-      memory: memory of the device in bytes; 0 if unknown.
-      platform: platform of the device.
+    `num_positions` is the number of positions of a batch on one device, and `memory` is the memory
+    of the device in bytes, 0 if unknown.
     """
     if not memory:
         return "attention"

@@ -8,14 +8,17 @@ appended to it when it opens, and finished blocks at its start are removed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.row import RowParams
+from dlm_jax.types import left_of
+
+T = TypeVar("T")
 
 
 class CurrentBlock(NamedTuple):
@@ -164,9 +167,13 @@ def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
     return int(counts.max()) * counts.size
 
 
-def choose(is_first_B: jax.Array, first: CurrentBlock, other: CurrentBlock) -> CurrentBlock:
-    """Selects one of two blocks for each row."""
-    return CurrentBlock(*(jnp.where(is_first_B, a, b) for a, b in zip(first, other, strict=True)))
+def choose(is_first_B: jax.Array, first: T, other: T) -> T:
+    """Selects one of two pytrees of arrays ``[B, ...]``, such as blocks, for each row."""
+
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(one, first, other)
 
 
 def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:
@@ -180,5 +187,4 @@ def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> j
     number_BL = (place_1L - first_B[:, None]) // size_B[:, None]
     at_work_BL = jnp.where(is_work_BL, number_BL, -1)
     upto_BL = jax.lax.cummax(at_work_BL, axis=1)
-    before_BL = jnp.pad(upto_BL[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return jnp.sum(is_work_BL & (number_BL > before_BL), axis=1).astype(jnp.int32)
+    return jnp.sum(is_work_BL & (number_BL > left_of(upto_BL, -1)), axis=1).astype(jnp.int32)

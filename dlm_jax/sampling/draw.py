@@ -12,7 +12,7 @@ from jax import Array
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import TOLERANCE
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 
 METHODS = ("inverse_cdf", "gumbel")
 
@@ -62,7 +62,10 @@ def draw_with(
     if method == "gumbel":
         if divisor_N is not None:
             logits_NV = vocab.divide(logits_NV, divisor_N)
-        return _gumbel(logits_NV, noise)
+        V = logits_NV.shape[1]
+        # The default float32 Gumbel noise undershoots the tail; mode "high" does not.
+        noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(noise)
+        return vocab.argmax(logits_NV + noise_NV)
     if weight_NC is None:
         _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
     return _inverse_cdf(logits_NV, weight_NC, noise, divisor_N)
@@ -104,13 +107,6 @@ def log_prob(logits_NV: Array, ids_N: Array, sums: tuple[Array, Array] | None = 
     max_N, weight_NC = vocab.exp_columns(logits_NV) if sums is None else sums
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
     return chosen_N - max_N - jnp.log(weight_NC.sum(-1))
-
-
-def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
-    V = logits_NV.shape[1]
-    # The default float32 Gumbel noise undershoots the tail; mode "high" does not.
-    noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(keys_N)
-    return vocab.argmax(logits_NV + noise_NV)
 
 
 def _inverse_cdf(

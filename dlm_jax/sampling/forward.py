@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, returned
+from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions
@@ -176,7 +175,8 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
         kept, hidden_BWD = _canvases(program, params, state, inputs)
     else:
         kept, hidden_BWD = _windows(program, params, rule, sizes, cache.kept, inputs)
-    output = TrunkOutput(hidden_BWD, at_BL=_places(inputs.place_B, sizes[0], num_positions))
+    offset_BL = jnp.arange(num_positions)[None] - inputs.place_B[:, None]
+    output = TrunkOutput(hidden_BWD, at_BL=jnp.clip(offset_BL, 0, sizes[0] - 1))
     bare = cache.bare
     if program.is_guided:
         guided_B = state.row.guidance_B != 0
@@ -213,12 +213,6 @@ def _smallest(
     need_B = jnp.minimum(plan.end_B, state.canvas.length_B) - plan.begin_B
     number_B = jnp.sum(need_B[:, None] > jnp.array(sizes[:-1], jnp.int32)[None], axis=1)
     return jnp.where(runs_B & ~plan.is_due_B, number_B, -1).astype(jnp.int32)
-
-
-def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
-    """Index ``[B, L]`` of the hidden vector of each position within the window of its row."""
-    offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
-    return jnp.clip(offset_BL, 0, width - 1)
 
 
 def _num_computed(

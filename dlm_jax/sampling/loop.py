@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,11 +112,3 @@ def advanced(
 def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
     # The transfer is explicit, because `jax.transfer_guard("disallow")` allows only explicit ones.
     return jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
-
-
-@functools.lru_cache(maxsize=64)
-def make_advance(
-    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
-) -> Advance:
-    """The `Advance` for `program`. The last 64 results are cached, keyed by their arguments."""
-    return Advance(program, compiler_options=dict(compiler_options))

@@ -16,6 +16,7 @@ from dlm_jax.devices import platform
 from dlm_jax.types import Network, Params
 
 T = TypeVar("T")
+_Pair = tuple[jax.Array, jax.Array]
 
 
 def chunk_size(vocab_size: int) -> int:
@@ -99,6 +100,26 @@ def put(old: Any, places_N: jax.Array, is_real_N: jax.Array, new: Any) -> Any:
 def at_places(x_BL: jax.Array, places_N: jax.Array) -> jax.Array:
     """The values at the places, ``[N, ...]``."""
     return x_BL.reshape(x_BL.shape[0] * x_BL.shape[1], *x_BL.shape[2:])[places_N]
+
+
+def place_of_largest(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`jnp.argmax` of floats or booleans along an axis, as int32.
+
+    `jnp.argmax` creates a new function on each use, and JAX caches the trace of each such function
+    (jax 0.10.1). The memory of a process would therefore grow with every compiled program.
+    """
+    axis %= x.ndim
+    place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    lowest = np.array(False if x.dtype == bool else -np.inf, x.dtype)
+    return jax.lax.reduce((x, place), (lowest, np.int32(0)), _larger, (axis,))[1]
+
+
+def _larger(one: _Pair, other: _Pair) -> _Pair:
+    """The pair with the larger value, or with the lower index on ties. NaN is the largest."""
+    (x, place), (other_x, other_place) = one, other
+    is_larger = (x > other_x) | (x != x)
+    is_first = is_larger | ((x == other_x) & (place < other_place))
+    return jax.lax.select(is_larger, x, other_x), jax.lax.select(is_first, place, other_place)
 
 
 class TrunkOutput(NamedTuple):

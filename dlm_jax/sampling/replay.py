@@ -22,7 +22,7 @@ from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.step import chain_now, step_keys, visible_context
-from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Params, Status
 
 
@@ -115,9 +115,10 @@ class Trace:
 
 
 _BY_STEP = (
-    "canvas", "tokens", "is_written", "logprobs", "choice_logprobs", "entropy", "confidence",
-    "level",
+    "canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level",
+    "choice_logprobs",
 )  # fmt: skip
+"""The fields with an axis of steps, in the order of `dlm_jax.sampling.state.Records`."""
 
 
 def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
@@ -125,14 +126,7 @@ def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
     records = state.records
     assert records is not None, "the program is traced"
     return Trace(
-        canvas=records.canvas_BSL,
-        tokens=records.tokens_BSL,
-        is_written=records.is_written_BSL,
-        logprobs=records.logprob_BSL,
-        choice_logprobs=records.choice_BS,
-        entropy=records.entropy_BSL,
-        confidence=records.confidence_BSL,
-        level=records.level_BSL,
+        **dict(zip(_BY_STEP, records, strict=True)),
         length=state.canvas.length_B,
         is_frozen=state.canvas.frozen_BL,
         steps=state.step_B,
@@ -327,10 +321,8 @@ def _read(
 
     def scored(source: Source) -> jax.Array:
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-            row_N, index_N = places_N // num_positions, places_N % num_positions
-            key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
-            at = At(row_N, index_N, key_N, is_real_N)
             ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
+            at = writer.at(places_N, is_real_N)
             policy_N = writer.policy(source.logits(places_N), ids_N, at)
             return jnp.where(is_real_N, policy_N, 0.0)
 

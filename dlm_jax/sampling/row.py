@@ -1,10 +1,12 @@
-"""Per-row settings and counters of the loop."""
+"""Per-row settings and counters of the loop, and ratios that change over a row's steps."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.settings import (
@@ -16,41 +18,11 @@ from dlm_jax.settings import (
     SettingError,
     fact,
     per_row,
+    require,
     rule,
 )
 
 STEPS = Setting("steps", 128, "number of denoising steps per sample", low=1)
-BLOCK_LENGTH = Setting(
-    "block_length", 0,
-    "number of tokens per block; blocks are finished in order; 0 uses a single block", low=0,
-)  # fmt: skip
-OPEN_BLOCKS = Setting(
-    "open_blocks", 1,
-    "maximum number of open blocks; the next block opens when the share open_share of the last one "
-    "is written",
-    low=1, high=64,
-)  # fmt: skip
-OPEN_SHARE = Setting(
-    "open_share", 0.5,
-    "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
-    low=ABOVE_ZERO, high=1.0, activates=False,
-)  # fmt: skip
-GUIDANCE = Setting(
-    "guidance", 0.0,
-    "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
-    low=0.0, high=1e6,
-)  # fmt: skip
-STOP_AT_EOS = Setting(
-    "stop_at_eos", False,
-    "for rows with edits: end a row when a finished block contains EOS. Rows without edits always "
-    "end at an EOS that precedes all holes and follows all given tokens",
-)  # fmt: skip
-RESAMPLE = Setting("resample", False, "treat every token that is not given as a hole at every step")
-MAX_NEW_TOKENS = Setting(
-    "max_new_tokens", 0,
-    "length_target_mode: number of generated tokens; 0 uses the initial number",
-    low=0, high=2**20 - 1,
-)  # fmt: skip
 TIES = Setting(
     "ties", "key",
     "order of positions that tie within float rounding: random, from the seed (key), or lower "
@@ -71,14 +43,41 @@ class RowParams(Rule):
 
     steps_B: jax.Array = per_row(STEPS)
     seed_B: jax.Array = per_row(_SEED, column=lambda rows: np.array(rows, np.uint32))
-    block_length_B: jax.Array = per_row(BLOCK_LENGTH)
-    open_blocks_B: jax.Array = per_row(OPEN_BLOCKS)
-    open_share_B: jax.Array = per_row(OPEN_SHARE)
-    guidance_B: jax.Array = per_row(GUIDANCE)
-    stops_at_eos_B: jax.Array = per_row(STOP_AT_EOS)
-    resamples_B: jax.Array = per_row(RESAMPLE)
+    block_length_B: jax.Array = per_row(Setting(
+        "block_length", 0,
+        "number of tokens per block; blocks are finished in order; 0 uses a single block",
+        low=0,
+    ))  # fmt: skip
+    open_blocks_B: jax.Array = per_row(Setting(
+        "open_blocks", 1,
+        "maximum number of open blocks; the next block opens when the share open_share of the "
+        "last one is written",
+        low=1, high=64,
+    ))  # fmt: skip
+    open_share_B: jax.Array = per_row(Setting(
+        "open_share", 0.5,
+        "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
+        low=ABOVE_ZERO, high=1.0, activates=False,
+    ))  # fmt: skip
+    guidance_B: jax.Array = per_row(Setting(
+        "guidance", 0.0,
+        "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    stops_at_eos_B: jax.Array = per_row(Setting(
+        "stop_at_eos", False,
+        "for rows with edits: end a row when a finished block contains EOS. Rows without edits "
+        "always end at an EOS that precedes all holes and follows all given tokens",
+    ))  # fmt: skip
+    resamples_B: jax.Array = per_row(
+        Setting("resample", False, "treat every token that is not given as a hole at every step")
+    )
     capacity_B: jax.Array = per_row(_CAPACITY)
-    max_new_B: jax.Array = per_row(MAX_NEW_TOKENS)
+    max_new_B: jax.Array = per_row(Setting(
+        "max_new_tokens", 0,
+        "length_target_mode: number of generated tokens; 0 uses the initial number",
+        low=0, high=2**20 - 1,
+    ))  # fmt: skip
     ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
 
@@ -103,6 +102,17 @@ class RowParams(Rule):
 
 ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))
 """The settings of `RowParams`, except the seed and the capacity."""
+
+
+def check_space(name: str, row: Any, facts: Any, does: str) -> None:
+    """Raises `SettingError` for the value ``space`` of a setting if no space can be written."""
+    remedy = f"use {name}='mask'"
+    require(
+        facts.space_id >= 0, name, "space", "requires a space token, which the tokenizer lacks",
+        remedy,
+    )  # fmt: skip
+    is_banned = (facts.space_id, -math.inf) in row.logit_bias
+    require(not is_banned, name, "space", f"{does} spaces, which logit_bias bans", remedy)
 
 
 class Counters(NamedTuple):
@@ -135,3 +145,31 @@ class Counters(NamedTuple):
     def plus(self, more: Counters) -> Counters:
         """The sum of these counters and `more`."""
         return Counters(*(old + new for old, new in zip(self, more, strict=True)))
+
+
+SCHEDULES = {"linear": "linear", "cosine": "cosine"}
+"""Schedules, as the choices of a setting."""
+
+
+def ratio_at(
+    start_B: jax.Array, end_B: jax.Array, step_B: jax.Array, steps_B: jax.Array, *, schedule: str
+) -> jax.Array:
+    """float32 ``[B]`` ratio that changes from `start_B` at the first step to `end_B` at the last.
+
+    With ``t = step / (steps - 1)``, the linear schedule is ``start + (end - start) t``, and the
+    cosine schedule is ``end + (start - end) (1 + cos(pi t)) / 2``. With a single step, the ratio is
+    `start_B`.
+
+    Raises:
+      ValueError: the schedule is not one of `SCHEDULES`.
+    """
+    share_B = step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1)
+    share_B = jnp.minimum(share_B, 1.0)
+    if schedule == "linear":
+        ratio_B = start_B + (end_B - start_B) * share_B
+    elif schedule == "cosine":
+        ratio_B = end_B + (start_B - end_B) * 0.5 * (1.0 + jnp.cos(jnp.pi * share_B))
+    else:
+        known = " or ".join(SCHEDULES)
+        raise ValueError(f"schedule={schedule!r} is unknown; use {known}")
+    return jnp.where(steps_B <= 1, start_B, ratio_B)

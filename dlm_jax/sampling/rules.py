@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from dlm_jax.settings import (
     Setting,
     SettingError,
     brief,
+    check_ids,
     nearest,
     on_device,
     static_values,
@@ -296,7 +297,7 @@ class RuleTable:
             ("banned_ids", frozenset(facts.banned_ids) - frozenset(facts.eos_ids)),
             ("eos_ids", facts.eos_ids), ("logit_bias", biased), ("dry_breakers", row.dry_breakers),
         ):  # fmt: skip
-            _check_ids(what, ids, facts.vocab_size)
+            check_ids(what, ids, facts.vocab_size)
         if not facts.eos_ids and row.ignore_eos:
             warnings.warn("ignore_eos is disabled: the vocabulary has no EOS token", stacklevel=3)
         if len(self.banned(row, facts)) >= facts.vocab_size:
@@ -364,14 +365,3 @@ def _choice(
     said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
     told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
     return Setting(name, default, f"{what}: {told}", choices={n: n for n in (*others, *said)})
-
-
-def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise SettingError(
-                what,
-                UNSET,
-                f"has id {token}, outside the vocabulary of {vocab_size}",
-                f"use 0 to {vocab_size - 1}",
-            )

@@ -1,4 +1,4 @@
-"""The per-row state of the denoising loop, and the state before the first step.
+"""The per-row state of the denoising loop, its records, and the state before the first step.
 
 Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row does not depend on
 the rest of the batch, and rows at different steps can be batched together.
@@ -15,14 +15,48 @@ from dlm_jax.sampling.blocks import CurrentBlock, first_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
 from dlm_jax.sampling.commit.commit_rule import RuleMemory
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.records import Records, start_records
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""
+
+
+class Records(NamedTuple):
+    """Records of up to ``S`` steps per row. Records of steps that were not taken are empty.
+
+    Attributes:
+      canvas_BSL: int32, input of the forward pass.
+      tokens_BSL: int32 candidates; -1 where no candidate was drawn.
+      is_written_BSL: True where the candidate was committed.
+      logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as in the next two
+        fields.
+      entropy_BSL: `Drawn.entropy_BL`.
+      confidence_BSL: float32 confidence of the commit rule.
+      level_BSL: `Drawn.level_BL`.
+      choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
+        choice is deterministic.
+    """
+
+    canvas_BSL: jax.Array
+    tokens_BSL: jax.Array
+    is_written_BSL: jax.Array
+    logprob_BSL: jax.Array
+    entropy_BSL: jax.Array
+    confidence_BSL: jax.Array
+    level_BSL: jax.Array
+    choice_BS: jax.Array
+
+    def with_step(self, step_B: jax.Array, steps_B: jax.Array, new: Records) -> Records:
+        """Adds the values of one step, ``[B, L]`` and ``[B]``, where ``steps_B`` is True."""
+        row_B, num_steps = jnp.arange(step_B.shape[0]), self.choice_BS.shape[1]
+        place_B = jnp.where(steps_B, step_B, num_steps)
+        put = (
+            old.at[row_B, place_B].set(one, mode="drop") for old, one in zip(self, new, strict=True)
+        )
+        return Records(*put)
 
 
 class State(NamedTuple):
@@ -135,6 +169,18 @@ def start(
     )
     # `advance` donates the state, so all buffers must be distinct and not shared with other arrays.
     return jax.tree.map(jnp.copy, state)
+
+
+def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
+    """Empty records for `num_steps` steps."""
+    num_rows, num_positions = tokens_BL.shape
+    shape = num_rows, num_steps, num_positions
+    none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+    canvas = jnp.broadcast_to(tokens_BL[:, None], shape)
+    return Records(
+        canvas, none, zeros > 0, zeros, zeros, zeros, none + 1,
+        jnp.zeros((num_rows, num_steps), jnp.float32),
+    )  # fmt: skip
 
 
 def work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.randomness import key_of
+from dlm_jax.randomness import key_of, salted
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
@@ -37,15 +37,13 @@ from dlm_jax.sampling.edits.moves import (
 from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.edits.trial import tried
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
+from dlm_jax.sampling.positions import TrunkOutput, hidden, place_of_largest, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Reader, Wanted
-from dlm_jax.sampling.records import Records
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
 from dlm_jax.sampling.remask.renoise import random_ids
 from dlm_jax.sampling.row import TIES, Counters
-from dlm_jax.sampling.state import EDITED, State, work
+from dlm_jax.sampling.state import EDITED, Records, State, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Params, Status, live_positions
@@ -258,9 +256,8 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
         return is_noise_BL, random_BL, jnp.sum(is_text_BV, axis=1, dtype=jnp.int32)
 
     tokens_BL = state.canvas.tokens_BL
-    salted_B = jax.vmap(lambda key: jax.random.fold_in(key, RENOISE_SALT))(key_B)
     is_noise_BL, random_BL, num_ids_B = program.by_rows(of_rows)(
-        None, (state.rules.chain, tokens_BL, salted_B)
+        None, (state.rules.chain, tokens_BL, salted(key_B, RENOISE_SALT))
     )
     is_mask_BL = tokens_BL == program.mask_id
     return Standing(tokens_BL, is_mask_BL, is_noise_BL, random_BL, num_ids_B, program.mask_id)
@@ -280,7 +277,7 @@ def begun(program: Program, state: State) -> State:
         return returned(tokens_BL, rule, "begin", "B, L", is_new_BL.shape, jnp.int32)
 
     new_BL = jax.lax.cond(jnp.any(is_new_BL), first, lambda: state.canvas.tokens_BL)
-    return _renewed_at(program, state, is_new_BL, new_BL)
+    return overwritten(program, state, is_new_BL & (new_BL != state.canvas.tokens_BL), new_BL)
 
 
 def _renewed(
@@ -294,18 +291,19 @@ def _renewed(
     memory = state.memory._replace(places=filled.kept)
     new_BL = rule.renewed(inputs.commit._replace(memory=memory), filled.proposal)
     new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
-    return _renewed_at(program, state, others_BL, new_BL)
+    return overwritten(program, state, others_BL & (new_BL != state.canvas.tokens_BL), new_BL)
 
 
-def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
-    """Writes tokens that were not candidates."""
+def overwritten(
+    program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array | int
+) -> State:
+    """The state with tokens that are no candidates, such as MASK, at some positions."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
-    tokens_BL = state.canvas.tokens_BL
-    is_other_BL = is_at_BL & (new_BL != tokens_BL)
+    tokens_BL = jnp.where(is_at_BL, new_BL, state.canvas.tokens_BL)
     return state._replace(
-        canvas=state.canvas._replace(tokens_BL=jnp.where(is_at_BL, new_BL, tokens_BL)),
-        logprob_BL=jnp.where(is_other_BL, 0.0, state.logprob_BL),
-        committed_BL=jnp.where(is_other_BL, put_BL, state.committed_BL),
+        canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_at_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_at_BL, put_BL, state.committed_BL),
     )
 
 
@@ -424,12 +422,7 @@ def renoised(program: Program, state: State) -> State:
         renoise.ratio(state.step_B, state.row.steps_B), step_keys(state, salt=RENOISE_SALT)[0],
     )  # fmt: skip
     tokens_BL, is_hit_BL = program.by_rows(of_rows)(None, rows)
-    put_BL = jnp.where(tokens_BL == program.mask_id, -1, EDITED)
-    return state._replace(
-        canvas=state.canvas._replace(tokens_BL=tokens_BL),
-        logprob_BL=jnp.where(is_hit_BL, 0.0, state.logprob_BL),
-        committed_BL=jnp.where(is_hit_BL, put_BL, state.committed_BL),
-    )
+    return overwritten(program, state, is_hit_BL, tokens_BL)
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
@@ -497,7 +490,7 @@ def committed(
     if memory.rows is not None:
         rows = rules.commit.remember(context, filled.proposal, is_committed_BL)
         _require_memory(rows, memory.rows, rules.commit)
-        memory = memory._replace(rows=_where_rows(is_stepping(state), rows, memory.rows))
+        memory = memory._replace(rows=choose(is_stepping(state), rows, memory.rows))
     is_scored_BL = is_committed_BL
     if inputs.is_read_BL is not None:
         is_scored_BL |= inputs.is_read_BL
@@ -534,15 +527,6 @@ def _require_memory(rows: Any, before: Any, rule: Any) -> None:
             f"{type(rule).__name__}.remember returned {found}; return the per-row arrays of "
             f"start_memory, {kept}"
         )
-
-
-def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
-    """Selects between arrays ``[B, ...]`` row by row."""
-
-    def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-    return jax.tree.map(one, first, other)
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
@@ -597,15 +581,20 @@ def edited(
         begin_B=moved_boundary(position_map, block.begin_B),
         end_B=moved_boundary(position_map, block.end_B),
     )
-    now, is_running_B = past.after(after, position_map), state.is_running_B
+    is_running_B = state.is_running_B
     state = state._replace(
         canvas=Canvas(after.tokens_BL, after.length_B, after.frozen_BL),
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
         memory=_moved_memory(state, position_map),
-        # A row that has ended retains the marks of its last edits.
-        edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
+        edits=past._replace(
+            inserted_BL=after.inserted_BL,
+            # A row that has ended retains the marks of its last edits.
+            mark_BL=jnp.where(is_running_B[:, None], after.mark_BL, past.mark_BL),
+            origin_BL=moved(position_map, past.origin_BL, -1),
+            warms_B=jnp.zeros_like(past.warms_B),
+        ),
         counters=state.counters.plus(
             Counters(
                 forwards=trial_forwards_B,
@@ -620,20 +609,15 @@ def edited(
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
     """Remasks the selected tokens."""
-    tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
+    state = overwritten(program, state, is_remasked_BL, program.mask_id)
 
     def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
-        is_fresh = is_remasked_BL.reshape(*tokens_BL.shape, *[1] * (kept.ndim - 2))
+        is_fresh = is_remasked_BL.reshape(*is_remasked_BL.shape, *[1] * (kept.ndim - 2))
         return jnp.where(is_fresh, fresh, kept)
 
-    fresh = state.rules.commit.start_memory(*tokens_BL.shape).places
+    fresh = state.rules.commit.start_memory(*is_remasked_BL.shape).places
     places = jax.tree.map(forgotten, state.memory.places, fresh)
-    return state._replace(
-        canvas=state.canvas._replace(tokens_BL=tokens_BL),
-        memory=state.memory._replace(places=places),
-        logprob_BL=jnp.where(is_remasked_BL, 0.0, state.logprob_BL),
-        committed_BL=jnp.where(is_remasked_BL, -1, state.committed_BL),
-    )
+    return state._replace(memory=state.memory._replace(places=places))
 
 
 def _wrongness(

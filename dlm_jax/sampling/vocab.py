@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.devices import platform
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
@@ -318,6 +318,12 @@ def flushed(x: Array) -> Array:
     only sometimes.
     """
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
+
+
+def ordered(x: Array) -> Array:
+    """Positive uint32 numbers in the same order as float32 numbers; -0.0 precedes 0.0."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:

@@ -15,10 +15,8 @@ import toy
 from enumerable import LENGTH, LETTERS, MASK, NETWORK, PARAMS
 
 from benchmarks import markov
-from dlm_jax.diffusion.certainty import certainty
+from dlm_jax.diffusion.distillation import certainty, chances, draws, sdtt, walk
 from dlm_jax.diffusion.objectives import Batch, Mixture, NetworkObjective
-from dlm_jax.diffusion.sdtt import chances, sdtt
-from dlm_jax.diffusion.teacher import draws, walk
 from dlm_jax.heads.sampler import prepare_sampler_inputs, trunk_loss
 from dlm_jax.model.transformer import build
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import toy
 import toy_model
+from canvases import make_advance
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.host import HostLoop, matching
 from dlm_jax.sampling.commit import LeftToRight
-from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import Parallel
 from dlm_jax.sampling.row import RowParams

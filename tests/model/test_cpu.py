@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dlm_jax.model.attention import attend
 from dlm_jax.model.kernels import cpu
 
 
@@ -79,7 +80,7 @@ def test_attention_equals_the_plain_formula_at_every_length(is_causal, num_group
     q, k, v = (normal(i, 4, 13, h, 5) for i, h in enumerate((6, num_groups, num_groups)))
 
     def fast(q, k, v):
-        return cpu.attention(q, k, v, length_B, is_causal=is_causal)
+        return attend(q, k, v, length_B, is_causal=is_causal)
 
     def plain(q, k, v):
         return plain_attention(q, k, v, length_B, is_causal=is_causal)
@@ -93,7 +94,7 @@ def test_hidden_keys_do_not_matter_and_get_no_gradient():
     is_live = (jnp.arange(6)[None, :] < length_B[:, None])[:, :, None, None]
 
     def total(k, v):
-        return jnp.sum(cpu.attention(q, k, v, length_B, is_causal=False))
+        return jnp.sum(attend(q, k, v, length_B, is_causal=False))
 
     assert total(k, v) == total(jnp.where(is_live, k, 50.0), jnp.where(is_live, v, -50.0))
     for g in jax.grad(total, (0, 1))(k, v):
@@ -102,7 +103,7 @@ def test_hidden_keys_do_not_matter_and_get_no_gradient():
 
 def test_large_scores_stay_finite():
     q, k, v = (1e3 * normal(i, 1, 6, 1, 4) for i in range(3))
-    g = jax.grad(lambda q: jnp.sum(cpu.attention(q, k, v, jnp.array([4]), is_causal=True)))(q)
+    g = jax.grad(lambda q: jnp.sum(attend(q, k, v, jnp.array([4]), is_causal=True)))(q)
     assert jnp.all(jnp.isfinite(g))
 
 
@@ -114,7 +115,7 @@ def test_half_precision_inputs_keep_their_dtype_and_float32_accuracy():
         return jnp.sum(attend(*inputs).astype(jnp.float32) ** 2)
 
     def fast(q, k, v):
-        return cpu.attention(q, k, v, length_B, is_causal=False)
+        return attend(q, k, v, length_B, is_causal=False)
 
     def plain(q, k, v):
         return plain_attention(q, k, v, length_B, is_causal=False)
@@ -135,7 +136,7 @@ def test_sharded_rows_give_the_same_gradients():
 
     def loss(x, kernel):
         heads = cpu.linear(x, kernel).reshape(8, 6, 4, 3)
-        y = cpu.attention(heads, heads, heads, length_B, is_causal=False)
+        y = attend(heads, heads, heads, length_B, is_causal=False)
         return jnp.sum(cpu.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
 
     g = jax.jit(jax.grad(loss, (0, 1)))

@@ -19,10 +19,9 @@ from dlm_jax.config import MeshConfig, SampleConfig
 from dlm_jax.distributed.partitions import make_mesh, split_rows
 from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
 from dlm_jax.sampling.draw import log_prob
-from dlm_jax.sampling.loop import make_advance
-from dlm_jax.sampling.records import start_records
 from dlm_jax.sampling.replay import joined, replayed, trace_of
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.state import start_records
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import SettingError
 
@@ -37,7 +36,7 @@ def _traced(name):
     params = rule_cases.params(name)
     state = rule_cases.make_state(name, slots)
     records = jax.tree.map(jnp.copy, start_records(state.canvas.tokens_BL, STEPS))
-    state = make_advance(traced)(params, state._replace(records=records), canvases.FOREVER)
+    state = canvases.make_advance(traced)(params, state._replace(records=records), canvases.FOREVER)
     return traced, params, state, slots
 
 

@@ -13,7 +13,6 @@ import toy
 from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.sampling.step import step
 from dlm_jax.types import Status
@@ -75,7 +74,7 @@ def _program(name, **more):
 
 def _advance(name) -> Any:
     """One loop for all laws, and for all rules of a network. One law has noise."""
-    return make_advance(_program(name))
+    return canvases.make_advance(_program(name))
 
 
 def _params(name, noise_LD=None):
@@ -198,7 +197,7 @@ def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     params = jax.device_put(_params(name), NamedSharding(mesh, PartitionSpec()))
-    advance = make_advance(_program(name, rows=by_rows))
+    advance = canvases.make_advance(_program(name, rows=by_rows))
     state = jax.device_put(rule_cases.make_state(name, slots), by_rows)
     forever = jax.device_put(np.int32(FOREVER), NamedSharding(mesh, PartitionSpec()))
     _same_up_to_rounding(canvases.results(advance(params, state, forever, forever)), here)

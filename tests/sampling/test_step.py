@@ -21,7 +21,7 @@ from oracles import mirostat
 from dlm_jax import devices
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.step import look, step
 from dlm_jax.sampling.transforms import MirostatV2, TypicalP, chain
 from dlm_jax.settings import pytree
@@ -147,7 +147,7 @@ def test_row_result_does_not_depend_on_its_neighbours_at_a_working_size():
     config = toy.config(width=96, heads=3, vocab_size=101)
     network = build(config)
     params = toy.random_params(network, scale=0.1)
-    advance = make_advance(canvases.program(network, chunk=40))
+    advance = canvases.make_advance(canvases.program(network, chunk=40))
 
     def results(rows):
         return canvases.results(advance(params, canvases.make_state(rows), FOREVER))
@@ -395,7 +395,7 @@ def test_two_token_canvas_has_the_exact_distribution_of_a_bigram_network():
     """One step per token in random order: the first from its own logits, the next given it."""
     table_VV, seeds = _table(), 4096
     rows = [Row(holes(2), steps=2, seed=seed) for seed in range(seeds)]
-    advance = make_advance(canvases.program(_bigram(table_VV), chunk=512))
+    advance = canvases.make_advance(canvases.program(_bigram(table_VV), chunk=512))
     state = advance({}, canvases.make_state(rows, RANDOM, positions=2), FOREVER)
     pairs = np.asarray(state.canvas.tokens_BL)
     expected_VV = seeds * _exact_pairs(np.asarray(table_VV))

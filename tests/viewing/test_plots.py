@@ -5,8 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from dlm_jax.sampling.records import start_records
 from dlm_jax.sampling.replay import Trace
+from dlm_jax.sampling.state import start_records
 from dlm_jax.viewing import plot_confidence, plot_trace
 
 pytest.importorskip("matplotlib")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping
 
 from dlm_jax.diffusion.processes.forward_process import (
     HIGHEST_LEVEL,
+    Masked,
+    Mixed,
     Noise,
     Process,
     Shares,
+    Uniform,
     checked,
     divergence,
 )
-from dlm_jax.diffusion.processes.masked import Masked
-from dlm_jax.diffusion.processes.mixed import Mixed
-from dlm_jax.diffusion.processes.uniform import Uniform
 from dlm_jax.settings import UNSET, SettingError, nearest
 
 PROCESSES: Mapping[str, type[Process]] = {
@@ -37,37 +38,30 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
       SettingError: the process does not exist, or a setting is unknown or invalid.
     """
     cls = PROCESSES.get(name) or _own(name)
-    declared = {setting.name: setting for setting in cls.settings()}
+    fields = {
+        field.metadata["setting"].name: (field.name, field.metadata["setting"])
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if "setting" in field.metadata
+    }
     values = {}
     for given in settings:
         key, _, text = given.partition("=")
-        if key not in declared:
+        if key not in fields:
             why = f"has {key!r}, which objective.process={name!r} does not have"
-            advice = nearest(key, tuple(declared)) if declared else "remove it"
+            advice = nearest(key, tuple(fields)) if fields else "remove it"
             raise SettingError("objective.process_settings", UNSET, why, advice)
+        field, setting = fields[key]
         try:
-            values[key] = declared[key].checked(_parsed(declared[key].kind, text))
+            values[field] = setting.resolved(setting.checked(_parsed(setting.kind, text)))
         except ValueError as error:
             if isinstance(error, SettingError):
                 raise
             raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
-    chosen = {key: setting.resolved(values.get(key, setting.default))
-              for key, setting in declared.items()}  # fmt: skip
-    return cls(**_by_field(cls, chosen))
+    return cls(**values)
 
 
 def _parsed(kind: type, text: str) -> object:
     return {"true": True, "false": False}.get(text, text) if kind is bool else kind(text)
-
-
-def _by_field(cls: type[Process], values: Mapping[str, object]) -> dict[str, object]:
-    """Returns the values of the settings, keyed by field name."""
-    fields = getattr(cls, "__dataclass_fields__", {})
-    return {
-        name: values[field.metadata["setting"].name]
-        for name, field in fields.items()
-        if "setting" in field.metadata
-    }
 
 
 def _own(name: str) -> type[Process]:

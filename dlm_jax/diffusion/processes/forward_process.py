@@ -1,4 +1,4 @@
-"""The interface of forward processes.
+"""Forward processes: their interface, the noise of each, and the terms of their bound.
 
 A process noises each free position independently. At level ``v`` in [0, 1], a position shows its
 own token with probability ``alpha(v)``, MASK with probability ``mask(v)``, and, with probability
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.settings import Rule, SettingError
+from dlm_jax.settings import ABOVE_ZERO, BELOW_ONE, Rule, Setting, SettingError, rule, static
 
 HIGHEST_LEVEL = 1.0 - 1e-4
 """Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
@@ -123,16 +123,11 @@ class Process(Rule):
         mask_id: int,
         noise_ids: tuple[int, ...],
     ) -> Noise:
-        """The `Noise` of noised tokens, ``[B, L]``.
+        """The `Noise` of the noised tokens `shown_BL` (from `sample`), ``[B, L]``.
 
-        Args:
-          tokens_BL: the true tokens.
-          shown_BL: the noised tokens, from `sample`.
-          level: ``[B]`` or ``[B, L]``, at most `HIGHEST_LEVEL`.
-          speed: derivative of the level with respect to time.
-          is_first: True where the term belongs to the step to level 0; its weight is `speed`.
-          mask_id: the id of MASK.
-          noise_ids: as for `sample`.
+        The level, at most `HIGHEST_LEVEL`, and the other arguments without a suffix are ``[B]`` or
+        ``[B, L]``. `speed` is the derivative of the level with respect to time. `is_first` is True
+        where the term belongs to the step to level 0; its weight is `speed`.
         """
         level, speed, is_first = (
             jnp.broadcast_to(x if x.ndim == 2 else x[:, None], tokens_BL.shape)
@@ -159,6 +154,62 @@ class Process(Rule):
         )
 
 
+@rule
+class Masked(Process):
+    """Replaces each free token with MASK; the probability equals the level (Sahoo et al. 2024,
+    MDLM).
+
+    The bound is the weighted cross-entropy of `dlm_jax.diffusion.objectives.elbo`.
+    """
+
+    about = "MASK"
+    is_masked = True
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        return Shares(1.0 - level, level, jnp.zeros_like(level))
+
+
+@rule
+class Uniform(Process):
+    """Replaces each free token with a uniform noise id; the probability equals the level.
+
+    Every token can change during sampling (Schiff et al. 2024, UDLM, section 4). As in GIDD, the
+    network is not conditioned on the level.
+    """
+
+    about = "a uniformly random token"
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        return Shares(1.0 - level, jnp.zeros_like(level), level)
+
+
+@rule
+class Mixed(Process):
+    """A mixture of MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1,
+    and ``uniform_share`` at level 1/2.
+
+    At level ``v``, the probabilities are ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B
+    sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))``, ``B = 2 p / (1 - p)`` and ``p`` is
+    ``uniform_share`` (von Rutte et al. 2025, GIDD, section 4.1 with gamma = 1).
+    """
+
+    about = "MASK at the end and uniformly random tokens in between"
+
+    uniform_share: float = static(Setting(
+        "uniform_share", 0.1, "mixed: share of uniform noise at level 1/2, in (0, 1)",
+        low=ABOVE_ZERO, high=BELOW_ONE,
+    ))  # fmt: skip
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        most = 2.0 * self.uniform_share / (1.0 - self.uniform_share)
+        product = level * (1.0 - level)
+        # The slope of a square root is infinite at the ends.
+        is_inside = product > 0
+        root = jnp.where(is_inside, jnp.sqrt(jnp.where(is_inside, product, 1.0)), 0.0)
+        total = 1.0 + most * root
+        return Shares((1.0 - level) / total, level / total, most * root / total)
+
+
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
     """True where a token is one of the ids. The test is fast if the ids are contiguous or few."""
     first, last = min(ids), max(ids)
@@ -182,14 +233,8 @@ def divergence(
     Multiplied by the forward rate into z and divided by ``q(z | x)``, it is the integrand of the
     continuous-time negative ELBO (GIDD, theorem 3.5). For masked diffusion, the integrand is the
     cross-entropy. For uniform diffusion, it is that of UDLM (Schiff et al. 2024, equation 18).
-    Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0.
-
-    Args:
-      logits_NV: logits, with -inf at MASK.
-      clean_N: the true ids.
-      shown_N: the noised ids.
-      noise: `Process.noise` of these positions.
-      noise_ids: as for `Process.sample`.
+    Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0. The
+    logits are -inf at MASK, and `noise` is the `Process.noise` of these positions.
 
     Raises:
       ValueError: a noise id is outside the vocabulary.

@@ -95,43 +95,23 @@ def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array
     return turned.reshape(x.shape).astype(x_BLHK.dtype)
 
 
-def attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    length_B: jax.Array,
-    *,
-    is_causal: bool,
-) -> jax.Array:
-    """Attention output ``[B, L, H, K]``, with keys at or beyond ``length_B`` masked.
-
-    Consecutive groups of heads share the ``G`` key/value heads. A row of length 0 attends to its
-    first key, so that the result is finite. Scores and probabilities are float32; the result has
-    the dtype of `q_BLHK`. On CPU, the probabilities, float32 ``[B, H, L, L]``, are saved for the
-    backward pass.
-    """
-    visible_B = jnp.maximum(length_B, 1)
-    if platform() != "cpu":
-        return jax.nn.dot_product_attention(
-            q_BLHK, k_BLGK, v_BLGK, key_value_seq_lengths=visible_B, is_causal=is_causal
-        )
-    num_positions, num_shared = q_BLHK.shape[1], q_BLHK.shape[2] // k_BLGK.shape[2]
-    bias = _hidden_bias(visible_B, num_shared, num_positions, is_causal=is_causal)
-    return _over_groups(q_BLHK, k_BLGK, v_BLGK, bias)
-
-
 def attention_where(
     q_BNHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, is_seen_BNM: jax.Array
 ) -> jax.Array:
     """Attention output ``[B, N, H, K]``; queries attend to the keys where `is_seen_BNM` is True.
 
-    Heads and dtypes are as in `attention`. The first two axes of `is_seen_BNM` can have size 1. The
-    output of a query without a visible key is finite.
+    Consecutive groups of heads share the ``G`` key/value heads. The first two axes of `is_seen_BNM`
+    can have size 1. The output of a query without a visible key is finite. Scores and probabilities
+    are float32; the result has the dtype of `q_BNHK`. The probabilities, float32 ``[B, H, N, M]``,
+    are saved for the backward pass.
     """
-    if platform() != "cpu":
-        return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
-    bias = shared_bias(is_seen_BNM, q_BNHK.shape[2] // k_BMGK.shape[2])
-    return _over_groups(q_BNHK, k_BMGK, v_BMGK, bias)
+    y_BGNK = _attend(
+        grouped(q_BNHK, k_BMGK.shape[2]),
+        k_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
+        v_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
+        shared_bias(is_seen_BNM, q_BNHK.shape[2] // k_BMGK.shape[2]),
+    )
+    return ungrouped(y_BGNK, q_BNHK)
 
 
 def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
@@ -139,19 +119,6 @@ def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
     if is_seen_BNM.shape[1] > 1:
         is_seen_BNM = jnp.tile(is_seen_BNM, (1, num_shared, 1))
     return jnp.where(is_seen_BNM, 0.0, _HIDDEN)[:, None]
-
-
-def _over_groups(
-    q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, bias: jax.Array
-) -> jax.Array:
-    """Attention with a bias that is added to the scores ``[B, G, N, M]`` of each group of heads."""
-    y_BGNK = _attend(
-        grouped(q_BLHK, k_BMGK.shape[2]),
-        k_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
-        v_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
-        bias,
-    )
-    return ungrouped(y_BGNK, q_BLHK)
 
 
 def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
@@ -171,18 +138,6 @@ def ungrouped(y_BGNK: jax.Array, q_BLHK: jax.Array) -> jax.Array:
     num_rows, num_positions, _, head_size = q_BLHK.shape
     y_BGRLK = y_BGNK.reshape(num_rows, y_BGNK.shape[1], -1, num_positions, head_size)
     return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)
-
-
-def _hidden_bias(
-    visible_B: jax.Array, num_shared: int, num_positions: int, *, is_causal: bool
-) -> jax.Array:
-    """The bias that hides keys in the scores ``[B, G, N, M]``: 0 or a large negative number."""
-    key_M = jnp.arange(num_positions)
-    is_visible = key_M[None, None, None, :] < visible_B[:, None, None, None]
-    if is_causal:
-        query_N = jnp.tile(key_M, num_shared)
-        is_visible &= key_M[None, None, None, :] <= query_N[None, None, :, None]
-    return jnp.where(is_visible, 0.0, _HIDDEN)
 
 
 def _batched(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from dlm_jax.model.kernels.split import padded
 
 _HIDDEN = -1e30
 _LANES = 128
@@ -49,9 +50,9 @@ def mosaic_window(
     num_groups, num_kept = own_BGWK[0].shape[1], seen[0].shape[3]
     shared = num_heads // num_groups
     queries, keys, groups = _tiles(q_BWHK, num_groups, kept_RDGLK[0], num_kept)
-    q = _padded(q_BWHK.swapaxes(1, 2), 2, queries)
+    q = padded(q_BWHK.swapaxes(1, 2), 2, queries)
     q = q.reshape(num_rows, num_groups, shared, -1, size)
-    k, v = (_padded(x, 2, _SUBLANES) for x in own_BGWK)
+    k, v = (padded(x, 2, _SUBLANES) for x in own_BGWK)
     v = v.swapaxes(1, 2).reshape(num_rows, -1, num_groups * size)
     of_kept, of_own = _biases(seen, num_queries, queries, keys)
 
@@ -109,8 +110,8 @@ def _biases(
 ) -> tuple[jax.Array, jax.Array]:
     """The biases of one head, which the heads of a group share, padded to tiles."""
     of_kept, of_own = (x[:, :, :num_queries] for x in seen)
-    of_kept, of_own = (_padded(x, 2, queries) if x.shape[2] > 1 else x for x in (of_kept, of_own))
-    return _padded(of_kept, 3, keys, _HIDDEN), _padded(of_own, 3, _SUBLANES, _HIDDEN)
+    of_kept, of_own = (padded(x, 2, queries) if x.shape[2] > 1 else x for x in (of_kept, of_own))
+    return padded(of_kept, 3, keys, _HIDDEN), padded(of_own, 3, _SUBLANES, _HIDDEN)
 
 
 def _bias_block(bias_B1NM: jax.Array, queries: int, keys: int | None) -> pl.BlockSpec:
@@ -214,13 +215,6 @@ def _tile(number: int, most: int, unit: int) -> int:
     """The size of the tiles, a multiple of `unit`, that share `number` with the least padding."""
     count = pl.cdiv(number, most)
     return pl.cdiv(pl.cdiv(number, count), unit) * unit
-
-
-def _padded(x: jax.Array, axis: int, unit: int, value: Any = 0) -> jax.Array:
-    """`x`, extended along `axis` to a multiple of `unit`."""
-    missing = -x.shape[axis] % unit
-    widths = [(0, missing if at == axis else 0) for at in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if missing else x
 
 
 def mosaic_turned(

@@ -26,7 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 
 from dlm_jax import devices
 from dlm_jax.distributed.costs import shares_scope
-from dlm_jax.model.kernels.split import by_device
+from dlm_jax.model.kernels.split import by_device, padded
 
 _LANES = 128
 # Tiles by the schedules of the TPU compiler (`benchmarks.kernel_search`). Tiles have twice as many
@@ -47,16 +47,9 @@ def splash_attention(
 ) -> jax.Array:
     """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
-    Scores and sums are float32. Queries and keys are padded to multiples of 128.
-
-    Args:
-      q_BLHK: queries.
-      k_BMGK: keys.
-      v_BMGK: values.
-      is_live_BM: True at live keys.
-      may_see: as in `attention`.
-      saved: name under which rematerialisation may save the residuals.
-      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
+    Scores and sums are float32. Queries and keys are padded to multiples of 128. Rematerialisation
+    may save the residuals under the name `saved`. With `interpret`, for tests, Pallas interprets
+    the kernel, which works on any device.
     """
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
     return by_device(
@@ -101,7 +94,9 @@ def _of_rows(
     interpret: bool,
 ) -> jax.Array:
     num_queries, num_heads, head_size = q_BLHK.shape[1:]
-    q_BLHK, k_BMGK, v_BMGK, is_live_BM = map(_padded, (q_BLHK, k_BMGK, v_BMGK, is_live_BM))
+    q_BLHK, k_BMGK, v_BMGK, is_live_BM = (
+        padded(x, 1, _LANES) for x in (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    )
     shape = (q_BLHK.shape[1], k_BMGK.shape[1])
     mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
     block_q, block_k = map(tile_of, shape)
@@ -144,14 +139,6 @@ def with_kernel(
     )
     with shares_scope(*shares):
         return jax.vmap(kernel)(q_BHLK, k_BGMK, v_BGMK, segments).swapaxes(1, 2)
-
-
-def _padded(x: jax.Array) -> jax.Array:
-    """`x` padded with zeros along the second axis to a multiple of `_LANES`."""
-    missing = -x.shape[1] % _LANES
-    if not missing:
-        return x
-    return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
 
 def split_kernel(

@@ -1,4 +1,4 @@
-"""Attention kernels on several devices."""
+"""What attention kernels share: their parts on several devices, and padding to tiles."""
 
 from __future__ import annotations
 
@@ -106,3 +106,10 @@ def heads_by_device(
     of_angles = P(rows if cos_BLK.shape[0] > 1 else None, positions)
     specs = of_heads, P(), of_angles, of_angles, *[of_heads] * len(gradients_BLHK)
     return jax.shard_map(compute, in_specs=specs, out_specs=of_heads, check_vma=False)(*given)
+
+
+def padded(x: jax.Array, axis: int, unit: int, value: float = 0) -> jax.Array:
+    """`x`, extended with `value` along `axis` to a multiple of `unit`."""
+    missing = -x.shape[axis] % unit
+    widths = [(0, missing if at == axis else 0) for at in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if missing else x

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import by_device
+from dlm_jax.model.kernels.split import by_device, padded
 
 TILE = 64
 """Number of queries and of keys in a tile."""
@@ -43,34 +43,16 @@ def triton_attention(
 ) -> jax.Array:
     """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
 
-    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`.
-
-    Args:
-      q_BLHK: queries.
-      k_BMGK: keys.
-      v_BMGK: values.
-      is_live_BM: True at live keys.
-      may_see: as in `attention`.
-      saved: name under which rematerialisation may save the residuals.
-      interpret: whether Pallas interprets the kernel, which works on any device; for tests.
+    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`. `saved` and
+    `interpret` are as in `dlm_jax.model.kernels.splash.splash_attention`.
     """
 
     def of_rows(*given: jax.Array) -> jax.Array:
-        q, k, v, is_live = (_padded(x, 1, TILE) for x in given)
+        q, k, v, is_live = (padded(x, 1, TILE) for x in given)
         y: jax.Array = _attend(q, k, v, is_live.astype(jnp.int32), may_see, saved, interpret)
         return y[:, : given[0].shape[1]]
 
     return by_device(of_rows, q_BLHK, k_BMGK, v_BMGK, is_live_BM)
-
-
-def _padded(x: jax.Array, axis: int, size: int, value: float = 0) -> jax.Array:
-    """`x` padded with `value` along `axis` to a multiple of `size`."""
-    missing = -x.shape[axis] % size
-    if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths, constant_values=value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -315,10 +297,10 @@ def triton_window(
     num_rows, num_groups, num_queries, size = q_BGNK.shape
     queries = min(TILE, max(_LEAST_TILE, 1 << (num_queries - 1).bit_length()))
     news = min(TILE, max(_LEAST_TILE, 1 << (own_BGWK[0].shape[2] - 1).bit_length()))
-    q = _padded(q_BGNK, 2, queries)
-    k, v = (_padded(x, 2, news) for x in own_BGWK)
-    of_kept, of_own = (_padded(x, 2, queries) if x.shape[2] > 1 else x for x in seen)
-    of_own = _padded(of_own, 3, news, _HIDDEN)
+    q = padded(q_BGNK, 2, queries)
+    k, v = (padded(x, 2, news) for x in own_BGWK)
+    of_kept, of_own = (padded(x, 2, queries) if x.shape[2] > 1 else x for x in seen)
+    of_own = padded(of_own, 3, news, _HIDDEN)
 
     def bias(x: jax.Array) -> pl.BlockSpec:
         is_one = x.shape[2] == 1

@@ -14,18 +14,6 @@ import jax.numpy as jnp
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule
 from dlm_jax.settings import Setting, SettingError, per_row, reads, rule, static
 
-CACHE_REFRESH = Setting(
-    "cache_refresh", 0,
-    "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only when a "
-    "block starts",
-    low=0, activates=False,
-)  # fmt: skip
-CACHE_MARGIN = Setting(
-    "cache_margin", 0,
-    "prefix, dual: number of additional positions computed on each side of the block",
-    low=0, high=2**20, activates=False,
-)  # fmt: skip
-
 # Window sizes in sixteenths of the canvas. A longer list fits suffixes better, but a trunk is
 # compiled for each entry.
 _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -43,8 +31,17 @@ class Dual(CacheRule):
     about = "everything outside the block; approximate, for bidirectional models"
     reaches_end: ClassVar[bool] = False
 
-    refresh_B: jax.Array = per_row(CACHE_REFRESH)
-    margin: int = static(CACHE_MARGIN)
+    refresh_B: jax.Array = per_row(Setting(
+        "cache_refresh", 0,
+        "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only when "
+        "a block starts",
+        low=0, activates=False,
+    ))  # fmt: skip
+    margin: int = static(Setting(
+        "cache_margin", 0,
+        "prefix, dual: number of additional positions computed on each side of the block",
+        low=0, high=2**20, activates=False,
+    ))  # fmt: skip
     block_length: int = reads("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.settings import Rule, SettingError
@@ -131,13 +130,6 @@ class CacheRule(Rule):
             "cache", cls.name, "has no trace, because a replay computes exact values",
             "use cache='none'",
         )  # fmt: skip
-
-    @classmethod
-    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the cache does not support.
-
-        `is_open` is True at open positions.
-        """
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static window sizes in ascending order, at most `num_positions` each.

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule
-from dlm_jax.settings import SettingError, fact, reads, rule
+from dlm_jax.settings import SettingError, fact, reads, require_values, rule
+
+_NEEDS = {
+    "order": ("left_to_right",), "schedule": ("linear",), "block_length": (0, 1),
+    "open_blocks": (1,), "resample": (False,), "remask": ("none",),
+}  # fmt: skip
+"""Settings for a causal model."""
 
 
 @rule
@@ -62,21 +68,12 @@ class Exact(CacheRule):
                 "to later ones",
                 "use cache='prefix' or 'dual'",
             )
-        if not facts.is_causal:
-            return
-        for name, fine in (
-            ("order", ("left_to_right",)), ("schedule", ("linear",)), ("block_length", (0, 1)),
-            ("open_blocks", (1,)),
-            ("resample", (False,)), ("remask", ("none",)),
-        ):  # fmt: skip
-            if (value := getattr(row, name)) not in fine:
-                raise SettingError(
-                    name,
-                    value,
-                    "can write positions other than the next one, but cache='exact' with a causal "
-                    "model writes only the next one",
-                    f"use {name}={fine[0]!r}",
-                )
+        if facts.is_causal:
+            require_values(
+                row, _NEEDS,
+                "can write positions other than the next one, but cache='exact' with a causal "
+                "model writes only the next one",
+            )  # fmt: skip
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
-from dlm_jax.settings import Rule, SettingError
+from dlm_jax.randomness import salted
+from dlm_jax.sampling.vocab import ordered
+from dlm_jax.settings import Rule, SettingError, require_head
 
 
 class RuleMemory(NamedTuple):
@@ -137,27 +139,18 @@ class CommitRule(Rule):
     @classmethod
     def check(cls, row: Any) -> None:
         """Raises if the rule reads attention maps or a head and the row has a cache."""
-        if cls.reads_head and row.cache != "none":
-            raise SettingError(
-                "cache", row.cache,
-                f"is not supported with order={cls.name!r}, which reads whole rows",
-                "use cache='none'",
-            )  # fmt: skip
-        if cls.map_blocks and row.cache != "none":
-            raise SettingError(
-                "cache", row.cache,
-                f"computes no attention maps, which order={cls.name!r} requires",
-                "use cache='none'",
-            )  # fmt: skip
+        for reads, why in (
+            (cls.reads_head, f"is not supported with order={cls.name!r}, which reads whole rows"),
+            (cls.map_blocks, f"computes no attention maps, which order={cls.name!r} requires"),
+        ):
+            if reads and row.cache != "none":
+                raise SettingError("cache", row.cache, why, "use cache='none'")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises if the network lacks the head or the attention maps that the rule reads."""
-        if cls.reads_head and cls.reads_head not in facts.heads:
-            raise SettingError(
-                "order", cls.name, f"requires a {cls.reads_head} head, which this model lacks",
-                f"train one with model.add_{cls.reads_head}_head",
-            )  # fmt: skip
+        if cls.reads_head:
+            require_head(cls.reads_head, facts, "order", cls.name)
         if cls.map_blocks and not facts.shows_maps:
             raise SettingError(
                 "order", cls.name, "requires attention maps, which this network does not return",
@@ -216,6 +209,12 @@ class CommitRule(Rule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """True at the positions to commit, ``[B, L]``. Ineligible positions are ignored."""
         raise NotImplementedError
+
+    def surest(self, context: CommitContext, proposal: Proposal, count_B: jax.Array) -> jax.Array:
+        """True at the `count_B` most confident holes in each row; see `most`."""
+        return most(
+            proposal.confidence_BL, context.is_hole_BL, count_B, context.preference_BL, self.scale
+        )
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         """Tokens ``[B, L]`` for the holes of rows before their first step, if the rule `renews`."""
@@ -310,8 +309,8 @@ def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int
     In rows with `prefers_lower_B`, the numbers descend from left to right. In all other rows, they
     are drawn at random from the row's key, independently of the canvas length.
     """
-    salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
-    random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
+    tie_key_B = salted(key_B, _TIES_SALT)
+    random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(tie_key_B)
     lower_1L = jnp.uint32(0) - (4 * jnp.arange(1, num_positions + 1, dtype=jnp.uint32))[None]
     return jnp.where(prefers_lower_B[:, None], lower_1L, random_BL | jnp.uint32(4))
 
@@ -332,7 +331,8 @@ def most(
     log-probabilities and entropies; 0.0 for probabilities.
     """
     score_BL = jnp.where(jnp.isnan(score_BL), -jnp.inf, score_BL)
-    rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
+    order_BL = ordered(jnp.where(score_BL == 0, 0.0, score_BL))  # -0.0 equals 0.0
+    rank_BL = jnp.where(is_open_BL, order_BL, jnp.uint32(0))
     if preference_BL is None:
         return _highest(rank_BL, count_B)
     is_reached_BL = is_open_BL & (rank_BL >= _last(rank_BL, count_B)[:, None])
@@ -372,13 +372,6 @@ def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
         return jnp.where(num_reach_B >= count_B, higher_B, last_B)
 
     return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(count_B.shape, jnp.uint32))
-
-
-def _ascending(score: jax.Array) -> jax.Array:
-    """Positive uint32 numbers ordered like the float32 scores (-inf included; -0.0 equals 0.0)."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
-    is_negative = bits >> 31 == 1
-    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def uniform(key_B: jax.Array, num_positions: int) -> jax.Array:

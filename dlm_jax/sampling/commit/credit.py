@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,16 @@ from dlm_jax.sampling.commit.commit_rule import (
     Proposal,
     RuleMemory,
     certain,
-    most,
     reaches,
 )
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
-CREDIT_WEIGHT = Setting(
-    "credit_weight", 0.7, "order=credit: weight of the credit added to the logits, >= 0; 0 "
-    "disables it",
-    low=0.0, high=1e3,
-)  # fmt: skip
-CREDIT_DECAY = Setting(
-    "credit_decay", 0.8, "order=credit: share of the credit that is kept at each step, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-CREDIT_POWER = Setting(
-    "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
-    low=0.0, high=1e3,
-)  # fmt: skip
 KEPT = 4
-"""Number of ids per position whose credit is stored. A new id replaces the one with the least
-credit."""
-
-
-class Credits(NamedTuple):
-    """The credit of K ids per position, ``[..., K]`` each. An id of -1 marks an empty entry."""
-
-    ids: jax.Array
-    credit: jax.Array
+"""Number K of ids per position whose credit is stored. A new id replaces the one with the least
+credit. The memory consists of the ids and their credits, ``[..., K]`` each; an id of -1 marks an
+empty entry."""
 
 
 @rule
@@ -61,14 +41,25 @@ class Credit(CommitRule):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    weight_B: jax.Array = per_row(CREDIT_WEIGHT)
-    decay_B: jax.Array = per_row(CREDIT_DECAY)
-    power_B: jax.Array = per_row(CREDIT_POWER)
+    weight_B: jax.Array = per_row(Setting(
+        "credit_weight", 0.7,
+        "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
+        low=0.0, high=1e3,
+    ))  # fmt: skip
+    decay_B: jax.Array = per_row(Setting(
+        "credit_decay", 0.8,
+        "order=credit: share of the credit that is kept at each step, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    power_B: jax.Array = per_row(Setting(
+        "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
+        low=0.0, high=1e3,
+    ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         shape = (num_rows, num_positions, KEPT)
-        return RuleMemory(Credits(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)))
+        return RuleMemory((jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)))
 
     def observe(
         self,
@@ -78,32 +69,32 @@ class Credit(CommitRule):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
+        ids_NK, credit_NK = kept
         logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
         best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
-        credit_NK = self.decay_B[row_N][:, None] * kept.credit
+        credit_NK = self.decay_B[row_N][:, None] * credit_NK
         # The credit is written to the slot of the id, or else to the slot with the least credit.
-        is_own_NK = kept.ids == best_id_N1
+        is_own_NK = ids_NK == best_id_N1
         rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
         is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]
         gain_N1 = jnp.exp(self.power_B[row_N][:, None] * best_N1)
         own_NK = jnp.where(is_own_NK, credit_NK, 0.0) + gain_N1
-        credits = Credits(
-            jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
-        )
+        ids_NK = jnp.where(is_slot_NK, best_id_N1, ids_NK)
+        credit_NK = jnp.where(is_slot_NK, own_NK, credit_NK)
         # Each probability is multiplied by exp(alpha ln(1 + C)) and divided by the sum of these
         # products. All factors are divided by the largest, because they can overflow float32.
-        gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credits.credit)
-        gain_NK = jnp.where(credits.ids >= 0, gain_NK, 0.0)
+        gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credit_NK)
+        gain_NK = jnp.where(ids_NK >= 0, gain_NK, 0.0)
         peak_N1 = gain_NK.max(axis=1, keepdims=True)
         factor_NK, one_N1 = jnp.exp(gain_NK - peak_N1), jnp.exp(-peak_N1)
-        share_NK = jnp.exp(jnp.take_along_axis(logprob_NV, jnp.maximum(credits.ids, 0), axis=1))
-        more_NK = jnp.where(credits.ids >= 0, share_NK * (factor_NK - one_N1), 0.0)
-        most_N = jnp.where(credits.ids >= 0, share_NK * factor_NK, 0.0).max(axis=1)
+        share_NK = jnp.exp(jnp.take_along_axis(logprob_NV, jnp.maximum(ids_NK, 0), axis=1))
+        more_NK = jnp.where(ids_NK >= 0, share_NK * (factor_NK - one_N1), 0.0)
+        most_N = jnp.where(ids_NK >= 0, share_NK * factor_NK, 0.0).max(axis=1)
         most_N = jnp.maximum(most_N, (jnp.exp(best_N1) * one_N1)[:, 0])
-        return credits, most_N / (one_N1[:, 0] + more_NK.sum(axis=1))
+        return (ids_NK, credit_NK), most_N / (one_N1[:, 0] + more_NK.sum(axis=1))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
-        is_sure_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
-        return is_sure_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
+        is_sure_BL = reaches(proposal.confidence_BL, self.threshold_B[:, None])
+        is_sure_BL &= context.is_hole_BL
+        return is_sure_BL | self.surest(context, proposal, self.least_B)

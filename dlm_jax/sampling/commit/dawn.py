@@ -20,26 +20,6 @@ from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule, static
 
-INDUCED_THRESHOLD = Setting(
-    "induced_threshold", 0.7,
-    "order=dawn: minimum confidence of a committed hole that depends on an anchor, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-APART_THRESHOLD = Setting(
-    "apart_threshold", 0.7,
-    "order=dawn: minimum confidence of a committed hole that conflicts with no other, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-DEPENDENCE = Setting(
-    "dependence", 0.07,
-    "order=dawn: minimum attention from a position to another position on which it depends",
-    low=0.0, high=1.0,
-)  # fmt: skip
-SINK = Setting(
-    "sink", 0.02, "order=dawn: positions that receive more than this mean attention are sinks",
-    low=0.0, high=1.0,
-)  # fmt: skip
-
 
 @rule
 class Dawn(Confident):
@@ -59,10 +39,26 @@ class Dawn(Confident):
     log_chance = certain
 
     high_B: jax.Array = per_row(THRESHOLD)
-    induced_B: jax.Array = per_row(INDUCED_THRESHOLD)
-    low_B: jax.Array = per_row(APART_THRESHOLD)
-    edge_B: jax.Array = per_row(DEPENDENCE)
-    sink_B: jax.Array = per_row(SINK)
+    induced_B: jax.Array = per_row(Setting(
+        "induced_threshold", 0.7,
+        "order=dawn: minimum confidence of a committed hole that depends on an anchor, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    low_B: jax.Array = per_row(Setting(
+        "apart_threshold", 0.7,
+        "order=dawn: minimum confidence of a committed hole that conflicts with no other, in "
+        "[0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    edge_B: jax.Array = per_row(Setting(
+        "dependence", 0.07,
+        "order=dawn: minimum attention from a position to another position on which it depends",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    sink_B: jax.Array = per_row(Setting(
+        "sink", 0.02, "order=dawn: positions that receive more than this mean attention are sinks",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
@@ -102,7 +98,7 @@ class Dawn(Confident):
         is_taken_BL, _ = jax.lax.while_loop(
             lambda sets: jnp.any(sets[1]), with_next, (is_taken_BL, is_left_BL)
         )
-        return is_taken_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
+        return is_taken_BL | self.surest(context, proposal, self.least_B)
 
     def _dependences(self, attention_BLL: jax.Array) -> jax.Array:
         """True where a position (axis 1) depends on another (axis 2)."""

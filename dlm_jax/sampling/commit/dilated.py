@@ -8,11 +8,6 @@ import jax.numpy as jnp
 from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, certain
 from dlm_jax.settings import Setting, per_row, rule
 
-DILATED_BASE = Setting(
-    "dilated_base", 2, "order=dilated: factor by which each round divides the distance "
-    "between positions",
-    low=2, high=2**15,
-)  # fmt: skip
 _ROUNDS = 24
 """Maximum number of rounds. float32 represents all integers up to 2**24 exactly."""
 
@@ -29,7 +24,11 @@ class Dilated(CommitRule):
     about = "a grid that is refined at each step, regardless of confidence"
     log_chance = certain
 
-    base_B: jax.Array = per_row(DILATED_BASE)
+    base_B: jax.Array = per_row(Setting(
+        "dilated_base", 2,
+        "order=dilated: factor by which each round divides the distance between positions",
+        low=2, high=2**15,
+    ))  # fmt: skip
 
     def eligible(self, context: CommitContext) -> jax.Array:
         """The holes on the grid of this round; all holes after the last round."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,6 @@ from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMem
 from dlm_jax.sampling.commit.posterior import Renewing
 from dlm_jax.sampling.commit.sure import EntropyBound
 from dlm_jax.settings import Setting, SettingError, per_row, rule
-
-RENOISE_STOP = Setting(
-    "renoise_stop", 0.005,
-    "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its most "
-    "likely tokens are unchanged", low=0.0, high=1e6, activates=False,
-)  # fmt: skip
-
-
-class Predicted(NamedTuple):
-    """The most likely id of each position in the last two steps, int32 ``[B, L]``; -1 for a step
-    that was not taken.
-    """
-
-    now_BL: jax.Array
-    before_BL: jax.Array
 
 
 @rule
@@ -43,7 +28,12 @@ class EntropyRenoise(Renewing, EntropyBound):
 
     about = "holes with a small total entropy; all other holes get new noise at every step"
 
-    stop_B: jax.Array = per_row(RENOISE_STOP)
+    stop_B: jax.Array = per_row(Setting(
+        "renoise_stop", 0.005,
+        "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its most "
+        "likely tokens are unchanged",
+        low=0.0, high=1e6, activates=False,
+    ))  # fmt: skip
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -65,8 +55,11 @@ class EntropyRenoise(Renewing, EntropyBound):
             )  # fmt: skip
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        """The most likely id of each position in the last two steps, and True for rows whose block
+        has ended. The ids are -1 for a step that was not taken.
+        """
         none_BL = jnp.full((num_rows, num_positions), -1, jnp.int32)
-        return RuleMemory(Predicted(none_BL, none_BL), jnp.zeros(num_rows, bool))
+        return RuleMemory((none_BL, none_BL), jnp.zeros(num_rows, bool))
 
     def observe(
         self,
@@ -76,7 +69,8 @@ class EntropyRenoise(Renewing, EntropyBound):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        return Predicted(draw.argmax(logits_NV), kept.now_BL), self.measure(logits_NV, logprob_N)
+        before_N, _ = kept
+        return (draw.argmax(logits_NV), before_N), self.measure(logits_NV, logprob_N)
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         return standing.random_BL
@@ -87,8 +81,9 @@ class EntropyRenoise(Renewing, EntropyBound):
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The most likely tokens where the block ends, and new noise elsewhere."""
         assert context.standing is not None, "the rule renews"
+        now_BL, _ = context.memory.places
         is_final_B1 = self._is_final(context, proposal)[:, None]
-        return jnp.where(is_final_B1, context.memory.places.now_BL, context.standing.random_BL)
+        return jnp.where(is_final_B1, now_BL, context.standing.random_BL)
 
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
@@ -100,8 +95,8 @@ class EntropyRenoise(Renewing, EntropyBound):
 
     def _is_final(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """True ``[B]`` for rows whose block ends with this step."""
-        predicted, is_open_BL = context.memory.places, context.is_hole_BL
-        repeats_B = jnp.all((predicted.now_BL == predicted.before_BL) | ~is_open_BL, axis=1)
+        (now_BL, before_BL), is_open_BL = context.memory.places, context.is_hole_BL
+        repeats_B = jnp.all((now_BL == before_BL) | ~is_open_BL, axis=1)
         entropy_BL = jnp.where(is_open_BL, -proposal.confidence_BL, 0.0)
         mean_B = jnp.sum(entropy_BL, axis=1) / jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
         is_last_B = context.step_B + 1 >= context.steps_B

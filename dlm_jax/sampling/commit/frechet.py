@@ -5,16 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, exceeds, most
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, exceeds
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.sampling.commit.sure import falling
 from dlm_jax.settings import Setting, per_row, rule, static
-
-FRECHET_MARGIN = Setting(
-    "frechet_margin", 0.25,
-    "order=frechet: minimum difference between the lower bound on the joint probability and the "
-    "upper bound on that of any other choice; values down to -1 commit more than the bounds allow",
-    low=-1e6, high=1.0,
-)  # fmt: skip
 
 
 @rule
@@ -31,15 +25,18 @@ class Frechet(Confident):
     about = "holes with a high lower bound on their joint probability"
     log_chance = certain
 
-    margin_B: jax.Array = per_row(FRECHET_MARGIN)
+    margin_B: jax.Array = per_row(Setting(
+        "frechet_margin", 0.25,
+        "order=frechet: minimum difference between the lower bound on the joint probability and "
+        "the upper bound on that of any other choice; values down to -1 commit more than the "
+        "bounds allow",
+        low=-1e6, high=1.0,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        is_hole_BL = context.is_hole_BL
-        sure_BL = jnp.where(is_hole_BL, proposal.confidence_BL, -jnp.inf)
-        sure_BL = jnp.sort(sure_BL, axis=1, descending=True)
+        sure_BL = falling(context, proposal)
         doubt_BL = jnp.where(sure_BL > -jnp.inf, 1.0 - sure_BL, jnp.inf)
         lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
         count_B = jnp.sum(exceeds(lead_BL, self.margin_B[:, None], 1.0), axis=1)
-        count_B = jnp.maximum(count_B, 1)
-        return most(proposal.confidence_BL, is_hole_BL, count_B, context.preference_BL)
+        return self.surest(context, proposal, jnp.maximum(count_B, 1))

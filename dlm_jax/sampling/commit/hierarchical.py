@@ -5,17 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.settings import Setting, per_row, rule, static
-
-HIERARCHY_FLOOR = Setting(
-    "hierarchy_floor", 0.0,
-    "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, 1]; 0 is "
-    "off",
-    low=0.0, high=1.0,
-)  # fmt: skip
 
 
 @rule
@@ -31,7 +24,12 @@ class Hierarchical(Confident):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    floor_B: jax.Array = per_row(HIERARCHY_FLOOR)
+    floor_B: jax.Array = per_row(Setting(
+        "hierarchy_floor", 0.0,
+        "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, 1]; "
+        "0 is off",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
@@ -42,8 +40,8 @@ class Hierarchical(Confident):
         is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL)
         is_best_BL &= reaches(sure_BL, self.floor_B[:, None])
         is_sure_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
-        one_B = jnp.ones_like(context.step_B)
-        return is_best_BL | is_sure_BL | most(sure_BL, is_hole_BL, one_B, context.preference_BL)
+        surest_BL = self.surest(context, proposal, jnp.ones_like(context.step_B))
+        return is_best_BL | is_sure_BL | surest_BL
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:

@@ -15,24 +15,11 @@ from dlm_jax.sampling.commit.commit_rule import (
     RuleMemory,
     certain,
     exceeds,
-    most,
     reaches,
 )
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule
 
-KLASS_DIVERGENCE = Setting(
-    "klass_divergence", 0.01,
-    "order=klass: upper bound (exclusive) on the change of a stable prediction per step, in nats, "
-    ">= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-KLASS_STEPS = Setting(
-    "klass_steps",
-    2,
-    "order=klass: number of consecutive steps for which a prediction must be stable",
-    low=0,
-)
 LEADING = 32
 """Number of ids per position whose log-probabilities are stored."""
 _LEAST = 1e-6
@@ -66,8 +53,17 @@ class Klass(CommitRule):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    divergence_B: jax.Array = per_row(KLASS_DIVERGENCE)
-    steps_B: jax.Array = per_row(KLASS_STEPS)
+    divergence_B: jax.Array = per_row(Setting(
+        "klass_divergence", 0.01,
+        "order=klass: upper bound (exclusive) on the change of a stable prediction per step, in "
+        "nats, >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    steps_B: jax.Array = per_row(Setting(
+        "klass_steps", 2,
+        "order=klass: number of consecutive steps for which a prediction must be stable",
+        low=0,
+    ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
@@ -101,9 +97,7 @@ class Klass(CommitRule):
         seen, is_hole_BL = context.memory.places, context.is_hole_BL
         is_ready_BL = is_hole_BL & (seen.steps >= self.steps_B[:, None])
         is_ready_BL &= exceeds(proposal.confidence_BL, self.threshold_B[:, None])
-        surest_BL = most(
-            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL
-        )  # fmt: skip
+        surest_BL = self.surest(context, proposal, self.least_B)
         return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL)
 
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule, static
-
-LEAP_THRESHOLD = Setting(
-    "leap_threshold", 0.75,
-    "order=local_leap: minimum confidence of a committed hole near a hole that reaches threshold, "
-    "in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-LEAP_RADIUS = Setting(
-    "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold", low=0
-)
 
 
 @rule
@@ -34,8 +24,16 @@ class LocalLeap(Confident):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    relaxed_B: jax.Array = per_row(LEAP_THRESHOLD)
-    radius_B: jax.Array = per_row(LEAP_RADIUS)
+    relaxed_B: jax.Array = per_row(Setting(
+        "leap_threshold", 0.75,
+        "order=local_leap: minimum confidence of a committed hole near a hole that reaches "
+        "threshold, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    radius_B: jax.Array = per_row(Setting(
+        "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold",
+        low=0,
+    ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
@@ -51,5 +49,4 @@ class LocalLeap(Confident):
         anchors_BL = jnp.take_along_axis(upto_BL, end_BL, axis=1)
         anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
         is_near_BL = is_hole_BL & (anchors_BL > 0) & reaches(sure_BL, self.relaxed_B[:, None])
-        least_BL = most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
-        return is_anchor_BL | is_near_BL | least_BL
+        return is_anchor_BL | is_near_BL | self.surest(context, proposal, self.least_B)

@@ -17,18 +17,9 @@ from dlm_jax.sampling.commit.quotas import (
     Quota,
     QuotaRule,
 )
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
+from dlm_jax.sampling.positions import place_of_largest
+from dlm_jax.settings import Setting, SettingError, check_ids, fact, per_row, rule, static
 
-POSITION_DECAY = Setting(
-    "position_decay", 0.25, "order=position_aware: decay rate of the weight exp(-decay i) of "
-    "position i, >= 0",
-    low=0.0, high=1e3,
-)  # fmt: skip
-INFORMATION_LIMIT = Setting(
-    "information_limit", 10.0, "order=position_aware: upper bound on -p ln f of a token, > 0",
-    low=1e-6, high=1e6,
-)  # fmt: skip
 _LEAST = 1e-10
 
 
@@ -51,14 +42,6 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
     return found
 
 
-COMMON_IDS = Setting(
-    "common_ids", (),
-    "order=position_aware: frequencies of ids in the corpus, such as 12:0.05,30:0.2; all other ids "
-    "share the rest evenly",
-    parse=_shares, hint=Mapping[int, float] | tuple[tuple[int, float], ...],
-)  # fmt: skip
-
-
 @rule
 class PositionAware(Confident):
     """Commits a quota of holes with the highest ``exp(-lambda i) min(-p ln f, alpha)``.
@@ -70,9 +53,21 @@ class PositionAware(Confident):
     about = "a quota of the holes, ranked by position, probability and token rarity"
     log_chance = certain
 
-    decay_B: jax.Array = per_row(POSITION_DECAY)
-    limit_B: jax.Array = per_row(INFORMATION_LIMIT)
-    common: tuple[tuple[int, float], ...] = static(COMMON_IDS)
+    decay_B: jax.Array = per_row(Setting(
+        "position_decay", 0.25,
+        "order=position_aware: decay rate of the weight exp(-decay i) of position i, >= 0",
+        low=0.0, high=1e3,
+    ))  # fmt: skip
+    limit_B: jax.Array = per_row(Setting(
+        "information_limit", 10.0, "order=position_aware: upper bound on -p ln f of a token, > 0",
+        low=1e-6, high=1e6,
+    ))  # fmt: skip
+    common: tuple[tuple[int, float], ...] = static(Setting(
+        "common_ids", (),
+        "order=position_aware: frequencies of ids in the corpus, such as 12:0.05,30:0.2; all "
+        "other ids share the rest evenly",
+        parse=_shares, hint=Mapping[int, float] | tuple[tuple[int, float], ...],
+    ))  # fmt: skip
     quota: Quota = static(SCHEDULE)
     confidence: Measure = static(CONFIDENCE)
     vocab_size: int = fact("vocab_size", 0)
@@ -85,14 +80,7 @@ class PositionAware(Confident):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises ValueError if a frequency is given for an id outside the vocabulary."""
-        for id_, _ in row.common_ids:
-            if not 0 <= id_ < facts.vocab_size:
-                raise SettingError(
-                    "common_ids",
-                    UNSET,
-                    f"has id {id_}, outside the vocabulary of {facts.vocab_size}",
-                    f"use 0 to {facts.vocab_size - 1}",
-                )
+        check_ids("common_ids", (id_ for id_, _ in row.common_ids), facts.vocab_size)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         is_hole_BL = context.is_hole_BL

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling.commit.ancestral import NoiseSchedule
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
@@ -26,32 +27,17 @@ from dlm_jax.sampling.commit.commit_rule import (
     Standing,
     uniform,
 )
-from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, rule, static
-
-POSTERIOR_START = Setting(
-    "posterior_start", 1.0,
-    "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its tokens",
-    low=ABOVE_ZERO, high=1.0, activates=False,
-)  # fmt: skip
-CORRECTOR_STEPS = Setting(
-    "corrector_steps", 0,
-    "order=posterior: corrector steps after each reverse step, which count as steps; 0 is off",
-    low=0, high=10_000, activates=False,
-)  # fmt: skip
-CORRECTOR_SHARE = Setting(
-    "corrector_share", 0.1,
-    "order=posterior: share of the open positions that a corrector step draws anew, in (0, 1], at "
-    "least one; drawing one leaves the distribution of noised texts exactly invariant",
-    low=ABOVE_ZERO, high=1.0, activates=False,
-)  # fmt: skip
-
-RENEW_BY = Setting(
-    "renew_by", "probability",
-    "order=posterior: source of the probability that a token is wrong: the network's probability "
-    "of the token (probability), or the critic head (critic), which costs a forward pass if the "
-    "canvas has MASK",
-    choices={"probability": "", "critic": "critic"}, activates=False,
-)  # fmt: skip
+from dlm_jax.settings import (
+    ABOVE_ZERO,
+    Setting,
+    SettingError,
+    fact,
+    per_row,
+    require_head,
+    require_values,
+    rule,
+    static,
+)
 
 _NEEDS: dict[str, tuple[Any, ...]] = {
     "remask": ("none",), "cache": ("none", "exact"), "guidance": (0.0,), "structure": ("",),
@@ -113,14 +99,8 @@ class Renewing(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        for name, fine in {"fill": cls.fills, **_NEEDS}.items():
-            given = getattr(row, name)
-            if given not in fine:
-                raise SettingError(
-                    name, given,
-                    f"is not supported with order={cls.name!r}, which can change any token",
-                    f"use {name}={fine[0]!r}",
-                )  # fmt: skip
+        why = f"is not supported with order={cls.name!r}, which can change any token"
+        require_values(row, {"fill": cls.fills, **_NEEDS}, why)
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
             if is_on:
                 raise SettingError(
@@ -173,11 +153,32 @@ class Posterior(Renewing):
     about = "reverse steps of the noise process; any token can change until the end"
     fills = (*Renewing.fills, "wavefront")
 
-    start_B: jax.Array = per_row(POSTERIOR_START)
-    corrector_steps_B: jax.Array = per_row(CORRECTOR_STEPS)
-    corrector_share_B: jax.Array = per_row(CORRECTOR_SHARE)
+    start_B: jax.Array = per_row(Setting(
+        "posterior_start", 1.0,
+        "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its "
+        "tokens",
+        low=ABOVE_ZERO, high=1.0, activates=False,
+    ))  # fmt: skip
+    corrector_steps_B: jax.Array = per_row(Setting(
+        "corrector_steps", 0,
+        "order=posterior: corrector steps after each reverse step, which count as steps; 0 is off",
+        low=0, high=10_000, activates=False,
+    ))  # fmt: skip
+    corrector_share_B: jax.Array = per_row(Setting(
+        "corrector_share", 0.1,
+        "order=posterior: share of the open positions that a corrector step draws anew, in "
+        "(0, 1], at least one; drawing one leaves the distribution of noised texts exactly "
+        "invariant",
+        low=ABOVE_ZERO, high=1.0, activates=False,
+    ))  # fmt: skip
     process: NoiseProcess = fact("process")
-    reads_head: str = static(RENEW_BY)
+    reads_head: str = static(Setting(
+        "renew_by", "probability",
+        "order=posterior: source of the probability that a token is wrong: the network's "
+        "probability of the token (probability), or the critic head (critic), which costs a "
+        "forward pass if the canvas has MASK",
+        choices={"probability": "", "critic": "critic"}, activates=False,
+    ))  # fmt: skip
     schedule: NoiseSchedule = fact("noise")
 
     @classmethod
@@ -185,10 +186,9 @@ class Posterior(Renewing):
         super().check_model(row, facts)
         asks, in_waves = row.renew_by == "critic", row.fill == "wavefront"
         only_masks = facts.process is None or facts.process.is_masked
+        if asks:
+            require_head("critic", facts, "renew_by", "critic", "use renew_by='probability'")
         for is_refused, name, why, remedy in (
-            (asks and "critic" not in facts.heads, "renew_by",
-             "requires a critic head, which this model lacks",
-             "use renew_by='probability', or train one with model.add_critic_head"),
             (asks and only_masks, "renew_by", "has no effect, because the only noise is MASK",
              "use renew_by='probability'"),
             (asks and in_waves, "renew_by",
@@ -259,7 +259,7 @@ class Posterior(Renewing):
         is_open_BL = context.is_hole_BL
         open_B = jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
         count_B = jnp.maximum(jnp.round(self.corrector_share_B * open_B).astype(jnp.int32), 1)
-        first_B = jnp.floor(uniform(_salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
+        first_B = jnp.floor(uniform(salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
         place_BL = jnp.cumsum(is_open_BL, axis=1) - 1 - first_B.astype(jnp.int32)[:, None]
         place_BL, apart_B1 = place_BL % open_B[:, None], (open_B // count_B)[:, None]
         is_due_BL = (place_BL % apart_B1 == 0) & (place_BL // apart_B1 < count_B[:, None])
@@ -295,7 +295,7 @@ class Posterior(Renewing):
         is_candidate_BL = jnp.ones(own_BL.shape, bool)
         if context.wrong_BL is not None:
             assert context.standing is not None, "the rule renews"
-            drawn_BL = uniform(_salted(context.key_B, _WRONG_SALT), own_BL.shape[1])
+            drawn_BL = uniform(salted(context.key_B, _WRONG_SALT), own_BL.shape[1])
             is_candidate_BL = drawn_BL * (1.0 - own_BL) < context.wrong_BL
             is_candidate_BL |= context.standing.is_mask_BL
             is_same_BL = proposal.tokens_BL == context.standing.tokens_BL
@@ -306,7 +306,7 @@ class Posterior(Renewing):
             self.corrections(context), self.chances(context, own_BL),
         )  # fmt: skip
         upto_BL = chances.data + chances.noise
-        drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
+        drawn_BL = uniform(salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + chances.stay)
         kind_BL = jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
         return kind_BL, is_candidate_BL
@@ -315,7 +315,7 @@ class Posterior(Renewing):
         """Noise ``[B, L]`` at a level: MASK, or random ids that can be written in the row."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
-        is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
+        is_mask_BL = uniform(salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
         return jnp.where(is_mask_BL, standing.mask_id, standing.random_BL)
 
 
@@ -324,7 +324,3 @@ def of_current(standing: Standing, mask_B1: jax.Array, text_B1: jax.Array) -> ja
     number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
     text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
     return jnp.where(standing.is_mask_BL, mask_B1, text_BL)
-
-
-def _salted(key_B: jax.Array, salt: int) -> jax.Array:
-    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -13,18 +13,11 @@ from dlm_jax.sampling.commit.commit_rule import (
     Proposal,
     RuleMemory,
     certain,
-    most,
     reaches,
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure, linear_quota
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
-PROPHET_GAP = Setting(
-    "prophet_gap", 7.5,
-    "order=prophet: minimum mean gap between the two largest logits at which all holes are "
-    "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
-    low=0.0, high=1e6,
-)  # fmt: skip
 _MOST = 30.0
 """Upper bound on the gap of a hole, which is infinite if the second token has probability 0."""
 
@@ -42,7 +35,12 @@ class Prophet(Confident):
     about = "a quota of the most confident holes, or all holes when their predictions are clear"
     log_chance = certain
 
-    gap_B: jax.Array = per_row(PROPHET_GAP)
+    gap_B: jax.Array = per_row(Setting(
+        "prophet_gap", 7.5,
+        "order=prophet: minimum mean gap between the two largest logits at which all holes are "
+        "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod
@@ -75,7 +73,5 @@ class Prophet(Confident):
         gap_B /= jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1)
         stage_B = jnp.minimum(3 * context.step_B // context.steps_B, 2)
         is_clear_B = reaches(gap_B, self.gap_B * (3 - stage_B) / 3.0, _MOST)
-        surest_BL = most(
-            proposal.confidence_BL, is_hole_BL, linear_quota(context), context.preference_BL
-        )
+        surest_BL = self.surest(context, proposal, linear_quota(context))
         return surest_BL | (is_hole_BL & is_clear_B[:, None])

@@ -18,7 +18,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     most,
     uniform,
 )
-from dlm_jax.settings import UNSET, Setting, SettingError, rule, static
+from dlm_jax.settings import UNSET, Setting, SettingError, check_ids, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
 """``(context) -> int32 [B]``: the number of holes that each row commits at this step."""
@@ -182,14 +182,7 @@ class Weighed(CommitRule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        for id_ in row.confidence_without:
-            if not 0 <= id_ < facts.vocab_size:
-                raise SettingError(
-                    "confidence_without",
-                    UNSET,
-                    f"has id {id_}, outside the vocabulary of {facts.vocab_size}",
-                    f"use 0 to {facts.vocab_size - 1}",
-                )
+        check_ids("confidence_without", row.confidence_without, facts.vocab_size)
 
 
 class QuotaRule(CommitRule):
@@ -213,10 +206,7 @@ class _SurestFirst(Weighed, QuotaRule):
     log_chance = certain
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return most(
-            proposal.confidence_BL, context.is_hole_BL, self.quota(context),
-            context.preference_BL, self.scale,
-        )  # fmt: skip
+        return self.surest(context, proposal, self.quota(context))
 
 
 @rule

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     Proposal,
@@ -17,23 +18,8 @@ from dlm_jax.sampling.commit.commit_rule import (
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
-
-SLOW_THRESHOLD = Setting(
-    "slow_threshold", 0.3,
-    "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-SLOW_STEPS = Setting(
-    "slow_steps", 6, "order=slow_fast: maximum number of slow steps before a span", low=1
-)
-SLOW_SPREAD = Setting(
-    "slow_spread", 1.0,
-    "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals fix the "
-    "end of a span",
-    low=0.0, high=1e6,
-)  # fmt: skip
 
 
 class Cycle(NamedTuple):
@@ -64,9 +50,21 @@ class SlowFast(Confident):
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    reach_B: jax.Array = per_row(SLOW_THRESHOLD)
-    steps_B: jax.Array = per_row(SLOW_STEPS)
-    spread_B: jax.Array = per_row(SLOW_SPREAD)
+    reach_B: jax.Array = per_row(Setting(
+        "slow_threshold", 0.3,
+        "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    steps_B: jax.Array = per_row(Setting(
+        "slow_steps", 6, "order=slow_fast: maximum number of slow steps before a span",
+        low=1,
+    ))  # fmt: skip
+    spread_B: jax.Array = per_row(Setting(
+        "slow_spread", 1.0,
+        "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals "
+        "fix the end of a span",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod
@@ -123,6 +121,4 @@ def _begun(context: CommitContext) -> Cycle:
     """The phase of each row, reset to the first hole at the first step of a block."""
     first_B = place_of_largest(context.is_hole_BL)
     fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
-    return jax.tree.map(
-        lambda x, y: jnp.where(context.step_B == 0, x, y), fresh, context.memory.rows
-    )
+    return choose(context.step_B == 0, fresh, context.memory.rows)

@@ -40,33 +40,6 @@ THRESHOLD_ABOVE = Setting(
 THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
 )
-THRESHOLD_ALONE = Setting(
-    "threshold_alone", 0,
-    "order=threshold: commit each hole at a multiple of this number alone, before all other holes "
-    "of its block; 0 disables it", low=0,
-)  # fmt: skip
-FACTOR = Setting(
-    "factor", 1.0,
-    "order=factor: n holes are committed together if the confidence of each is at least 1 - factor "
-    "/ (n + 1)",
-    low=0.0, high=1e6,
-)  # fmt: skip
-ENTROPY_BOUND = Setting(
-    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the total entropy of the holes "
-    "committed in a step, >= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-
-REWRITE_THRESHOLD = Setting(
-    "rewrite_threshold", 0.9,
-    "order=joint_threshold: confidence above which another token replaces a written one, in "
-    "[0, 1]", low=0.0, high=1.0, activates=False,
-)  # fmt: skip
-REWRITE_STEPS = Setting(
-    "rewrite_steps", 16,
-    "order=joint_threshold: maximum number of rewriting steps in a block without holes",
-    low=0, activates=False,
-)  # fmt: skip
 
 
 @rule
@@ -84,7 +57,12 @@ class Threshold(Confident, Weighed):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
-    alone_B: jax.Array = per_row(THRESHOLD_ALONE)
+    alone_B: jax.Array = per_row(Setting(
+        "threshold_alone", 0,
+        "order=threshold: commit each hole at a multiple of this number alone, before all other "
+        "holes of its block; 0 disables it",
+        low=0,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
@@ -117,15 +95,20 @@ class Factor(Confident):
     about = "confident holes, with a threshold that depends on their number"
     log_chance = certain
 
-    factor_B: jax.Array = per_row(FACTOR)
+    factor_B: jax.Array = per_row(Setting(
+        "factor", 1.0,
+        "order=factor: n holes are committed together if the confidence of each is at least 1 - "
+        "factor / (n + 1)",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        score_BL = _falling(context, proposal)
+        score_BL = falling(context, proposal)
         number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
         needed_BL = 1.0 - self.factor_B[:, None] / (number_1L + 1.0)
         run_BL = jnp.cumprod(reaches(score_BL, needed_BL, 1.0), axis=1)
-        return _surest(context, proposal, jnp.sum(run_BL, axis=1), self.scale)
+        return self.surest(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1))
 
 
 @rule
@@ -141,18 +124,23 @@ class EntropyBound(CommitRule):
     scale = 1.0
     log_chance = certain
 
-    bound_B: jax.Array = per_row(ENTROPY_BOUND)
+    bound_B: jax.Array = per_row(Setting(
+        "entropy_bound", 0.1,
+        "order=entropy_bound: bound in nats on the total entropy of the holes committed in a "
+        "step, >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         return certainty(logits_NV, logprob_N)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        score_BL = _falling(context, proposal)
+        score_BL = falling(context, proposal)
         is_hole_BL = score_BL > -jnp.inf
         entropy_BL = jnp.where(is_hole_BL, -score_BL, 0.0)
         before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
         is_in_BL = is_hole_BL & ~exceeds(before_BL, self.bound_B[:, None], 1.0)
-        return _surest(context, proposal, jnp.sum(is_in_BL, axis=1), self.scale)
+        return self.surest(context, proposal, jnp.maximum(jnp.sum(is_in_BL, axis=1), 1))
 
 
 @rule
@@ -171,8 +159,17 @@ class JointThreshold(Confident):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
-    rewrite_B: jax.Array = per_row(REWRITE_THRESHOLD)
-    patience_B: jax.Array = per_row(REWRITE_STEPS)
+    rewrite_B: jax.Array = per_row(Setting(
+        "rewrite_threshold", 0.9,
+        "order=joint_threshold: confidence above which another token replaces a written one, in "
+        "[0, 1]",
+        low=0.0, high=1.0, activates=False,
+    ))  # fmt: skip
+    patience_B: jax.Array = per_row(Setting(
+        "rewrite_steps", 16,
+        "order=joint_threshold: maximum number of rewriting steps in a block without holes",
+        low=0, activates=False,
+    ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod
@@ -193,7 +190,7 @@ class JointThreshold(Confident):
         surest_BL, written_BL = proposal.confidence_BL, context.written_BL
         assert written_BL is not None, "the rule rewrites"
         is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
-        least_BL = most(surest_BL, context.is_hole_BL, self.least_B, context.preference_BL)
+        least_BL = self.surest(context, proposal, self.least_B)
         is_better_BL = exceeds(surest_BL, self.rewrite_B[:, None])
         is_better_BL &= proposal.tokens_BL != written_BL
         return (context.is_hole_BL & is_sure_BL) | least_BL | ((written_BL >= 0) & is_better_BL)
@@ -209,17 +206,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
     )
 
 
-def _surest(
-    context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
-) -> jax.Array:
-    """The `count_B` (at least 1) most confident holes in each row."""
-    return most(
-        proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
-        context.preference_BL, scale,
-    )  # fmt: skip
-
-
-def _falling(context: CommitContext, proposal: Proposal) -> jax.Array:
+def falling(context: CommitContext, proposal: Proposal) -> jax.Array:
     """Confidences of the holes in descending order, followed by -inf."""
     score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
     return jnp.sort(score_BL, axis=1, descending=True)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, moved
+from dlm_jax.sampling.edits.moves import Cells, Edits
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.settings import Rule, SettingError
 from dlm_jax.types import Canvas, live_positions
@@ -32,15 +32,6 @@ class EditState(NamedTuple):
     capacity_B: jax.Array
     target_B: jax.Array
     warms_B: jax.Array
-
-    def after(self, cells: Cells, position_map: PositionMap) -> EditState:
-        """The state after the edits of the map that produced `cells`."""
-        return self._replace(
-            inserted_BL=cells.inserted_BL,
-            mark_BL=cells.mark_BL,
-            origin_BL=moved(position_map, self.origin_BL, -1),
-            warms_B=jnp.zeros_like(self.warms_B),
-        )
 
 
 def start_edits(rule: EditRule, canvas: Canvas, row: RowParams, *, mask_id: int) -> EditState:

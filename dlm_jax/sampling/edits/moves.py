@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.types import live_positions
+from dlm_jax.types import left_of, live_positions
 
 
 def insert_at_gap(
@@ -121,7 +121,7 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
     is_live_BL = live_positions(cells.length_B, num_positions)
     is_kept_BL = is_live_BL & ~edits.delete_BL
     is_put_BL = edits.insert_gap_BL
-    is_moved_in_BL = is_kept_BL & ~is_put_BL & _after(edits.delete_BL)
+    is_moved_in_BL = is_kept_BL & ~is_put_BL & left_of(edits.delete_BL)
     num_left_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
     excess_B1 = jnp.maximum(num_left_B - capacity_B, 0)[:, None]
     is_loose_BL = is_kept_BL & ~cells.frozen_BL
@@ -191,11 +191,6 @@ def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Arra
     """
     is_live_BL = live_positions(position_map.length_B, position_map.source_BL.shape[1])
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
-
-
-def _after(is_true_BL: jax.Array) -> jax.Array:
-    """True at positions directly after a True position."""
-    return jnp.pad(is_true_BL[:, :-1], ((0, 0), (1, 0)))
 
 
 def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

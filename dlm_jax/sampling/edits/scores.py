@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dlm_jax.sampling.edits.edit_rule import EditContext, Snapshot
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
 from dlm_jax.sampling.program import Program
-from dlm_jax.types import Params, live_positions
+from dlm_jax.types import Params, live_positions, right_of
 
 LEAST = -100.0
 """Log-probability in nats that is assigned to impossible tokens. The value is finite, so that texts
@@ -153,13 +153,3 @@ def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
     right_BL = jax.lax.cummin(jnp.where(mark_BL, place_BL, _FAR), axis=1, reverse=True)
     distance_BL = jnp.minimum(place_BL - left_BL, right_BL - place_BL)
     return (distance_BL <= reach_B[:, None]) & (reach_B > 0)[:, None]
-
-
-def right_of(x_BL: jax.Array) -> jax.Array:
-    """The value to the right of each position; 0 or False at the last position."""
-    return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)))
-
-
-def left_of(x_BL: jax.Array) -> jax.Array:
-    """The value to the left of each position; 0 or False at the first position."""
-    return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))

@@ -13,11 +13,10 @@ from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Tried
 from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
 from dlm_jax.sampling.edits.scores import LEAST
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import at_places, fold, hidden, logits, put
+from dlm_jax.sampling.positions import at_places, fold, hidden, logits, place_of_largest, put
 from dlm_jax.sampling.program import Program
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
-from dlm_jax.types import Params, live_positions
+from dlm_jax.types import Params, live_positions, right_of
 
 
 def tried(
@@ -139,39 +138,6 @@ def _likelihood(
     return sum_T.reshape(num_rows, num_texts).T
 
 
-EDIT_TRIALS = Setting(
-    "edit_trials", 6,
-    "likelihood: number of trial edits per step; each requires a forward pass, or 2 (2 H + 2) "
-    "passes with edit_hidden=H",
-    low=1, high=64,
-)  # fmt: skip
-EDIT_GAIN = Setting(
-    "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-EDIT_HIDDEN = Setting(
-    "edit_hidden", 0,
-    "likelihood: number of tokens hidden on either side of an edit in the comparison; 0 compares "
-    "whole "
-    "texts",
-    low=0, high=16,
-)  # fmt: skip
-EDIT_LEAD_GAIN = Setting(
-    "edit_lead_gain", 0.25,
-    "likelihood: weight, in an edit's score, of its lead (log-probability of the new token minus "
-    "that of the current one), >= 0",
-    low=0.0, high=1e6,
-)  # fmt: skip
-EDIT_TOKEN_GAIN = Setting(
-    "edit_token_gain", 0.0,
-    "likelihood: score bonus in nats for each inserted token, subtracted for each deleted token",
-    low=-1e6, high=1e6,
-)  # fmt: skip
-EDIT_REPLACE_GAIN = Setting(
-    "edit_replace_gain", 0.0,
-    "likelihood: score bonus of a replacement in nats",
-    low=-1e6, high=1e6,
-)  # fmt: skip
 _NUM_KINDS = 3
 
 
@@ -202,12 +168,38 @@ class Likelihood(EditRule):
     about = "the trial insertion, deletion or replacement with the highest score"
     reads_likeliest = True
 
-    gain_B: jax.Array = per_row(EDIT_GAIN)
-    lead_gain_B: jax.Array = per_row(EDIT_LEAD_GAIN)
-    token_gain_B: jax.Array = per_row(EDIT_TOKEN_GAIN)
-    replace_gain_B: jax.Array = per_row(EDIT_REPLACE_GAIN)
-    num_trials: int = static(EDIT_TRIALS)
-    num_hidden: int = static(EDIT_HIDDEN)
+    gain_B: jax.Array = per_row(Setting(
+        "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    lead_gain_B: jax.Array = per_row(Setting(
+        "edit_lead_gain", 0.25,
+        "likelihood: weight, in an edit's score, of its lead (log-probability of the new token "
+        "minus that of the current one), >= 0",
+        low=0.0, high=1e6,
+    ))  # fmt: skip
+    token_gain_B: jax.Array = per_row(Setting(
+        "edit_token_gain", 0.0,
+        "likelihood: score bonus in nats for each inserted token, subtracted for each deleted "
+        "token",
+        low=-1e6, high=1e6,
+    ))  # fmt: skip
+    replace_gain_B: jax.Array = per_row(Setting(
+        "edit_replace_gain", 0.0, "likelihood: score bonus of a replacement in nats",
+        low=-1e6, high=1e6,
+    ))  # fmt: skip
+    num_trials: int = static(Setting(
+        "edit_trials", 6,
+        "likelihood: number of trial edits per step; each requires a forward pass, or 2 (2 H + 2) "
+        "passes with edit_hidden=H",
+        low=1, high=64,
+    ))  # fmt: skip
+    num_hidden: int = static(Setting(
+        "edit_hidden", 0,
+        "likelihood: number of tokens hidden on either side of an edit in the comparison; 0 "
+        "compares whole texts",
+        low=0, high=16,
+    ))  # fmt: skip
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -239,8 +231,8 @@ class Likelihood(EditRule):
         goes_BL = may_go_BL & jnp.isfinite(misfit_BL)
         # Deleting any one of several adjacent equal tokens gives the same text, so only the last of
         # them is a candidate.
-        is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
-        goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
+        is_same_BL = cells.tokens_BL == right_of(cells.tokens_BL)
+        goes_BL &= ~(is_same_BL & right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
         is_swap_BL = is_new_BL & may_go_BL & scores.may_be_led(context)
         worth_BLK = jnp.stack([
@@ -315,7 +307,7 @@ def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None
     is_token_BL = scores.is_token(context)
-    is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
+    is_pair_BL = is_token_BL & right_of(is_token_BL)
     own_BL, right_BL, best_BL = (
         jnp.maximum(x_BL, scores.LEAST)
         for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)

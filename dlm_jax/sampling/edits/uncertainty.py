@@ -4,7 +4,6 @@ targets.
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -15,9 +14,9 @@ from dlm_jax.sampling.commit.commit_rule import exceeds, most
 from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
 from dlm_jax.sampling.edits.moves import Edits
-from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule, static
-from dlm_jax.types import live_positions
+from dlm_jax.types import left_of, live_positions, right_of
 
 _NUDGE = 3
 EDIT_TOKENS, OVERFLOWS = ("space", "mask"), ("trim", "refuse")
@@ -33,61 +32,6 @@ def _weight(name: str, default: float, help: str) -> Setting:
     return Setting(name, default, help, low=0.0, high=1e6)
 
 
-INSERT_RATIO_START = _ratio(
-    "insert_ratio_start", 0.04,
-    "edit: number of insertions per generated token before the first step, in [0, 1]",
-)  # fmt: skip
-INSERT_RATIO_END = _ratio(
-    "insert_ratio_end", 0.0, "edit: number of insertions per generated token before the last step"
-)
-DELETE_RATIO_START = _ratio(
-    "delete_ratio_start",
-    0.04,
-    "edit: number of deletions per generated token before the first step",
-)
-DELETE_RATIO_END = _ratio(
-    "delete_ratio_end", 0.0, "edit: number of deletions per generated token before the last step"
-)
-INSERT_MARGIN = _weight(
-    "insert_margin", 0.0, "edit: lower bound (exclusive) on the score of an insertion"
-)
-DELETE_MARGIN = _weight(
-    "delete_margin", 0.02,
-    "edit: lower bound (exclusive) on the probability of the next token minus that of a deleted "
-    "token, >= 0",
-)  # fmt: skip
-DELETE_LAMBDA = _weight(
-    "delete_lambda", 0.3,
-    "edit: weight, in a deletion's score, of the probability difference at the next position",
-)  # fmt: skip
-COOLDOWN_DISTANCE = Setting(
-    "cooldown_distance", 1,
-    "edit: minimum distance to the edits of the last step; 0 disables it",
-    low=0, high=2**20 - 1,
-)  # fmt: skip
-OVERFLOW = Setting(
-    "overflow", "trim",
-    "edit: insertions beyond max_length drop the tail (trim) or are not made (refuse)",
-    choices={name: name for name in OVERFLOWS},
-)  # fmt: skip
-LENGTH_TARGET_MODE = Setting(
-    "length_target_mode", "none",
-    "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the edits "
-    "that have the highest scores",
-    choices={name: name for name in LENGTH_TARGETS},
-)  # fmt: skip
-EDIT_TOKEN = Setting(
-    "edit_token", "space",
-    "edit: inserted token: space, or mask (a hole that is filled later)",
-    choices={name: name for name in EDIT_TOKENS},
-)  # fmt: skip
-EDIT_SCHEDULE = Setting(
-    "edit_schedule", "cosine",
-    "edit: schedule of the ratios from start to end: linear or cosine",
-    choices=SCHEDULES,
-)  # fmt: skip
-
-
 @rule
 class Uncertainty(EditRule):
     """Inserts tokens next to uncertain ones, and deletes a token if the following token fits better
@@ -96,18 +40,59 @@ class Uncertainty(EditRule):
 
     about = "uncertainty of the tokens next to the gap"
 
-    insert_start_B: jax.Array = per_row(INSERT_RATIO_START)
-    insert_end_B: jax.Array = per_row(INSERT_RATIO_END)
-    delete_start_B: jax.Array = per_row(DELETE_RATIO_START)
-    delete_end_B: jax.Array = per_row(DELETE_RATIO_END)
-    insert_margin_B: jax.Array = per_row(INSERT_MARGIN)
-    delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
-    lambda_B: jax.Array = per_row(DELETE_LAMBDA)
-    cooldown_B: jax.Array = per_row(COOLDOWN_DISTANCE)
-    overflow_B: jax.Array = per_row(OVERFLOW)
-    target_mode_B: jax.Array = per_row(LENGTH_TARGET_MODE)
-    token_B: jax.Array = per_row(EDIT_TOKEN)
-    schedule: str = static(EDIT_SCHEDULE)
+    insert_start_B: jax.Array = per_row(_ratio(
+        "insert_ratio_start", 0.04,
+        "edit: number of insertions per generated token before the first step, in [0, 1]",
+    ))  # fmt: skip
+    insert_end_B: jax.Array = per_row(_ratio(
+        "insert_ratio_end", 0.0,
+        "edit: number of insertions per generated token before the last step",
+    ))  # fmt: skip
+    delete_start_B: jax.Array = per_row(_ratio(
+        "delete_ratio_start", 0.04,
+        "edit: number of deletions per generated token before the first step",
+    ))  # fmt: skip
+    delete_end_B: jax.Array = per_row(_ratio(
+        "delete_ratio_end", 0.0,
+        "edit: number of deletions per generated token before the last step",
+    ))  # fmt: skip
+    insert_margin_B: jax.Array = per_row(
+        _weight("insert_margin", 0.0, "edit: lower bound (exclusive) on the score of an insertion")
+    )
+    delete_margin_B: jax.Array = per_row(_weight(
+        "delete_margin", 0.02,
+        "edit: lower bound (exclusive) on the probability of the next token minus that of a "
+        "deleted token, >= 0",
+    ))  # fmt: skip
+    lambda_B: jax.Array = per_row(_weight(
+        "delete_lambda", 0.3,
+        "edit: weight, in a deletion's score, of the probability difference at the next position",
+    ))  # fmt: skip
+    cooldown_B: jax.Array = per_row(Setting(
+        "cooldown_distance", 1,
+        "edit: minimum distance to the edits of the last step; 0 disables it",
+        low=0, high=2**20 - 1,
+    ))  # fmt: skip
+    overflow_B: jax.Array = per_row(Setting(
+        "overflow", "trim",
+        "edit: insertions beyond max_length drop the tail (trim) or are not made (refuse)",
+        choices={name: name for name in OVERFLOWS},
+    ))  # fmt: skip
+    target_mode_B: jax.Array = per_row(Setting(
+        "length_target_mode", "none",
+        "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the "
+        "edits that have the highest scores",
+        choices={name: name for name in LENGTH_TARGETS},
+    ))  # fmt: skip
+    token_B: jax.Array = per_row(Setting(
+        "edit_token", "space", "edit: inserted token: space, or mask (a hole that is filled later)",
+        choices={name: name for name in EDIT_TOKENS},
+    ))  # fmt: skip
+    schedule: str = static(Setting(
+        "edit_schedule", "cosine",
+        "edit: schedule of the ratios from start to end: linear or cosine",
+        choices=SCHEDULES,
+    ))  # fmt: skip
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
@@ -144,22 +129,8 @@ class Uncertainty(EditRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if not cls.inserts(row) or row.edit_token != "space":
-            return
-        if facts.space_id < 0:
-            raise SettingError(
-                "edit_token",
-                "space",
-                "requires a space token, which the tokenizer lacks",
-                "use edit_token='mask'",
-            )
-        if (facts.space_id, -math.inf) in row.logit_bias:
-            raise SettingError(
-                "edit_token",
-                "space",
-                "inserts spaces, which logit_bias bans",
-                "use edit_token='mask'",
-            )
+        if cls.inserts(row) and row.edit_token == "space":
+            check_space("edit_token", row, facts, "inserts")
 
     def is_active(self) -> jax.Array:
         return (self.target_mode_B > 0) | (
@@ -229,7 +200,7 @@ class Uncertainty(EditRule):
         is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
         may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
         may_go_BL &= is_cool_BL
-        forced_BL = may_go_BL & is_exact_B1 & scores.right_of(is_row_BL)
+        forced_BL = may_go_BL & is_exact_B1 & right_of(is_row_BL)
         is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
         worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(context) - 2)
         delete_BL = most(
@@ -238,7 +209,7 @@ class Uncertainty(EditRule):
         )  # fmt: skip
 
         gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
-        is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
+        is_free_gap_BL = ~cells.frozen_BL | ~left_of(cells.frozen_BL)
         is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # there is no gap before the row
         may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
         may_grow_BL &= is_live_BL & is_cool_BL

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling.commit.commit_rule import Proposal
-from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import fold, put
+from dlm_jax.sampling.positions import fold, place_of_largest, put
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
@@ -30,7 +30,7 @@ from dlm_jax.sampling.propose.fill import (
 from dlm_jax.sampling.transforms.automaton import STRUCTURE, Arcs, held
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import UNSET, SettingError, per_row, rule
-from dlm_jax.types import live_positions
+from dlm_jax.types import left_of, live_positions, right_of
 
 _CUT = 1e4
 """Difference of log-weights, in nats, between ids that the chain keeps and ids that it removes."""
@@ -210,9 +210,8 @@ class Constrained(FillRule):
         drawable_NV: jax.Array | None = None,
     ) -> Seen:
         """The `Seen` of the positions of a chunk, ``[N, ...]``; see `CandidateWriter.write`."""
-        row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
-        key_N = _keys(writer.key_B[row_N], index_N)
-        at = At(row_N, index_N, key_N, is_real_N, None if drawable_NV is None else is_real_N)
+        at = writer.at(places_N, is_real_N, None if drawable_NV is None else is_real_N)
+        row_N, key_N = at.row_N, at.key_N
         clean_NV = clean_NV.astype(jnp.float32)
         final_NV = writer.chain.apply(
             writer.prepared, clean_NV if drawable_NV is None else drawable_NV, at
@@ -227,7 +226,7 @@ class Constrained(FillRule):
 
         def member_of(logits_NJM: jax.Array, block_NC: jax.Array) -> jax.Array:
             score_NJC = _take(logits_NJM, block_NC[:, None, :], axis=2)
-            wait_NJ = _waits(_salted(key_N, _MEMBER), score_NJC.shape[1])
+            wait_NJ = _waits(salted(key_N, _MEMBER), score_NJC.shape[1])
             score_NJC -= jnp.where(is_greedy_N[:, None], 0.0, wait_NJ)[:, :, None]
             return _first_largest(score_NJC)
 
@@ -296,11 +295,11 @@ class Constrained(FillRule):
     def _arrivals(self, writer: CandidateWriter, places: Places) -> tuple[jax.Array, jax.Array]:
         """Arrival times (`_waits`) of arcs, ``[B, L, D]``, and classes, ``[B, L, C]``."""
         num_rows, num_positions = places.is_open_BL.shape
-        place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
-        key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
+        place_P = jnp.arange(num_rows * num_positions)
+        key_P = writer.at(place_P, place_P >= 0).key_N
 
         def waits(salt: int, size: int) -> jax.Array:
-            wait_PX = _waits(_salted(key_P, salt), size)
+            wait_PX = _waits(salted(key_P, salt), size)
             wait_BLX = wait_PX.reshape(num_rows, num_positions, size)
             return jnp.where(places.takes_best_BL[:, :, None], 0.0, wait_BLX)
 
@@ -473,13 +472,12 @@ def _by_sums(
         upto_N = jnp.where(is_first_N, share_N, upto_N + share_N)
         return upto_N, upto_N
 
-    before_NM = jnp.pad(class_NM, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    by_block = share_NM.T, (class_NM != before_NM).T
+    by_block = share_NM.T, (class_NM != left_of(class_NM, -1)).T
     upto_NM = jax.lax.scan(add, jnp.zeros_like(share_NM[:, 0]), by_block, unroll=8)[1].T
-    end_NC = jnp.pad(first_NC[:, 1:], ((0, 0), (0, 1)), constant_values=num_blocks)
+    end_NC = right_of(first_NC, num_blocks)
     last_NC = jnp.clip(end_NC - 1, 0, num_blocks - 1)
     sum_NC = jnp.where(first_NC < end_NC, _take(upto_NM, last_NC, axis=1), 0.0)
-    bits_N = jax.vmap(jax.random.bits)(_salted(key_N, _CLASS)).astype(jnp.float32)
+    bits_N = jax.vmap(jax.random.bits)(salted(key_N, _CLASS)).astype(jnp.float32)
     target_NC = jnp.minimum(bits_N * 2.0**-32, 1.0 - 2.0**-23)[:, None] * sum_NC
     # A binary search finds the class's first block whose cumulative sum exceeds the target.
     low_NC, high_NC = jnp.minimum(first_NC, last_NC), last_NC
@@ -514,7 +512,7 @@ def _by_peaks(
     share_NM = jnp.exp(block_NM - _finite(_take(peak_NC, class_NM, axis=1)))
     sum_NC = jnp.zeros(peak_NC.shape).at[place_N1, class_NM].add(share_NM, mode="promise_in_bounds")
     weight_NC = jnp.where(is_greedy_N1, peak_NC, peak_NC + jnp.log(sum_NC))
-    wait_NM = _waits(_salted(key_N, _CLASS), num_blocks)
+    wait_NM = _waits(salted(key_N, _CLASS), num_blocks)
     score_NM = block_NM - jnp.where(is_greedy_N1, 0.0, wait_NM)
     is_most_NM = score_NM == _take(most(score_NM), class_NM, axis=1)
     number_1M = jnp.arange(num_blocks)[None]
@@ -551,15 +549,6 @@ def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
 
 def _finite(peak: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
-
-
-def _keys(key: jax.Array, index_N: jax.Array) -> jax.Array:
-    """A key for each position of one row, or for each pair of row and position."""
-    return jax.vmap(jax.random.fold_in, (None if key.ndim == 0 else 0, 0))(key, index_N)
-
-
-def _salted(key_N: jax.Array, salt: int) -> jax.Array:
-    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_N)
 
 
 def _waits(key_N: jax.Array, size: int) -> jax.Array:

@@ -18,11 +18,11 @@ from dlm_jax.sampling.propose.wavefront import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
-    check_sampler,
     grown_from,
     head_chunk,
 )
-from dlm_jax.settings import SettingError, per_row, rule
+from dlm_jax.settings import SettingError, per_row, require_head, rule
+from dlm_jax.types import left_of, right_of
 
 
 @rule
@@ -64,7 +64,7 @@ class ConstrainedWaves(Constrained):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        check_sampler(cls.name, facts)
+        require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
@@ -78,9 +78,8 @@ class ConstrainedWaves(Constrained):
         is_open_BL, index_L = places.is_open_BL, jnp.arange(places.is_open_BL.shape[1])
         is_seen_BL = wanted.is_seen_BL & ~wanted.is_open_BL
         level_BL = jnp.where(is_open_BL, index_L[None], jnp.where(is_seen_BL, GIVEN, NEVER))
-        left_BL = jnp.pad(level_BL, ((0, 0), (1, 0)), constant_values=NEVER)[:, :-1]
-        right_BL = jnp.pad(level_BL, ((0, 0), (0, 1)), constant_values=NEVER)[:, 1:]
-        is_alone_BL = is_open_BL & (left_BL == NEVER) & (right_BL != GIVEN)
+        is_alone_BL = is_open_BL & (left_of(level_BL, NEVER) == NEVER)
+        is_alone_BL &= right_of(level_BL, NEVER) != GIVEN
         by_head = self._column(reader, writer, level_BL, wanted.tokens_BL)
 
         def wave(carry: tuple[jax.Array, jax.Array], at_one: Any) -> tuple[Any, Any]:

@@ -8,13 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
-from dlm_jax.sampling.records import Drawn
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import Rule, SettingError, rule
@@ -74,6 +72,23 @@ class Reader(NamedTuple):
         return self.output.logits(self.network, self.params, places_N)
 
 
+class Drawn(NamedTuple):
+    """Statistics of the draws of a step, ``[B, L]``. Values at positions without a candidate are
+    undefined.
+
+    Attributes:
+      logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
+        drawn from (LM head or sampler head, after the row's chain); 0 in greedy rows.
+      entropy_BL: float32 entropy in nats of the clean logits of the head that the candidate was
+        drawn from.
+      level_BL: int32, order within the fill. A candidate depends on the candidates of lower levels.
+    """
+
+    logprob_BL: jax.Array
+    entropy_BL: jax.Array
+    level_BL: jax.Array
+
+
 class Filled(NamedTuple):
     """Candidates for the open positions, with statistics.
 
@@ -108,7 +123,7 @@ class Proposed(NamedTuple):
       canvas_BL: int32 input of the forward pass.
       tokens_BL: int32 candidates; -1 where no candidate was drawn.
       is_read_BL: True at the candidates that are scored.
-      level_BL: int32, see `dlm_jax.sampling.records.Drawn.level_BL`.
+      level_BL: int32, see `Drawn.level_BL`.
       order_BL: int32, `State.committed_BL` before the step.
       step_B: int32, index of the step.
     """
@@ -163,13 +178,6 @@ class FillRule(Rule):
     def is_used(cls, row: Any) -> bool:
         """True if a row with these settings uses this fill instead of `otherwise`."""
         return True
-
-    @classmethod
-    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the fill does not support.
-
-        `is_open` is True at open positions.
-        """
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -241,6 +249,14 @@ class CandidateWriter:
     standing_BL: jax.Array | None = None
     signal: Callable[[jax.Array], jax.Array] | None = None
 
+    def at(
+        self, places_N: jax.Array, is_real_N: jax.Array, is_grown_N: jax.Array | None = None
+    ) -> At:
+        """The positions at the places ``row * L + index``, with their keys."""
+        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
+        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
+        return At(row_N, index_N, key_N, is_real_N, is_grown_N)
+
     def write(
         self,
         found: Filled,
@@ -255,15 +271,12 @@ class CandidateWriter:
         `drawable_NV` is None, candidates are drawn from the clean logits, which are those of the LM
         head.
         """
-        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
-        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
         own_N = None if self.own_BL is None else at_places(self.own_BL, places_N)
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
         is_grown_N = None if drawable_NV is None else is_drawn_N
-        at = At(row_N, index_N, key_N, is_drawn_N, is_grown_N)
-        ids_N, final_N = self.chain.draw_and_score(
-            self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
-        )
+        at = self.at(places_N, is_drawn_N, is_grown_N)
+        from_NV = clean_NV if drawable_NV is None else drawable_NV
+        ids_N, final_N = self.chain.draw_and_score(self.prepared, from_NV, at, method=self.method)
         if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
@@ -282,15 +295,18 @@ class CandidateWriter:
                 best_N = argmax(other_NV)
                 banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
                 is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
-                is_banned_N |= self.chain.forbids(best_N, row_N)
+                is_banned_N |= self.chain.forbids(best_N, at.row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
             # Existing tokens can have probability 0, but drawn tokens cannot.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:
-            policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
-            drawn = _recorded(drawn, places_N, is_real_N, policy_N, clean_NV)
+            policy_N = self.policy(from_NV, ids_N, at)
+            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
+            pair = drawn.logprob_BL, drawn.entropy_BL
+            policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
+            drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
         signal_BLD, final_NV = found.signal_BLD, None
         if self.signal is not None:
             final_NV = self.chain.apply(self.prepared, clean_NV, at)
@@ -300,7 +316,7 @@ class CandidateWriter:
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
             proposal=put(found.proposal, places_N, is_real_N, proposal),
-            is_finite_B=found.is_finite_B.at[row_N].min(is_fine_N),
+            is_finite_B=found.is_finite_B.at[at.row_N].min(is_fine_N),
             total_BL=total_BL,
             best_BL=best_BL,
             kept=put(found.kept, places_N, is_real_N, kept),
@@ -368,20 +384,6 @@ class CandidateWriter:
             return None, self.measure(weighed_NV, logprob_N)
         kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
         return self.observe(kept, at.row_N, weighed_NV, ids_N, logprob_N)
-
-
-def _recorded(
-    drawn: Drawn,
-    places_N: jax.Array,
-    is_real_N: jax.Array,
-    policy_N: jax.Array,
-    clean_NV: jax.Array,
-) -> Drawn:
-    """Adds the draws at the real places to the record."""
-    entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
-    pair = drawn.logprob_BL, drawn.entropy_BL
-    policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
-    return drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
 
 
 @rule

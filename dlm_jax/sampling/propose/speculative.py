@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.positions import at_places, fold, logits, put
@@ -21,9 +22,13 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
 )
 from dlm_jax.sampling.transforms.transform import At, LogitTransform
-from dlm_jax.settings import UNSET, SettingError, rule
+from dlm_jax.settings import UNSET, SettingError, require_values, rule
 
 _SALT = 0x73706563
+_NEEDS = {
+    "order": ("threshold",), "remask": ("none",), "resample": (False,), "guidance": (0.0,),
+    "cache": ("none",), "threshold_alone": (0,), "threshold_least": (1,),
+}  # fmt: skip
 _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -49,18 +54,11 @@ class Speculative(FillRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        for name, fine in (
-            ("order", "threshold"), ("remask", "none"), ("resample", False), ("guidance", 0.0),
-            ("cache", "none"), ("threshold_alone", 0), ("threshold_least", 1),
-        ):  # fmt: skip
-            if getattr(row, name) != fine:
-                raise SettingError(
-                    name,
-                    getattr(row, name),
-                    "is not supported with fill='speculative', which verifies a draft of the "
-                    "whole row from left to right",
-                    f"use {name}={fine!r}",
-                )
+        require_values(
+            row, _NEEDS,
+            "is not supported with fill='speculative', which verifies a draft of the whole row "
+            "from left to right",
+        )  # fmt: skip
         if row.threshold <= 0:
             raise SettingError(
                 "threshold",
@@ -158,9 +156,7 @@ def _verified(
     """
 
     def verify(found: _Verified, places_N: jax.Array, is_real_N: jax.Array) -> _Verified:
-        row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
-        key_N = jax.vmap(jax.random.fold_in)(writer.key_B[row_N], index_N)
-        at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
+        at = writer.at(places_N, is_real_N)
         draft_N = at_places(draft_BL, places_N)
         true_NV = true_logits(places_N)
         p_NV, q_NV = (
@@ -168,8 +164,7 @@ def _verified(
             for logits_NV in (true_NV, reader.logits(places_N))
         )
         p_N, q_N = (jnp.take_along_axis(x, draft_N[:, None], axis=1)[:, 0] for x in (p_NV, q_NV))
-        salted = jax.vmap(lambda key: jax.random.fold_in(key, _SALT))(key_N)
-        two = jax.vmap(jax.random.split)(salted)
+        two = jax.vmap(jax.random.split)(salted(at.key_N, _SALT))
         uniform_N = jax.vmap(jax.random.uniform)(two[:, 0])
         rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
         # If the residual max(p - q, 0) rounds to zero, p and q are equal.

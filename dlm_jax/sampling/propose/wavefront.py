@@ -26,8 +26,8 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
     no_candidates,
 )
-from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
-from dlm_jax.types import Network, Params
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
+from dlm_jax.types import Network, Params, left_of
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""
@@ -65,9 +65,9 @@ def bootstrap(
         _surest_of_each(sureness_BL, is_far_BL, window_BL, preference_BL),
         most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0),
     )
-    begins_BL = is_far_BL & ~jnp.pad(is_far_BL[:, :-1], ((0, 0), (1, 0)))
+    begins_BL = is_far_BL & ~left_of(is_far_BL)
     run_BL = jnp.cumsum(begins_BL, axis=1) - 1
-    is_begun_BL = _any_of_each(is_first_BL, is_far_BL, run_BL)
+    is_begun_BL = _over_groups(is_first_BL.astype(jnp.int32), is_far_BL, run_BL, "max") > 0
     return is_first_BL | _surest_of_each(
         sureness_BL, is_far_BL & ~is_begun_BL, run_BL, preference_BL
     )
@@ -101,11 +101,6 @@ def _surest_of_each(
         is_best_BL &= liked_BL == _over_groups(liked_BL, is_in_BL, group_BL, "max")
     first_BL = _over_groups(jnp.where(is_best_BL, place_BL, NEVER), is_in_BL, group_BL, "min")
     return is_best_BL & (place_BL == first_BL)
-
-
-def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the included positions whose group contains a True position."""
-    return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
 
 
 def _over_groups(
@@ -146,31 +141,6 @@ GIVEN = -1
 _FEW_TOKENS = 16
 
 
-SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
-    "sampler_min_neighbors_ratio", 0.01,
-    "wavefront, also in critic training: share of the holes without a filled neighbour that start "
-    "waves, in (0, 1]",
-    low=ABOVE_ZERO, high=1.0,
-)  # fmt: skip
-SAMPLER_RATIO_BY_DENSITY = Setting(
-    "sampler_ratio_by_density", 0.0,
-    "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
-    low=0.0, high=16.0,
-)  # fmt: skip
-SAMPLER_SPREAD_SEEDS = Setting(
-    "sampler_spread_seeds", False,
-    "wavefront: spread the starting holes evenly over the row",
-)  # fmt: skip
-SAMPLER_EVEN_ODD = Setting(
-    "sampler_even_odd",
-    False,
-    "wavefront, also in critic training: fill the even positions of a wave before the odd ones",
-)
-SAMPLER_ONE_SIDED = Setting(
-    "sampler_one_sided", False,
-    "wavefront: fill holes between two tokens from the left, so that waves never meet; this can "
-    "double the number of waves",
-)  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
     "wavefront: divisor of the sampler head's logits before the chain", low=ABOVE_ZERO, high=1e6,
@@ -200,17 +170,6 @@ class SamplerReadout:
     from_sides: Callable[..., jax.Array] | None = None
 
 
-def check_sampler(fill: str, facts: Any) -> None:
-    """Raises ValueError for a model without a sampler head."""
-    if "sampler" not in facts.heads:
-        raise SettingError(
-            "fill",
-            fill,
-            "requires a sampler head, which this model lacks",
-            "use fill='parallel', or train one with model.add_sampler_head",
-        )
-
-
 @rule
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
@@ -232,16 +191,34 @@ class Wavefront(FillRule):
     about = "in waves by the sampler head, given the neighbours"
     needs_sampler = True
 
-    ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
-    density_power_B: jax.Array = per_row(SAMPLER_RATIO_BY_DENSITY)
-    is_spread_B: jax.Array = per_row(SAMPLER_SPREAD_SEEDS)
-    is_alternating_B: jax.Array = per_row(SAMPLER_EVEN_ODD)
+    ratio_B: jax.Array = per_row(Setting(
+        "sampler_min_neighbors_ratio", 0.01,
+        "wavefront, also in critic training: share of the holes without a filled neighbour that "
+        "start waves, in (0, 1]",
+        low=ABOVE_ZERO, high=1.0,
+    ))  # fmt: skip
+    density_power_B: jax.Array = per_row(Setting(
+        "sampler_ratio_by_density", 0.0,
+        "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
+        low=0.0, high=16.0,
+    ))  # fmt: skip
+    is_spread_B: jax.Array = per_row(Setting(
+        "sampler_spread_seeds", False, "wavefront: spread the starting holes evenly over the row",
+    ))  # fmt: skip
+    is_alternating_B: jax.Array = per_row(Setting(
+        "sampler_even_odd", False,
+        "wavefront, also in critic training: fill the even positions of a wave before the odd ones",
+    ))  # fmt: skip
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
-    is_one_sided_B: jax.Array = per_row(SAMPLER_ONE_SIDED)
+    is_one_sided_B: jax.Array = per_row(Setting(
+        "sampler_one_sided", False,
+        "wavefront: fill holes between two tokens from the left, so that waves never meet; this "
+        "can double the number of waves",
+    ))  # fmt: skip
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        check_sampler(cls.name, facts)
+        require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates, with log-probability and confidence under the head that drew them."""
@@ -266,11 +243,14 @@ class Wavefront(FillRule):
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
         level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
-        found = _grow(
-            reader, writer, found, level_BL,
-            is_grown_BL if standing_BL is None else is_open_BL,
-            wanted.tokens_BL, self.temperature_B,
-        )  # fmt: skip
+        grown = grown_from(reader, level_BL, wanted.tokens_BL, self.temperature_B)
+
+        def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
+            clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
+            return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
+
+        is_drawn_BL = is_grown_BL if standing_BL is None else is_open_BL
+        found = fold(is_drawn_BL, head_chunk(reader), grow, found, level_BL=level_BL)
         if standing_BL is not None:
             is_again_BL = (found.proposal.tokens_BL == standing_BL).astype(jnp.float32)
             found = found._replace(proposal=found.proposal._replace(confidence_BL=is_again_BL))
@@ -319,25 +299,6 @@ def _read(
 
     unread_BL = jnp.zeros(is_read_BL.shape, jnp.float32)
     return fold(is_read_BL, reader.chunk, read, (none, unread_BL))
-
-
-def _grow(
-    reader: Reader,
-    writer: CandidateWriter,
-    found: Filled,
-    level_BL: jax.Array,
-    is_grown_BL: jax.Array,
-    tokens_BL: jax.Array,
-    temperature_B: jax.Array,
-) -> Filled:
-    """Adds the candidates of the sampler head to `found`, level by level."""
-    grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
-
-    def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
-        clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
-        return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
-
-    return fold(is_grown_BL, head_chunk(reader), grow, found, level_BL=level_BL)
 
 
 def head_chunk(reader: Reader) -> int:

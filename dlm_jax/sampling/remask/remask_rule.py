@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import CommitContext
-from dlm_jax.settings import Rule, SettingError
+from dlm_jax.settings import Rule, SettingError, require_head
 
 
 class RemaskContext(NamedTuple):
@@ -60,13 +60,8 @@ class RemaskRule(Rule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises if the rule reads a head that the model lacks."""
-        if cls.reads_head and cls.reads_head not in facts.heads:
-            raise SettingError(
-                "remask",
-                cls.name,
-                f"requires a {cls.reads_head} head, which this model lacks",
-                f"train one with model.add_{cls.reads_head}_head",
-            )
+        if cls.reads_head:
+            require_head(cls.reads_head, facts, "remask", cls.name)
 
     def is_active(self) -> jax.Array:
         """True ``[B]`` for the rows that use the rule; all rows by default."""

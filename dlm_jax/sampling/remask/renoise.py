@@ -6,7 +6,6 @@ Unlike remasking, re-noise can write a space or a random token, which the model 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,39 +13,34 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import most, uniform
-from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 
 RENOISE_TOKENS = ("space", "mask", "random")
-RENOISE = Setting(
-    "renoise", "space",
-    "re-noise: token written over other tokens before a forward pass: space, mask or random",
-    choices={name: name for name in RENOISE_TOKENS},
-)  # fmt: skip
-RENOISE_START = Setting(
-    "renoise_start", 0.0,
-    "re-noise: share of tokens overwritten before the first step", low=0.0, high=1.0,
-)  # fmt: skip
-RENOISE_END = Setting(
-    "renoise_end", 0.0,
-    "re-noise: share of tokens overwritten before the last step", low=0.0, high=1.0,
-)  # fmt: skip
-RENOISE_SCHEDULE = Setting(
-    "renoise_schedule",
-    "cosine",
-    "re-noise: linear or cosine interpolation between the two shares",
-    choices=SCHEDULES,
-)
 
 
 @rule
 class Renoise(Rule):
     """Overwrites a randomly chosen part of the block's unfrozen tokens."""
 
-    start_B: jax.Array = per_row(RENOISE_START)
-    end_B: jax.Array = per_row(RENOISE_END)
-    kind_B: jax.Array = per_row(RENOISE)
-    schedule: str = static(RENOISE_SCHEDULE)
+    start_B: jax.Array = per_row(Setting(
+        "renoise_start", 0.0, "re-noise: share of tokens overwritten before the first step",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    end_B: jax.Array = per_row(Setting(
+        "renoise_end", 0.0, "re-noise: share of tokens overwritten before the last step",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    kind_B: jax.Array = per_row(Setting(
+        "renoise", "space",
+        "re-noise: token written over other tokens before a forward pass: space, mask or random",
+        choices={name: name for name in RENOISE_TOKENS},
+    ))  # fmt: skip
+    schedule: str = static(Setting(
+        "renoise_schedule", "cosine",
+        "re-noise: linear or cosine interpolation between the two shares",
+        choices=SCHEDULES,
+    ))  # fmt: skip
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -62,19 +56,8 @@ class Renoise(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if row.renoise != "space":
-            return
-        if facts.space_id < 0:
-            raise SettingError(
-                "renoise",
-                "space",
-                "requires a space token, which the tokenizer lacks",
-                "use renoise='mask'",
-            )
-        if (facts.space_id, -math.inf) in row.logit_bias:
-            raise SettingError(
-                "renoise", "space", "writes spaces, which logit_bias bans", "use renoise='mask'"
-            )
+        if row.renoise == "space":
+            check_space("renoise", row, facts, "writes")
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

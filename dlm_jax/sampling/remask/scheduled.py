@@ -9,27 +9,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import certain, exceeds, most, uniform
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
-from dlm_jax.settings import Setting, SettingError, per_row, rule, static
-
-REMASK_START = Setting(
-    "remask_start", 0.95, "scheduled: initial share of remasked tokens, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-REMASK_END = Setting(
-    "remask_end", 0.05, "scheduled: share of tokens remasked before the last step, in [0, 1]",
-    low=0.0, high=1.0,
-)  # fmt: skip
-REMASK_RANDOMNESS = Setting(
-    "remask_randomness", 0.0,
-    "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at random",
-    low=0.0, high=1.0,
-)  # fmt: skip
-REMASK_BY = Setting(
-    "remask_by", "confidence",
-    "scheduled: measure of wrongness: the probability of the token when it was drawn (confidence), "
-    "or the critic head on the filled text (critic), which costs a forward pass",
-    choices={"confidence": "", "critic": "critic"},
-)  # fmt: skip
+from dlm_jax.settings import Setting, SettingError, per_row, require_head, rule, static
 
 
 @rule
@@ -46,10 +26,26 @@ class Scheduled(RemaskRule):
     about = "remasks the share of tokens with the highest wrongness"
     log_chance = certain
 
-    start_B: jax.Array = per_row(REMASK_START)
-    end_B: jax.Array = per_row(REMASK_END)
-    randomness_B: jax.Array = per_row(REMASK_RANDOMNESS)
-    reads_head: str = static(REMASK_BY)
+    start_B: jax.Array = per_row(Setting(
+        "remask_start", 0.95, "scheduled: initial share of remasked tokens, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    end_B: jax.Array = per_row(Setting(
+        "remask_end", 0.05, "scheduled: share of tokens remasked before the last step, in [0, 1]",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    randomness_B: jax.Array = per_row(Setting(
+        "remask_randomness", 0.0,
+        "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at "
+        "random",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
+    reads_head: str = static(Setting(
+        "remask_by", "confidence",
+        "scheduled: measure of wrongness: the probability of the token when it was drawn "
+        "(confidence), or the critic head on the filled text (critic), which costs a forward pass",
+        choices={"confidence": "", "critic": "critic"},
+    ))  # fmt: skip
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -57,13 +53,8 @@ class Scheduled(RemaskRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if row.remask_by == "critic" and "critic" not in facts.heads:
-            raise SettingError(
-                "remask_by",
-                "critic",
-                "requires a critic head, which this model lacks",
-                "use remask_by='confidence', or train one with model.add_critic_head",
-            )
+        if row.remask_by == "critic":
+            require_head("critic", facts, "remask_by", "critic", "use remask_by='confidence'")
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

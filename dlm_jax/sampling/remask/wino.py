@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import certain, most, reaches
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, per_row, rule
-
-VERIFY_THRESHOLD = Setting(
-    "verify_threshold", 0.9,
-    "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 disables it",
-    low=0.0, high=1.0,
-)  # fmt: skip
 
 
 @rule
@@ -31,11 +27,16 @@ class Wino(RemaskRule):
     rereads = True
     log_chance = certain
 
-    threshold_B: jax.Array = per_row(VERIFY_THRESHOLD)
+    threshold_B: jax.Array = per_row(Setting(
+        "verify_threshold", 0.9,
+        "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 "
+        "disables it",
+        low=0.0, high=1.0,
+    ))  # fmt: skip
 
     @classmethod
-    def is_used(cls, row: object) -> bool:
-        return getattr(row, VERIFY_THRESHOLD.name) > 0
+    def is_used(cls, row: Any) -> bool:
+        return row.verify_threshold > 0
 
     def is_active(self) -> jax.Array:
         return self.threshold_B > 0

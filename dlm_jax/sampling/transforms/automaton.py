@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule
 
@@ -79,13 +79,6 @@ class Arcs(NamedTuple):
     is_member_CK: np.ndarray
     ids_JM: np.ndarray
     class_M: np.ndarray
-
-
-def _block_size(vocab_size: int) -> int:
-    """Number of ids in a block: about the square root of the vocabulary size, because a draw reads
-    the sums of all blocks and the ids of one block.
-    """
-    return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +143,9 @@ class Automaton:
         pairs_SD2 = np.zeros((len(arcs), max(1, *map(len, arcs)), 2), np.int32)
         for state, found in enumerate(arcs):
             pairs_SD2[state, : len(found)] = np.reshape(found, (-1, 2))
-        size = _block_size(len(self.class_of_V))
+        # About the square root of the vocabulary size, because a draw reads the sums of all blocks
+        # and the ids of one block.
+        size = 1 << (max(len(self.class_of_V), 1 << 10).bit_length() - 1) // 2
         blocks, classes_of = [np.full((1, size), -1)], [0]
         for class_ in range(1, num_classes):
             (ids,) = np.nonzero(self.class_of_V == class_)

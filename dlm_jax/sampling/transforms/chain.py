@@ -17,17 +17,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.pytree import pytree
+from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.transforms import resident
-from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform, is_wanted
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
-
-
-def is_wanted(transform: Any, at: At) -> Array:
-    """True if the chunk has a real position in a row where the transform is active."""
-    return (transform.is_active()[at.row_N] & at.is_real_N).any()
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
@@ -73,10 +69,8 @@ def run_all(
         return applied(t, prepared, x_NV, at)
 
     def run(x_NV):
-        for is_wanted, group in zip(wanted, groups, strict=True):
-            x_NV = jax.lax.cond(
-                is_wanted, lambda x, group=group: after(group, x), lambda x: x, x_NV
-            )
+        for is_due, group in zip(wanted, groups, strict=True):
+            x_NV = jax.lax.cond(is_due, lambda x, group=group: after(group, x), lambda x: x, x_NV)
         return x_NV
 
     return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
@@ -208,7 +202,7 @@ class Chain:
         steps = list(zip(self.transforms, prepared, strict=True))
         noise = few_noise = drawing.noise(at.key_N, method=method)
         if method == "gumbel":
-            few_noise = jax.vmap(lambda key: jax.random.fold_in(key, _FEW_SALT))(at.key_N)
+            few_noise = salted(at.key_N, _FEW_SALT)
         cut = self.where_few()
         is_few_N = jnp.zeros(at.row_N.shape, bool)
         if cut is not None:

@@ -16,43 +16,6 @@ from dlm_jax.sampling.transforms.bias import check_id, padded
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.settings import INT_LIMIT, Setting, SettingError, fact, per_row, rule
 
-REPETITION_PENALTY = Setting(
-    "repetition_penalty", 1.0,
-    "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 disables it",
-    low=1e-6, high=1e6, remedy="use 1.0 to disable it",
-)  # fmt: skip
-FREQUENCY_PENALTY = Setting(
-    "frequency_penalty", 0.0, "number subtracted from a token's logit per occurrence; 0 disables "
-    "it",
-    remedy="use 0.0 to disable it",
-)  # fmt: skip
-PRESENCE_PENALTY = Setting(
-    "presence_penalty", 0.0, "number subtracted from the logit of every seen token; 0 disables it",
-    remedy="use 0.0 to disable it",
-)  # fmt: skip
-PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "number of newest tokens that count towards penalties; -1: all tokens, "
-    "0: no penalties",
-    low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
-)  # fmt: skip
-DRY_MULTIPLIER = Setting(
-    "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 disables it",
-    low=0.0, remedy="use 0.0 to disable it",
-)  # fmt: skip
-DRY_BASE = Setting(
-    "dry_base", 1.75, "base of the penalty's growth with the length of the repetition, >= 1",
-    low=1.0, high=1e6, activates=False,
-)  # fmt: skip
-DRY_ALLOWED_LENGTH = Setting(
-    "dry_allowed_length", 2, "longest repetition without a penalty, >= 1",
-    low=1, remedy="use 2", activates=False,
-)  # fmt: skip
-DRY_LAST_N = Setting(
-    "dry_last_n", -1,
-    "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
-    low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it", activates=False,
-)  # fmt: skip
-
 
 def _ids(value: Any) -> tuple[int, ...]:
     try:
@@ -79,10 +42,26 @@ class Penalties(LogitTransform):
     neutral. The newest tokens are those committed last.
     """
 
-    repetition_B: Array = per_row(REPETITION_PENALTY)
-    frequency_B: Array = per_row(FREQUENCY_PENALTY)
-    presence_B: Array = per_row(PRESENCE_PENALTY)
-    last_n_B: Array = per_row(PENALTY_LAST_N)
+    repetition_B: Array = per_row(Setting(
+        "repetition_penalty", 1.0,
+        "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 disables it",
+        low=1e-6, high=1e6, remedy="use 1.0 to disable it",
+    ))  # fmt: skip
+    frequency_B: Array = per_row(Setting(
+        "frequency_penalty", 0.0,
+        "number subtracted from a token's logit per occurrence; 0 disables it",
+        remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    presence_B: Array = per_row(Setting(
+        "presence_penalty", 0.0,
+        "number subtracted from the logit of every seen token; 0 disables it",
+        remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    last_n_B: Array = per_row(Setting(
+        "penalty_last_n", 64,
+        "number of newest tokens that count towards penalties; -1: all tokens, 0: no penalties",
+        low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
+    ))  # fmt: skip
     vocab_size: int = fact("vocab_size")
 
     def is_active(self) -> Array:
@@ -131,10 +110,24 @@ class Dry(LogitTransform):
     with -1.
     """
 
-    multiplier_B: Array = per_row(DRY_MULTIPLIER)
-    base_B: Array = per_row(DRY_BASE)
-    allowed_length_B: Array = per_row(DRY_ALLOWED_LENGTH)
-    last_n_B: Array = per_row(DRY_LAST_N)
+    multiplier_B: Array = per_row(Setting(
+        "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 disables it",
+        low=0.0, remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    base_B: Array = per_row(Setting(
+        "dry_base", 1.75, "base of the penalty's growth with the length of the repetition, >= 1",
+        low=1.0, high=1e6, activates=False,
+    ))  # fmt: skip
+    allowed_length_B: Array = per_row(Setting(
+        "dry_allowed_length", 2, "longest repetition without a penalty, >= 1",
+        low=1, remedy="use 2", activates=False,
+    ))  # fmt: skip
+    last_n_B: Array = per_row(Setting(
+        "dry_last_n", -1,
+        "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
+        low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it",
+        activates=False,
+    ))  # fmt: skip
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 
     def is_active(self) -> Array:

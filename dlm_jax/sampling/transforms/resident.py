@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.devices import kind, mesh_in_use, platform
-from dlm_jax.sampling.transforms.transform import At, Pointwise
+from dlm_jax.sampling.transforms.transform import At, Pointwise, is_wanted
 from dlm_jax.sampling.vocab import RESIDENT_WIDTH, Resident
 
 POSITIONS = 8
@@ -99,10 +99,9 @@ def run(
 def _given(transform: Pointwise, prepared: Any, logits_NV: Array, at: At) -> Any:
     if not transform.gives_from_logits:
         return transform.given(prepared, logits_NV, at)
-    is_wanted = (transform.is_active()[at.row_N] & at.is_real_N).any()
     shapes = jax.eval_shape(transform.given, prepared, logits_NV, at)
     return jax.lax.cond(
-        is_wanted,
+        is_wanted(transform, at),
         lambda: transform.given(prepared, logits_NV, at),
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
     )

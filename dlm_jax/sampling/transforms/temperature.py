@@ -50,15 +50,6 @@ TEMPERATURE_END = _temperature(Setting(
     "keeps the temperature constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
-DYNATEMP_RANGE = Setting(
-    "dynatemp_range", 0.0,
-    "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
-    low=0.0, high=1e6, remedy="use 0.0 to disable it",
-)  # fmt: skip
-DYNATEMP_EXPONENT = Setting(
-    "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
-    low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
-)  # fmt: skip
 
 
 class _Moving(Pointwise):
@@ -86,8 +77,7 @@ class Temperature(_Moving):
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
         """The temperatures of rows without dynamic temperature; other rows are neutral."""
-        first_B, last_B = _ends(rows)
-        is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
+        first_B, last_B, is_dynamic_B = _settings_of(rows)
         plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
         return cls(*plain)
 
@@ -117,15 +107,21 @@ class DynamicTemperature(_Moving):
 
     name = "dynatemp"
     temperature_B: Array = per_row(TEMPERATURE)
-    delta_B: Array = per_row(DYNATEMP_RANGE)
-    exponent_B: Array = per_row(DYNATEMP_EXPONENT)
+    delta_B: Array = per_row(Setting(
+        "dynatemp_range", 0.0,
+        "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
+        low=0.0, high=1e6, remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    exponent_B: Array = per_row(Setting(
+        "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
+        low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
+    ))  # fmt: skip
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
         """The temperatures of rows with dynamic temperature; other rows are neutral."""
-        first_B, last_B = _ends(rows)
-        is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
+        first_B, last_B, is_dynamic_B = _settings_of(rows)
         one, zero = np.float32(1), np.float32(0)
         dynamic: Any = (
             np.where(is_dynamic_B, first_B, one),
@@ -164,12 +160,9 @@ class DynamicTemperature(_Moving):
         return scale
 
 
-def _ends(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Temperatures at the first and at the last step of each row."""
+def _settings_of(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Temperatures at the first and at the last step, and True for dynamic ones, of each row."""
     first_B, last_B = (of_rows([getattr(row, name) for row in rows])
                        for name in ("temperature", "temperature_end"))  # fmt: skip
-    return first_B, np.where(last_B < 0, first_B, last_B)
-
-
-def _is_dynamic(row: Any) -> bool:
-    return row.dynatemp_range > 0 and not is_greedy(row)
+    is_dynamic_B = np.array([row.dynatemp_range > 0 and not is_greedy(row) for row in rows])
+    return first_B, np.where(last_B < 0, first_B, last_B), is_dynamic_B

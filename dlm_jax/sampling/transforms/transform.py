@@ -137,6 +137,11 @@ class LogitTransform(Rule):
         return None
 
 
+def is_wanted(transform: LogitTransform, at: At) -> Array:
+    """True if the chunk has a real position in a row where the transform is active."""
+    return (transform.is_active()[at.row_N] & at.is_real_N).any()
+
+
 Change = Callable[[Array, Array], Array]
 """A function of some logits and their ids that gives the new logits, each by itself."""
 

@@ -30,7 +30,7 @@ from jax import Array
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.transform import At, Change, Pointwise, is_steered
-from dlm_jax.sampling.vocab import Logits, Resident
+from dlm_jax.sampling.vocab import Logits, Resident, ordered
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
 Elementwise = Callable[[Array], Array]
@@ -136,11 +136,11 @@ def _search(
 ) -> tuple[Array, Array]:
     """Value at which the prefix ends, and the last id kept among ids with this value."""
     V = logits_NV.shape[1]
-    all_key = _key(jnp.float32(-jnp.inf))
+    all_key = ordered(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
     # The lower end starts below -inf, because a search can end at -inf.
     low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
-    high_N = jnp.where(keeps_all_N, all_key, _key(vocab.flushed(top_N)))
+    high_N = jnp.where(keeps_all_N, all_key, ordered(vocab.flushed(top_N)))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
     unknown_N = zero_N + (V + 2.0)
     streak_N = jnp.zeros(count_N.shape, jnp.int32)
@@ -174,7 +174,7 @@ def _search(
         for bound_N, above in zip(
             bounds, _above(logits_NV, bounds, value=value, weight=weight), strict=True
         ):
-            search = measured(search, _key(bound_N), above)
+            search = measured(search, ordered(bound_N), above)
     search = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, search)
     cut_N, last_id_N = _settle_ties(logits_NV, search, value=value, mass_N=mass_N, count_N=count_N)
     keeps_all_N = search.high_N == all_key
@@ -245,7 +245,7 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     part_N = over_N / (over_N + under_N) - jnp.sign(s.streak_N) * past_N
     part_N = jnp.clip(part_N, 0.5 * past_N, 1.0 - 0.5 * past_N)
     is_trusted_N = (above_high_N > 0) & (num_N > _NUM_MIDPOINT) & (over_N >= 0) & (under_N > 0)
-    guess_N = _key(low_N + (high_N - low_N) * jnp.where(is_trusted_N, part_N, 0.5))
+    guess_N = ordered(low_N + (high_N - low_N) * jnp.where(is_trusted_N, part_N, 0.5))
     is_fit_N = (high_N - low_N < _WIDE) & (s.turn % 4 != 3) & (s.turn < _NUM_GUESSES)
     # TPU kernels compare unsigned numbers, but have no minimum or maximum of them.
     guess_N = jnp.where(guess_N < first_N, first_N, guess_N)
@@ -265,7 +265,7 @@ def _settle_ties(
     is_single_N = ties_N <= 1
     # If the bracket contains one token, everything above its lower end is kept.
     value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
-    is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= _key(jnp.float32(-jnp.inf)))
+    is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= ordered(jnp.float32(-jnp.inf)))
 
     def split(x):
         if vocab.sorts_whole_rows() and not isinstance(x, Resident):
@@ -328,14 +328,8 @@ def _count_ties(logits_NV: Logits, value: Elementwise, value_N: Array, last_N: A
     return vocab.accumulate(fn, vocab.columns(logits_NV, 0.0), logits_NV).sum(-1)
 
 
-def _key(value: Array) -> Array:
-    """uint32 numbers in the same order as the float32 values."""
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
 def _float(key: Array) -> Array:
-    """The inverse of `_key`, with denormals as 0."""
+    """The inverse of `ordered`, with denormals as 0."""
     bits = jnp.where(key >> 31 == 1, key & jnp.uint32((1 << 31) - 1), ~key)
     return vocab.flushed(jax.lax.bitcast_convert_type(bits, jnp.float32))
 
@@ -347,32 +341,11 @@ MIN_KEEP = Setting(
     "min_keep", 1, "minimum number of candidates that a truncation keeps, in [1, 64]",
     low=1, high=MAX_CANDIDATES, remedy="use 1", activates=False,
 )  # fmt: skip
-TOP_K = Setting("top_k", 0, "number of most likely candidates to keep; <= 0 disables it")
-TOP_P = Setting(
-    "top_p", 1.0, "probability mass of the nucleus, in (0, 1]; 1 disables it",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
-)  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
     "top_p for tokens that a sampler head draws; 0 uses top_p, 1 disables it",
     low=0.0, high=1.0,
 )  # fmt: skip
-TYPICAL_P = Setting(
-    "typical_p", 1.0, "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables "
-    "it",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
-)  # fmt: skip
-MIN_P = Setting(
-    "min_p", 0.0,
-    "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 disables it",
-    low=0.0, high=1.0, remedy="use 0.0 to disable it",
-)  # fmt: skip
-TOP_N_SIGMA = Setting(
-    "top_n_sigma",
-    0.0,
-    "maximum distance below the largest logit, in standard deviations; <= 0 disables it",
-    remedy="use 0.0",
-)
 
 
 class Truncation(Pointwise):
@@ -387,7 +360,9 @@ class Truncation(Pointwise):
 class TopK(Truncation):
     """Keeps the `max(k, min_keep)` largest logits; k <= 0 or k >= V keeps all logits."""
 
-    k_B: Array = per_row(TOP_K)
+    k_B: Array = per_row(
+        Setting("top_k", 0, "number of most likely candidates to keep; <= 0 disables it")
+    )
     min_keep_B: Array = per_row(MIN_KEEP)
 
     @classmethod
@@ -414,7 +389,10 @@ class TopP(Truncation):
     A token is dropped if the mass before it is >= p. The most likely token is always kept.
     """
 
-    p_B: Array = per_row(TOP_P)
+    p_B: Array = per_row(Setting(
+        "top_p", 1.0, "probability mass of the nucleus, in (0, 1]; 1 disables it",
+        low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
+    ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
     grown_p_B: Array = per_row(
         SAMPLER_TOP_P, column=lambda ps: np.array([p and max(p, 2e-38) for p in ps], np.float32)
@@ -453,7 +431,11 @@ class TypicalP(Truncation):
     Source: Meister et al. 2022, "Locally typical sampling".
     """
 
-    p_B: Array = per_row(TYPICAL_P)
+    p_B: Array = per_row(Setting(
+        "typical_p", 1.0,
+        "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables it",
+        low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
+    ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
@@ -483,7 +465,11 @@ class TypicalP(Truncation):
 class MinP(Truncation):
     """Keeps tokens with `p >= m * max(p)`; m = 0 disables it."""
 
-    p_B: Array = per_row(MIN_P)
+    p_B: Array = per_row(Setting(
+        "min_p", 0.0,
+        "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 disables it",
+        low=0.0, high=1.0, remedy="use 0.0 to disable it",
+    ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
@@ -500,7 +486,11 @@ class TopNSigma(Truncation):
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """
 
-    n_B: Array = per_row(TOP_N_SIGMA)
+    n_B: Array = per_row(Setting(
+        "top_n_sigma", 0.0,
+        "maximum distance below the largest logit, in standard deviations; <= 0 disables it",
+        remedy="use 0.0",
+    ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dlm_jax.randomness import salted
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.transform import At, Change, is_greedy, is_steered
 from dlm_jax.sampling.transforms.truncate import MIN_KEEP, Truncation
@@ -15,16 +16,6 @@ from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
 _XTC_SALT = 0x7863
-
-XTC_PROBABILITY = Setting(
-    "xtc_probability", 0.0, "probability that XTC drops all top choices except the least likely "
-    "one, in [0, 1]",
-    low=0.0, high=1.0, remedy="use 0.0 to disable it",
-)  # fmt: skip
-XTC_THRESHOLD = Setting(
-    "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 disables it",
-    low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
-)  # fmt: skip
 
 
 @rule
@@ -36,8 +27,15 @@ class Xtc(Truncation):
     if P = 0 or t > 0.5.
     """
 
-    probability_B: Array = per_row(XTC_PROBABILITY)
-    threshold_B: Array = per_row(XTC_THRESHOLD)
+    probability_B: Array = per_row(Setting(
+        "xtc_probability", 0.0,
+        "probability that XTC drops all top choices except the least likely one, in [0, 1]",
+        low=0.0, high=1.0, remedy="use 0.0 to disable it",
+    ))  # fmt: skip
+    threshold_B: Array = per_row(Setting(
+        "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 disables it",
+        low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
+    ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
 
     @classmethod
@@ -49,8 +47,7 @@ class Xtc(Truncation):
 
     def given(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """The uniform number that decides at each position."""
-        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
-        return jax.vmap(jax.random.uniform)(keys_N)
+        return jax.vmap(jax.random.uniform)(salted(at.key_N, _XTC_SALT))
 
     def change(self, given: Array, logits_NV: Logits, at: At) -> Change:
         max_N, weight_NC = vocab.exp_columns(logits_NV)

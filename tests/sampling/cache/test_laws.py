@@ -20,7 +20,7 @@ from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.cache import Prefix
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import start
@@ -55,7 +55,7 @@ def _network(kind):
 
 
 def _advance(kind, **static) -> Advance:
-    return make_advance(canvases.program(_network(kind)[0], **static))
+    return canvases.make_advance(canvases.program(_network(kind)[0], **static))
 
 
 def _rows(seed=0, count=ROWS):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_model
+from canvases import make_advance
 from oracles.processes import Enumerated
 from scipy.stats import chisquare
 
@@ -19,7 +20,6 @@ from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
-from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN

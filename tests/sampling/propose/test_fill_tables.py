@@ -10,8 +10,6 @@ import pytest
 import rule_cases
 import toy
 
-from dlm_jax.sampling.loop import make_advance
-
 NAME = "random-none-wavefront-confidence"
 
 
@@ -22,7 +20,7 @@ def test_tables_and_embeddings_fill_alike():
     assert 16 * network.vocab_size <= canvases.ROWS * canvases.POSITIONS, "tables are in use"
     with_tables = rule_cases.advance(NAME)
     plain = dataclasses.replace(network.heads["sampler"], sides=None)
-    without = make_advance(
+    without = canvases.make_advance(
         canvases.program(
             dataclasses.replace(network, heads=network.heads | {"sampler": plain}), is_guided=True
         )

@@ -16,7 +16,6 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import Threshold
-from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.propose import Speculative
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
@@ -33,7 +32,7 @@ def _network():
 
 def _run(temperature, seed=0, steps=3):
     network, params = _network()
-    advance = make_advance(canvases.program(network, chunk=1024))
+    advance = canvases.make_advance(canvases.program(network, chunk=1024))
     rows = [Row(holes(3, FIRST), steps=steps, seed=seed + i, temperature=temperature)
             for i in range(ROWS)]  # fmt: skip
     no = jnp.zeros(ROWS, jnp.int32)
