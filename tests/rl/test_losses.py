@@ -214,9 +214,12 @@ def test_a_row_that_ended_with_holes_changes_no_gradient(name):
     both = jax.tree.map(lambda a, b: np.concatenate([a, b]), rollout, hole)
     made = policy_objective(_estimator(name, masks=2), RLConfig(loss=name))
 
+    @jax.jit
+    def grad(params: Any, noise: Any) -> Any:
+        return jax.grad(lambda params: made.loss(NETWORK, params, noise).sum)(params)
+
     def gradient(rows: Rollout, views: Any) -> np.ndarray:
-        noise = {"rollout": rows, "views": views, "rows": np.float32(3)}
-        return _flat(jax.grad(lambda params: made.loss(NETWORK, params, noise).sum)(PARAMS))
+        return _flat(grad(PARAMS, {"rollout": rows, "views": views, "rows": np.float32(3)}))
 
     views = made.draw(both, jax.random.key(2))["views"]
     np.testing.assert_allclose(gradient(both, views), gradient(rollout, views[:3]), atol=1e-6)
