@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from dlm_jax.sampling.replay import Trace as Trace
     from dlm_jax.sampling.row import Counters as Counters
     from dlm_jax.sampling.transforms import *  # noqa: F403
+    from dlm_jax.settings import ABOVE_ZERO as ABOVE_ZERO
+    from dlm_jax.settings import BELOW_ONE as BELOW_ONE
     from dlm_jax.settings import Setting as Setting
     from dlm_jax.settings import fact as fact
     from dlm_jax.settings import per_row as per_row
@@ -78,7 +80,7 @@ _NAMES = {
     "published.hub": "push_to_hub",
     "sampling.replay": "Trace",
     "sampling.row": "Counters",
-    "settings": "Setting fact per_row rule static",
+    "settings": "ABOVE_ZERO BELOW_ONE Setting fact per_row rule static",
     "training": "train",
     "types": "CachedTrunk Inside Network Status Window",
 }

@@ -31,7 +31,9 @@ from dlm_jax.pytree import T, pytree
 INT_LIMIT = 2**31 - 1
 FINITE = 3.0e38
 ABOVE_ZERO = math.nextafter(0.0, 1.0)
+"""The smallest positive number: the bound `Setting.low` of a setting that excludes 0."""
 BELOW_ONE = math.nextafter(1.0, 0.0)
+"""The largest number below 1: the bound `Setting.high` of a setting that excludes 1."""
 
 UNSET: Any = ...
 """Replaces the value in an error that does not concern a value."""

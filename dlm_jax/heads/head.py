@@ -146,7 +146,8 @@ class BuiltInHead:
         bias=False)`` and ``norm(size)``.
       function: ``(config, layers_of, readout) -> Any``: the entry of the head in `Network.heads`.
         ``layers_of(params)`` has the layers as attributes.
-      is_added: ``(config) -> bool``: whether the section ``[model]`` adds the head.
+      is_added: ``(config) -> bool``: whether the section ``[model]`` adds the head, which is the
+        value of the key `switch` if there is one.
       switch: the key of ``[model]`` that adds the head; empty if the head belongs to a mode.
       model: settings of ``[model]`` by key, as `setting` fields. Their traits are ``OWN`` and
         ``IDLE``, because published models have no such heads.

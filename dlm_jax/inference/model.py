@@ -260,8 +260,9 @@ def _model(config: Config, params: Params, tokenizer: Tokenizer, **more: Any) ->
 
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
-    """Returns the heads whose training starts after this step; empty if the step is unknown."""
-    begins = {head.key: getattr(config.heads, head.start) for head in HEADS if head.start}
+    """Returns the model's heads that start to train after this step; empty if it is unknown."""
+    added = [head for head in HEADS if head.start and head.is_added(config.model)]
+    begins = {head.key: getattr(config.heads, head.start) for head in added}
     return () if step is None else tuple(name for name, at in begins.items() if step <= at)
 
 

@@ -235,9 +235,9 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
         written_BL = jnp.where(is_free_BL & is_visible_BL, tokens_BL, -1)
     return CommitContext(
         is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
-        written_BL, preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
+        is_visible_BL, written_BL,
+        preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
         state.memory, standing(program, state, key_B) if rules.commit.renews else None,
-        is_visible_BL,
     )  # fmt: skip
 
 

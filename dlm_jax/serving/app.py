@@ -187,9 +187,8 @@ def _check(row: Row) -> None:
 
 _GONE = 499
 _END_POINTS: dict[str, type[SamplingFields]] = {
-    "/v1/completions": Completion, "/v1/chat/completions": Chat, "/v1/infill": Infill,
-    "/v1/responses": Responses,
-}  # fmt: skip
+    fields.route: fields for fields in (Completion, Chat, Infill, Responses)
+}
 
 
 @dataclass(frozen=True)

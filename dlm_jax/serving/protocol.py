@@ -24,6 +24,7 @@ from pydantic import Field
 from dlm_jax.config import layered
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
+from dlm_jax.elsewhere import named_here
 from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
@@ -175,6 +176,7 @@ class SamplingFields(pydantic.BaseModel):
     Names of other servers (`peers`) are converted to these fields.
 
     Attributes:
+      route: path of the endpoint.
       content: name of the endpoint's input field.
       prefix_of_id: prefix of answer ids.
       object: ``object`` field of answers.
@@ -196,6 +198,7 @@ class SamplingFields(pydantic.BaseModel):
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    route: ClassVar[str]
     content: ClassVar[str]
     prefix_of_id: ClassVar[str]
     object: ClassVar[str]
@@ -269,6 +272,7 @@ class Completion(SamplingFields):
       logprobs: number of alternatives to return per token; 0 returns only the token itself.
     """
 
+    route = "/v1/completions"
     content, prefix_of_id = "prompt", "cmpl"
     object = event = "text_completion"
 
@@ -390,6 +394,7 @@ class Chat(SamplingFields, Conversation):
     """
 
     model_config = SamplingFields.model_config
+    route = "/v1/chat/completions"
     content, prefix_of_id = "messages", "chatcmpl"
     object, event = "chat.completion", "chat.completion.chunk"
 
@@ -473,6 +478,7 @@ class Responses(SamplingFields, Conversation):
     """
 
     model_config = SamplingFields.model_config
+    route = "/v1/responses"
     content, prefix_of_id = "input", "resp"
     object = event = "response"
 
@@ -528,6 +534,7 @@ class Infill(SamplingFields):
       logprobs: as in `Completion`.
     """
 
+    route = "/v1/infill"
     content = "prefix"
     prefix_of_id = object = event = "infill"
 
@@ -871,15 +878,21 @@ class Planner:
             given["gen_length"] = length
         for name, value in given.items():
             if name not in self._settings:
-                known = (*type(asked).model_fields, *self._settings)
-                raise refused(
-                    f"{name[:60]!r} is not a field; {nearest(name[:60], known, value)}", name[:60]
-                )
+                raise self._unknown(asked, name[:60], value)
             try:
                 self._settings[name].checked(value)
             except ValueError as error:
                 raise of_value(error, name, asked.named) from None
         return layered(self._defaults, given)
+
+    def _unknown(self, asked: SamplingFields, name: str, value: Any) -> ApiError:
+        """Returns the error for a name that is neither a setting nor a field of the endpoint."""
+        known = (*type(asked).model_fields, *self._settings)
+        others = [one.route for one in SamplingFields.__subclasses__() if name in one.model_fields]
+        if others and not named_here(name, known, value):
+            where = " and ".join(others)
+            return refused(f"{name!r} is a field of {where}, not of {asked.route}; remove it", name)
+        return refused(f"{name!r} is not a field; {nearest(name, known, value)}", name)
 
     def _holding(self, asked: SamplingFields, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns default settings with which a request with a structure can run."""

@@ -77,10 +77,12 @@ def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning(
 
 
 def test_a_head_is_untrained_up_to_the_step_at_which_its_training_begins():
+    added = {"model.add_sampler_head": "true", "model.add_critic_head": "true"}
     heads = {"heads.start_sampler_iteration": "3", "heads.start_critic_iteration": "5"}
-    config = configs.override(Config(), heads)
+    config = configs.override(Config(), added | heads)
     found = [untrained_heads(config, step) for step in (0, 3, 4, 5, 6, None)]
     assert found == [("sampler", "critic")] * 2 + [("critic",)] * 2 + [(), ()]
+    assert untrained_heads(configs.override(Config(), heads), 0) == ()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import canvases
@@ -13,6 +14,8 @@ import toy
 from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.sampling.step import step
 from dlm_jax.types import Status
@@ -226,6 +229,23 @@ def _same_up_to_rounding(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
         assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
+def test_what_the_default_suite_leaves_out_has_no_ability_that_no_other_order_has():
+    kept, left = set(), set()
+    for order, rule in BUILT_IN.commit.items():
+        members = {name for name in vars(CommitRule) if not name.startswith("_")}
+        own = {name for name in members
+               if inspect.getattr_static(rule, name) is not vars(CommitRule)[name]}  # fmt: skip
+        (left if order in rule_cases.SLOW else kept).update(own)
+    assert set(BUILT_IN.commit) > rule_cases.SLOW
+    assert left <= kept, "take an order with these members out of SLOW in tests/rule_cases.py"
+
+
+def test_every_per_row_setting_of_a_commit_rule_differs_between_rows():
+    found = rule_cases.samples("threshold-none", ROWS)
+    for name in rule_cases._others(np.random.default_rng(0), 0):
+        assert len({getattr(sample, name) for sample in found}) > 1, name
 
 
 def test_each_order_and_remask_rule_is_among_the_few():

@@ -407,6 +407,13 @@ def test_a_body_is_read_as_it_is_or_refused_by_its_encoding(running, encoding):
          "repeat_penalty=0 is outside"),
         ("completions", {"prompt": "A", "guided_regex": "["}, "guided_regex",
          "guided_regex='[' cannot be used"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "A"}], "suffix": "."},
+         "suffix", "'suffix' is a field of /v1/completions and /v1/infill, not of "
+         "/v1/chat/completions; remove it"),
+        ("completions", {"prompt": "A", "max_completion_tokens": 3}, "max_completion_tokens",
+         "'max_completion_tokens' is not a field; it is named max_tokens here"),
+        ("completions", {"prompt": "A", "temprature": 1}, "temprature",
+         "'temprature' is not a field; did you mean 'temperature'?"),
     ],
 )  # fmt: skip
 def test_refusals_call_settings_as_the_protocol_does_and_leave_words_alone(

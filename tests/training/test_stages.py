@@ -70,6 +70,13 @@ def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
         assert [set(stage.groups) for stage in found] == [main | groups for groups in expected]
 
 
+@pytest.mark.parametrize("head", cases.ADDED, ids=lambda head: head.key)
+def test_the_switch_of_a_head_adds_it_and_no_other(head):
+    for switched in cases.ADDED:
+        model = toy.config(**{switched.switch: True})
+        assert head.is_added(model) == (head is switched), "`is_added` and `switch` disagree"
+
+
 def test_a_head_that_the_model_lacks_does_not_train():
     for has_sampler, has_critic in ((True, False), (False, True), (False, False)):
         model = {"add_sampler_head": has_sampler, "add_critic_head": has_critic}
@@ -230,8 +237,9 @@ def test_a_head_learns_from_its_own_loss_alone_and_the_trunk_from_heads_that_tra
 def test_the_critic_teaches_the_trunk():
     for path, gradient in cases.by_path(_look(critic=1.0).gradient).items():
         assert np.isfinite(gradient).all()
-        # The LM head is tied, so all of the rest is below the critic.
-        assert (np.abs(gradient).max() > 1e-6) != path.startswith(SAMPLER), path
+        # The LM head is tied, so all but the other heads is below the critic.
+        is_of_another = path.split("/")[0] in {*ALL} - {MAIN, CRITIC}
+        assert (np.abs(gradient).max() > 1e-6) != is_of_another, path
 
 
 def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
@@ -264,14 +272,17 @@ def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_an
     state = jax.device_put(state, shardings(state, place))
     step = make_train_step(_loss(mesh=mesh), optimizer, state, mesh=place, **config)
     state, metrics = jax.device_get(step(state, cases.batch(0), KEY()))
-    shares = {"elbo": 0.75, "denoising": 0.25, "sampler": 1.0, "critic": 0.4}
+    heads = {head.metric: head for head in cases.records(HALFWAY)}
+    weights = {name: float(head.weight_at(jnp.int32(5))) for name, head in heads.items()}
+    assert (weights["sampler"], weights["critic"]) == (1.0, pytest.approx(0.4))
+    shares = {"elbo": 0.75, "denoising": 0.25} | weights
     look = _look(**shares)
     expected = look.means | {
         "loss": sum(shares[name] * mean for name, mean in look.means.items()),
-        "critic_alpha": 0.4,
         "grad_norm": optax.tree.norm(look.gradient),
         "param_norm": optax.tree.norm(state.params),
     }
+    expected |= {f"{name}_alpha": weights[name] for name in heads if heads[name].weight is not None}
     expected |= {f"grad_norm_{name}": optax.tree.norm(g) for name, g in look.gradient.items()}
     assert metrics.keys() == expected.keys()
     for name in expected:

@@ -63,12 +63,12 @@ class CommitContext(NamedTuple):
       step_B: int32, number of steps taken in the block.
       steps_B: int32, total number of steps for the block, at least 1.
       key_B: random key of each row for this step, used only by the rule.
+      is_token_BL: True at all live tokens of the canvas except MASK.
       written_BL: int32 generated tokens of the block, -1 elsewhere; None unless the rule
         `rewrites`.
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
       standing: current content of the positions; None unless the rule `renews`.
-      is_token_BL: True at all live tokens of the canvas except MASK.
       attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
         the forward pass of the step; None if the rule's `map_blocks` is 0.
       wrong_BL: float32 probability that each current token is wrong, according to the head that the
@@ -80,11 +80,11 @@ class CommitContext(NamedTuple):
     step_B: jax.Array
     steps_B: jax.Array
     key_B: jax.Array
+    is_token_BL: jax.Array
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
     memory: RuleMemory = RuleMemory()
     standing: Standing | None = None
-    is_token_BL: jax.Array | None = None
     attention_BLL: jax.Array | None = None
     wrong_BL: jax.Array | None = None
 

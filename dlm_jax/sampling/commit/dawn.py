@@ -78,7 +78,7 @@ class Dawn(Confident):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
-        assert context.attention_BLL is not None and context.is_token_BL is not None
+        assert context.attention_BLL is not None
         needs_BLL = self._dependences(context.attention_BLL)
         is_anchor_BL = context.is_token_BL & reaches(context.memory.places, self.high_B[:, None])
         is_taken_BL = reaches(sure_BL, self.induced_B[:, None]) & _any_of(needs_BLL, is_anchor_BL)

@@ -41,7 +41,7 @@ def _context(is_hole, step=0, memory=None, first=None):
     first_B = jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first)
     return CommitContext(
         is_hole_BL, first_B, jnp.broadcast_to(jnp.asarray(step, jnp.int32), ROWS), STEPS * ones_B,
-        KEYS, None, preferences(KEYS, ones_B > 0, LENGTH), memory or RuleMemory(),
+        KEYS, ~is_hole_BL, None, preferences(KEYS, ones_B > 0, LENGTH), memory or RuleMemory(),
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ def _threshold(cuts, *, above=False, least=1):
 def _context(is_hole_BL):
     ones_B = jnp.ones(len(is_hole_BL), jnp.int32)
     keys_B = jax.vmap(jax.random.key)(jnp.arange(len(is_hole_BL)))
-    return CommitContext(jnp.asarray(is_hole_BL), ones_B, 0 * ones_B, 8 * ones_B, keys_B)
+    is_hole_BL = jnp.asarray(is_hole_BL)
+    return CommitContext(is_hole_BL, ones_B, 0 * ones_B, 8 * ones_B, keys_B, ~is_hole_BL)
 
 
 @jax.jit

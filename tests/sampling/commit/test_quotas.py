@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from oracles import commit as oracle
 
+from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.quotas import QUOTAS, QuotaRule, linear_quota
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
-MAX_HOLES, MAX_STEPS = 24, 30
+MAX_HOLES, MAX_STEPS, VOCAB = 24, 30, 7
 ORDERS = {name: cls for name, cls in COMMIT_RULES.items() if issubclass(cls, QuotaRule)}
 
 _most = jax.jit(most)
@@ -30,7 +32,14 @@ def _context(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> CommitCo
         step_B=jnp.broadcast_to(jnp.asarray(step, jnp.int32), rows),
         steps_B=jnp.broadcast_to(jnp.asarray(steps, jnp.int32), rows),
         key_B=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
+        is_token_BL=~is_hole_BL,
     )
+
+
+def _rule(order, quota, rows):
+    """The rule for that many rows, with the defaults of its other settings."""
+    settings = [SampleConfig(order=order, schedule=quota)] * rows
+    return BUILT_IN.pack(settings, ModelFacts(VOCAB)).commit
 
 
 def _counts(name, first, steps):
@@ -62,8 +71,8 @@ def _expected(name, holes, steps):
     return counts + [0] * (MAX_STEPS - steps)
 
 
-def test_six_orders_commit_a_quota():
-    assert set(ORDERS) == {
+def test_six_orders_and_more_commit_a_quota():
+    assert set(ORDERS) >= {
         "low_confidence", "random", "left_to_right", "entropy", "margin", "random_filled"
     }  # fmt: skip
 
@@ -167,7 +176,7 @@ def test_random_order_makes_the_same_choice_on_a_wider_canvas():
 @pytest.mark.parametrize("quota", QUOTAS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
-    rule = ORDERS[order](QUOTAS[quota])
+    rule = _rule(order, quota, 9)
 
     @jax.jit
     def choose(context, confidence_BL):
@@ -201,7 +210,7 @@ def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
 @pytest.mark.parametrize("quota", QUOTAS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_rule_commits_exactly_its_quota_of_holes(order, quota):
-    rule = ORDERS[order](QUOTAS[quota])
+    rule = _rule(order, quota, 12)
     rng = np.random.default_rng(3)
     is_hole_BL = rng.random((12, 20)) < 0.6
     context = _context(is_hole_BL, step=1, steps=4)

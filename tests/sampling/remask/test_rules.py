@@ -33,7 +33,8 @@ def _step(step, steps, is_hole=None):
     rows = len(step)
     is_hole = np.zeros((rows, LENGTH), bool) if is_hole is None else is_hole
     as_int = [jnp.asarray(x, jnp.int32) for x in (is_hole.sum(1), step, steps)]
-    return CommitContext(jnp.asarray(is_hole), *as_int, KEYS(jnp.arange(rows)))
+    is_hole_BL = jnp.asarray(is_hole)
+    return CommitContext(is_hole_BL, *as_int, KEYS(jnp.arange(rows)), ~is_hole_BL)
 
 
 def _context(step, is_open, is_fresh, probability, num_free):
