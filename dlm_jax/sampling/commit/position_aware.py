@@ -80,6 +80,7 @@ class PositionAware(Confident):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises ValueError if a frequency is given for an id outside the vocabulary."""
+        super().check_model(row, facts)
         check_ids("common_ids", (id_ for id_, _ in row.common_ids), facts.vocab_size)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:

@@ -192,6 +192,7 @@ class QuotaRule(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
+        super().check(row)
         if row.resample and row.schedule != "all":
             loop = ", or --preset variable_length" if row.edit else ""
             raise SettingError(

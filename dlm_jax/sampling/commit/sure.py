@@ -174,6 +174,7 @@ class JointThreshold(Confident):
 
     @classmethod
     def check(cls, row: Any) -> None:
+        super().check(row)
         if row.open_blocks > 1:
             raise SettingError(
                 "open_blocks",
