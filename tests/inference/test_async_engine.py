@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 
 import pytest
 from engine_cases import MODEL, SLOTS, alone, request, same_row
@@ -231,13 +232,21 @@ def test_who_waits_for_room_is_told_of_the_end(fails, monkeypatch, caplog):
     assert ("device lost" in caplog.text) == fails, "a failed engine is logged"
 
 
-def test_closing_tells_those_who_wait():
+def test_closing_tells_those_who_wait(monkeypatch):
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+    in_turn, step = threading.Event(), Engine.step
+
+    def slow(engine, num_steps):
+        in_turn.set()
+        time.sleep(0.1)
+        return step(engine, num_steps)
+
+    monkeypatch.setattr(Engine, "step", slow)
 
     async def main():
         async with AsyncEngine(_engine()) as engine:
             tasks = [asyncio.create_task(engine.row(long)) for _ in range(3)]
-            await asyncio.sleep(0.05)
+            await asyncio.to_thread(in_turn.wait, 60)
         return await asyncio.gather(*tasks, return_exceptions=True), engine
 
     told, engine = asyncio.run(main())
