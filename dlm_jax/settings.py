@@ -234,7 +234,10 @@ class Rule:
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the rule does not support, by its open positions."""
+        """Raises ValueError for a canvas that the rule does not support.
+
+        `is_open` is True at its open positions.
+        """
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

@@ -1,4 +1,4 @@
-"""Token files, and batches of rows, which do not depend on the number of processes.
+"""Token files, and batches of rows. The global batch does not depend on the number of processes.
 
 A token file is one flat .npy array of ids with a checksum at the end. It is an ordinary .npy file
 with the smallest integer type for the vocabulary. Any program can read it, and training processes

@@ -783,13 +783,13 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
 def from_json(data: Any) -> Tokenizer:
     kind = data.get("type") if isinstance(data, dict) else None
     if kind in _OF_ONE_TEXT:
-        made, field = _OF_ONE_TEXT[kind]
-        if set(data) != {"type", field} or not isinstance(data[field], str):
+        made, key = _OF_ONE_TEXT[kind]
+        if set(data) != {"type", key} or not isinstance(data[key], str):
             raise ValueError(
-                f"a {kind} tokenizer is stored as {{'type': '{kind}', '{field}': TEXT}}, "
+                f"a {kind} tokenizer is stored as {{'type': '{kind}', '{key}': TEXT}}, "
                 f"but the file has the fields {sorted(data)}; it is damaged or from another program"
             )
-        return made(data[field])
+        return made(data[key])
     if kind == "byte":
         if set(data) != {"type"}:
             raise ValueError(

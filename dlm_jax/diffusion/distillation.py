@@ -109,7 +109,7 @@ def certainty(
 
     def cost(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
         """The sum of the two terms at each position, ``[N]``."""
-        targets_N = targets.reshape(-1)
+        targets_N, logits_NV = targets.reshape(-1), logits_NV.astype(jnp.float32)
         log_NV = jax.nn.log_softmax(logits_NV)
         nll_N = -jnp.take_along_axis(log_NV, targets_N[:, None], axis=1)[:, 0]
         cold_NV = jax.nn.log_softmax(logits_NV / temperature)

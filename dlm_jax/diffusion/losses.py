@@ -113,9 +113,9 @@ def divergence(
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
     The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution. No
-    gradient flows through p. MASK has probability 0 under both distributions. Each pair belongs to
-    the teacher and to the head: its ``read(params, *inputs) -> logits [N, V]``, its parameters, and
-    its inputs ``[B, L, ...]``. Positions are processed as in `cross_entropy`.
+    gradient flows through p. MASK has probability 0 under both distributions. Each argument is a
+    pair, first of the teacher and then of the head: ``read(params, *inputs) -> logits [N, V]``,
+    parameters, and inputs ``[B, L, ...]``. Positions are processed as in `cross_entropy`.
     """
     count = len(inputs[0])
 

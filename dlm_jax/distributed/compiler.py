@@ -29,6 +29,8 @@ _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # products, the matrix is gathered first.
 _WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
+# The comments give the gain: the model, its topology, milliseconds (roof / cycles) and seconds of
+# compilation without and with the option.
 OPTIONS: Mapping[str, Mapping[Use, Mapping[str, str]]] = {
     "v5p": {
         "train": {_VMEM: "98304"},  # 1.3B, 4x4x4: 658 / 887 to 658 / 765; 78 to 227 s

@@ -31,7 +31,8 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
     """Runs ``decide`` on process 0 and returns its result, or raises its error, on every process.
 
     Every process must call this function at the same point. The call returns after process 0 has
-    run ``decide``. An error in process 0 is raised as `ValueError` in the other processes.
+    run ``decide``. The result is pickled. An error in process 0 is raised as `ValueError` in the
+    other processes.
     """
     if jax.process_count() == 1:
         return decide()
@@ -57,7 +58,8 @@ def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return counts
-    by_share = dict(gathered((share[0], counts)))
+    own = np.concatenate([[share[0]], counts]).astype(np.int32)
+    by_share = {int(one[0]): one[1:] for one in multihost_utils.process_allgather(own)}
     return np.sum(list(by_share.values()), axis=0)
 
 

@@ -73,13 +73,13 @@ def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
     )
 
 
-Place = tuple[int, int, dict[str, Any]]
+_Place = tuple[int, int, dict[str, Any]]
 """A position that the host reads: slot, index, and the fields of `Candidates` for the whole row."""
 
 
 def _open_places(
     state: State, inputs: StepInputs, slots: Sequence[int], names: Sequence[int], *, mask_id: int
-) -> list[Place]:
+) -> list[_Place]:
     """Returns every open position in the rows in `slots` whose logits are finite."""
     rows = jnp.asarray(slots, jnp.int32)
     canvas = state.canvas
@@ -94,7 +94,7 @@ def _open_places(
             state.step_B[rows],
         )
     )
-    found: list[Place] = []
+    found: list[_Place] = []
     for number, slot in enumerate(slots):
         row = {
             "row": names[slot],
@@ -242,7 +242,7 @@ class HostLoop:
         params: Params,
         state: State,
         inputs: StepInputs,
-        places: Sequence[Place],
+        places: Sequence[_Place],
         samplers: Mapping[int, HostSampler],
         max_candidates: int,
         failed: dict[int, Exception] | None,

@@ -20,8 +20,6 @@ from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.inference.structure import check_structure
-from dlm_jax.sampling.cache import CacheRule
-from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
@@ -327,8 +325,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
             "put them before it, or use a bidirectional model",
         )
     for rule in sample.table.of(sample):
-        if issubclass(rule, FillRule | CacheRule):
-            rule.check_canvas(sample, facts, is_open)
+        rule.check_canvas(sample, facts, is_open)
     if block_length == 0:
         return
     unit = facts.block_length or 1

@@ -7,12 +7,12 @@ Scott 1959). Equivalent states are merged (Moore 1956).
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import re
 import threading
 import unicodedata
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -309,7 +309,7 @@ class Structures:
         found = pieces(tokenizer, {*eos_ids, *banned_ids, tokenizer.mask_id})
         self._texts, self._ids = list(found), list(found.values())
         self._alphabet = sorted(set("".join(self._texts)))
-        self._known = functools.lru_cache(maxsize=_KEPT)(self._compiled)
+        self._known: OrderedDict[str, Automaton] = OrderedDict()
         self._lock = threading.Lock()
 
     def automaton(self, pattern: str) -> Automaton:
@@ -318,7 +318,13 @@ class Structures:
                 "structure", UNSET, f"has {len(pattern)} characters", f"use at most {LONGEST}"
             )
         with self._lock:
-            return self._known(pattern)
+            found = self._known.get(pattern)
+            if found is None:
+                found = self._known[pattern] = self._compiled(pattern)
+            self._known.move_to_end(pattern)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return found
 
     def _compiled(self, pattern: str) -> Automaton:
         try:

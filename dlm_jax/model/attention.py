@@ -179,7 +179,7 @@ def by_formula(
     is_live_BM: jax.Array,
     may_see: MaySee | None,
 ) -> jax.Array:
-    """`plain_attention`, in the form that is faster on CPUs."""
+    """`plain_attention`; on CPUs in the form that is faster there."""
     if platform() != "cpu":
         return plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=may_see)
     is_seen_BNM = is_live_BM[:, None]

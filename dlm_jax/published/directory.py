@@ -22,12 +22,7 @@ from dlm_jax.data import HubTokenizer, check_fits, qwen_json
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
 from dlm_jax.published.families import family_for, family_of
-from dlm_jax.published.family import (
-    Family,
-    FileFields,
-    pieces_of,
-    read_json,
-)
+from dlm_jax.published.family import Family, FileFields, pieces_of, read_json
 from dlm_jax.published.tensors import (
     Finish,
     Place,

@@ -31,8 +31,8 @@ class Records(NamedTuple):
       canvas_BSL: int32, input of the forward pass.
       tokens_BSL: int32 candidates; -1 where no candidate was drawn.
       is_written_BSL: True where the candidate was committed.
-      logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as in the next two
-        fields.
+      logprob_BSL: `logprob_BL` of `propose.fill.Drawn`; 0 where no candidate was drawn, as in the
+        next two fields.
       entropy_BSL: `Drawn.entropy_BL`.
       confidence_BSL: float32 confidence of the commit rule.
       level_BSL: `Drawn.level_BL`.

@@ -297,7 +297,7 @@ def _renewed(
 def overwritten(
     program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array | int
 ) -> State:
-    """The state with tokens that are no candidates, such as MASK, at some positions."""
+    """The state with tokens that are not candidates, such as MASK, at some positions."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
     tokens_BL = jnp.where(is_at_BL, new_BL, state.canvas.tokens_BL)
     return state._replace(
@@ -421,8 +421,8 @@ def renoised(program: Program, state: State) -> State:
         is_free(state) & is_stepping(state)[:, None],
         renoise.ratio(state.step_B, state.row.steps_B), step_keys(state, salt=RENOISE_SALT)[0],
     )  # fmt: skip
-    tokens_BL, is_hit_BL = program.by_rows(of_rows)(None, rows)
-    return overwritten(program, state, is_hit_BL, tokens_BL)
+    new_BL, is_hit_BL = program.by_rows(of_rows)(None, rows)
+    return overwritten(program, state, is_hit_BL, new_BL)
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:

@@ -888,7 +888,8 @@ class Planner:
     def _unknown(self, asked: SamplingFields, name: str, value: Any) -> ApiError:
         """Returns the error for a name that is neither a setting nor a field of the endpoint."""
         known = (*type(asked).model_fields, *self._settings)
-        others = [one.route for one in SamplingFields.__subclasses__() if name in one.model_fields]
+        bodies = (Completion, Chat, Responses, Infill)
+        others = [one.route for one in bodies if name in one.model_fields]
         if others and not named_here(name, known, value):
             where = " and ".join(others)
             return refused(f"{name!r} is a field of {where}, not of {asked.route}; remove it", name)

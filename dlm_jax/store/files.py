@@ -36,7 +36,7 @@ from typing import IO, Any
 from etils import epath
 
 _DRIVERS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-_CHUNK = 1 << 20
+_CHUNK = 16 << 20
 _STALE_SECONDS = 3600.0
 
 

@@ -605,8 +605,8 @@ def prepare(
 ) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
-    The arguments are those of `dlm_jax.training.train`. A ``model.vocab_size`` of 0 is replaced by
-    the vocabulary size of the tokenizer. By default, the clock of the run starts now.
+    The arguments are as in `dlm_jax.training.train`, and `clock` times the run from its start (by
+    default, now). A ``model.vocab_size`` of 0 is replaced by the vocabulary size of the tokenizer.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory

@@ -29,7 +29,7 @@ from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
-from dlm_jax.distributed.partitions import batch_sharding, named_leaves, share_of_batch
+from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
@@ -182,8 +182,8 @@ def parameters_by_part(params: Params) -> dict[str, int]:
     blocks.
     """
     sizes: dict[str, int] = {}
-    for path, leaf in named_leaves(params):
-        names = path.split("/")
+    for path, leaf in jax.tree.leaves_with_path(params):
+        names = [str(getattr(key, "key", key)) for key in path]
         part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes

@@ -246,7 +246,7 @@ def test_closing_tells_those_who_wait(monkeypatch):
     async def main():
         async with AsyncEngine(_engine()) as engine:
             tasks = [asyncio.create_task(engine.row(long)) for _ in range(3)]
-            await asyncio.to_thread(in_turn.wait, 60)
+            assert await asyncio.to_thread(in_turn.wait, 60)
         return await asyncio.gather(*tasks, return_exceptions=True), engine
 
     told, engine = asyncio.run(main())

@@ -43,7 +43,7 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         if "setting" in field.metadata
     }
-    values = {}
+    values = {field: setting.resolved(setting.default) for field, setting in fields.values()}
     for given in settings:
         key, _, text = given.partition("=")
         if key not in fields:

@@ -125,9 +125,9 @@ class Process(Rule):
     ) -> Noise:
         """The `Noise` of the noised tokens `shown_BL` (from `sample`), ``[B, L]``.
 
-        The level, at most `HIGHEST_LEVEL`, and the other arguments without a suffix are ``[B]`` or
-        ``[B, L]``. `speed` is the derivative of the level with respect to time. `is_first` is True
-        where the term belongs to the step to level 0; its weight is `speed`.
+        `level` (at most `HIGHEST_LEVEL`), `speed` and `is_first` are ``[B]`` or ``[B, L]``. `speed`
+        is the derivative of the level with respect to time. `is_first` is True where the term
+        belongs to the step to level 0; its weight is `speed`.
         """
         level, speed, is_first = (
             jnp.broadcast_to(x if x.ndim == 2 else x[:, None], tokens_BL.shape)

@@ -99,6 +99,7 @@ class Renewing(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
+        super().check(row)
         why = f"is not supported with order={cls.name!r}, which can change any token"
         require_values(row, {"fill": cls.fills, **_NEEDS}, why)
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
@@ -110,6 +111,7 @@ class Renewing(CommitRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
         if row.cache != "none" and not facts.canvas_length:
             raise SettingError(
                 "cache", row.cache,

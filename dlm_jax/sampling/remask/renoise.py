@@ -85,7 +85,7 @@ class Renoise(Rule):
         space_id: int,
         is_text: Callable[[], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """The canvas before the forward pass of a step, and the overwritten positions.
+        """The tokens that are written before the forward pass of a step, and where.
 
         `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
         `is_text` returns an array ``[B, V]`` that is True at the ids allowed as random tokens. MASK
@@ -106,7 +106,7 @@ class Renoise(Rule):
         )
         new_BL = jnp.where(is_mask_B1, mask_id, space_id)
         new_BL = jnp.where(is_random_B1, random_BL, new_BL)
-        return jnp.where(is_hit_BL, new_BL, tokens_BL), is_hit_BL
+        return new_BL, is_hit_BL
 
 
 def random_ids(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:

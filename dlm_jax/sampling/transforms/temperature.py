@@ -161,7 +161,7 @@ class DynamicTemperature(_Moving):
 
 
 def _settings_of(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Temperatures at the first and at the last step, and True for dynamic ones, of each row."""
+    """For each row: the temperatures at the first and last step, and whether they are dynamic."""
     first_B, last_B = (of_rows([getattr(row, name) for row in rows])
                        for name in ("temperature", "temperature_end"))  # fmt: skip
     is_dynamic_B = np.array([row.dynatemp_range > 0 and not is_greedy(row) for row in rows])

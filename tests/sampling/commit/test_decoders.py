@@ -227,12 +227,14 @@ def test_what_reads_attention_maps_needs_a_network_that_shows_them():
         SampleConfig(order="dawn", cache="prefix")
 
 
-@pytest.mark.parametrize("name", ["low_confidence", "left_to_right", "joint_threshold"])
+@pytest.mark.parametrize("name", COMMIT_RULES)
 def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
     class OfAHead(COMMIT_RULES[name]):
         reads_head = "critic"
 
     OfAHead.check(SampleConfig())
+    with pytest.raises(ValueError, match="requires"):
+        OfAHead.check_model(SampleConfig(), FACTS)
     with pytest.raises(ValueError, match="cache='exact' is not supported with order="):
         OfAHead.check(SampleConfig(cache="exact"))
 
