@@ -38,6 +38,11 @@ _QUICK = (
 )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more worker than cores, because tests also wait for other processes and threads."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_unconfigure() -> None:
     """What tests have left need not be looked through at the end: it takes a minute."""
     jax.clear_caches()
