@@ -32,7 +32,7 @@ from dlm_jax.diffusion.processes import (
     divergence,
     process_of,
 )
-from dlm_jax.settings import rule
+from dlm_jax.settings import Setting, per_row, rule
 from dlm_jax.types import Network
 
 V, MASK, LENGTH = 5, 4, 2
@@ -273,6 +273,13 @@ class Sticky(Halves):
 
 
 @rule
+class Chosen(Halves):
+    """A setting whose values in a config are names, and whose rows have numbers."""
+
+    kind: float = per_row(Setting("kind", "one", "half", choices={"one": 1.0, "two": 2.0}))
+
+
+@rule
 class Shrinking(Halves):
     def shares(self, level):
         mask = level * (1 - level) ** 3
@@ -286,6 +293,11 @@ def test_a_process_of_ones_own_is_named_by_its_module():
     levels, weights = nodes(FIRST)
     found = enumerated(Halves(), PARAMS, text, levels, np.ones_like(levels), False)
     assert np.isfinite(found).all() and found.min() >= -1e-4
+
+
+def test_settings_of_a_process_have_the_values_that_their_names_stand_for():
+    assert process_of(f"{__name__}:Chosen").kind == 1.0
+    assert process_of(f"{__name__}:Chosen", ("kind=two",)).kind == 2.0
 
 
 @pytest.mark.parametrize(
