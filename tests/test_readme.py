@@ -21,10 +21,6 @@ def _printed(capsys):
     return capsys.readouterr().out
 
 
-def test_it_is_short():
-    assert len(README.split()) <= 900
-
-
 def test_its_picture_is_there_and_small():
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
     assert pictures == ["docs/denoising.svg"]
