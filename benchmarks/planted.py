@@ -1,0 +1,325 @@
+"""Plants one fault at a time in a copy of the package, and records which tests see it.
+
+    python -m benchmarks.planted --check
+    python -m benchmarks.planted [--area draws] [--only NAME] [--slow]
+    python -m benchmarks.planted --table
+
+The faults are data: `benchmarks/planted_faults.toml` gives each fault as two texts of one file,
+before and after, and gives each area the tests that must see its faults. For each area, the tests
+run once on the unchanged copy, where they must pass. For each fault, the default tests run with a
+limit of 75 s; with `--slow`, the slow tests follow if the default tests see nothing. The records go
+to `benchmarks/results/planted.jsonl`. A fault that is recorded there is not run again, unless its
+texts have changed or `--again` is given.
+
+A fault is seen by `default` or `slow` if a test of that kind fails. It counts as `crash` if the
+tests cannot be collected, which shows nothing about them. It is seen by `none` otherwise, also if
+the tests reach their limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FAULTS = Path(__file__).parent / "planted_faults.toml"
+RESULTS = Path(__file__).parent / "results" / "planted.jsonl"
+LIMIT, SLOW_LIMIT = 75.0, 600.0
+SEEN = ("default", "slow", "crash", "none")
+
+
+class Fault(NamedTuple):
+    """One planted fault.
+
+    Attributes:
+      name: unique name.
+      area: key of the tests that must see it.
+      file: path of the changed file.
+      before: text that occurs exactly once in the file.
+      after: text that replaces it.
+      law: the law or formula that the fault breaks.
+      differs: an input for which the result differs, and how.
+    """
+
+    name: str
+    area: str
+    file: str
+    before: str
+    after: str
+    law: str
+    differs: str
+
+    @property
+    def digest(self) -> str:
+        """A hash of the change."""
+        return hashlib.sha256("\0".join(self[2:5]).encode()).hexdigest()[:16]
+
+
+class Outcome(NamedTuple):
+    """The outcome of one run of tests.
+
+    Attributes:
+      passed: True if the run ended and no test failed.
+      failed: the first failed test; empty if none.
+      crashed: True if the tests could not be collected or run.
+      timed_out: True if the run reached its limit.
+      seconds: duration of the run.
+      tail: the last lines of its output.
+    """
+
+    passed: bool
+    failed: str
+    crashed: bool
+    timed_out: bool
+    seconds: float
+    tail: str
+
+
+def load() -> tuple[dict[str, list[str]], list[Fault]]:
+    """The tests of each area, and the faults."""
+    data = tomllib.loads(FAULTS.read_text())
+    return data["areas"], [Fault(**fault) for fault in data["faults"]]
+
+
+def problems(areas: dict[str, list[str]], faults: Sequence[Fault]) -> list[str]:
+    """What is wrong with the data, one line per problem."""
+    found = [
+        f"areas.{area}: {path} does not exist"
+        for area, paths in areas.items()
+        for path in paths
+        if not list(ROOT.glob(path))
+    ]
+    for what in ("name", "digest"):
+        counts = Counter(getattr(fault, what) for fault in faults)
+        found += [f"{value}: {what} occurs {n} times" for value, n in counts.items() if n > 1]
+    for fault in faults:
+        found += [f"{fault.name}: {problem}" for problem in _problems_of(fault, areas)]
+    return found
+
+
+def _problems_of(fault: Fault, areas: dict[str, list[str]]) -> list[str]:
+    if fault.area not in areas:
+        return [f"the area {fault.area!r} has no tests"]
+    if not all(fault._replace(after="-")):
+        return ["a field is empty"]
+    path = ROOT / fault.file
+    if not path.exists():
+        return [f"{fault.file} does not exist"]
+    text = path.read_text()
+    count = text.count(fault.before)
+    if count != 1:
+        return [f"its text occurs {count} times in {fault.file}"]
+    try:
+        compile(text.replace(fault.before, fault.after), fault.file, "exec")
+    except SyntaxError as error:
+        return [f"{fault.file} does not compile after the change: {error}"]
+    return []
+
+
+def copy_tree(into: Path) -> None:
+    """Copies the tracked files of the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name)
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a source file, and drops its bytecode, whose check has a resolution of one second."""
+    path.write_text(text)
+    for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        stale.unlink()
+
+
+def run_tests(
+    tree: Path, paths: Sequence[str], *, workers: str, limit: float, cache: Path, slow: bool = False
+) -> Outcome:
+    """Runs tests until the first failure or the limit, and then ends all their processes."""
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(tree)}
+    files = [str(file.relative_to(tree)) for path in paths for file in sorted(tree.glob(path))]
+    command = [sys.executable, "-m", "pytest", "-n", workers, "-x", "-q", *files]
+    command += ["-m", "slow"] if slow else []
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        seconds = time.monotonic() - began
+        output.seek(0)
+        return _outcome(code, output.read(), seconds)
+
+
+def _outcome(code: int | None, text: str, seconds: float) -> Outcome:
+    # A setup that fails is an ERROR of a test. An ERROR without a test is one of collection.
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", text, re.MULTILINE)
+    passed = code in (0, 5)  # 5: no tests
+    crashed = not passed and code is not None and not failed
+    tail = "\n".join(text.splitlines()[-12:])
+    return Outcome(passed, failed[0] if failed else "", crashed, code is None, seconds, tail)
+
+
+def read_records() -> dict[str, dict[str, Any]]:
+    """The newest record of each fault, by digest."""
+    if not RESULTS.exists():
+        return {}
+    records = map(json.loads, RESULTS.read_text().splitlines())
+    return {record["digest"]: record for record in records}
+
+
+def try_fault(
+    fault: Fault, tree: Path, paths: Sequence[str], *, workers: str, cache: Path, slow: bool
+) -> dict[str, Any]:
+    """Runs the tests of an area with one fault in the tree. Returns the record."""
+    path = tree / fault.file
+    text = path.read_text()
+    write(path, text.replace(fault.before, fault.after))
+    try:
+        kind = "default"
+        outcome = run_tests(tree, paths, workers=workers, limit=LIMIT, cache=cache)
+        seconds, timed_out = outcome.seconds, outcome.timed_out
+        if slow and not outcome.failed and not outcome.crashed:
+            kind = "slow"
+            outcome = run_tests(
+                tree, paths, workers=workers, limit=SLOW_LIMIT, cache=cache, slow=True
+            )
+            seconds, timed_out = seconds + outcome.seconds, timed_out or outcome.timed_out
+    finally:
+        write(path, text)
+    seen = "crash" if outcome.crashed else kind if outcome.failed else "none"
+    record = {
+        "name": fault.name, "area": fault.area, "digest": fault.digest, "seen": seen,
+        "test": outcome.failed, "tried": "default, slow" if slow else "default",
+        "timed_out": timed_out, "seconds": round(seconds, 1),
+    }  # fmt: skip
+    return record | ({"tail": outcome.tail} if seen == "crash" else {})
+
+
+def run_area(
+    area: str, faults: Sequence[Fault], tree: Path, paths: Sequence[str], args: argparse.Namespace
+) -> bool:
+    """Runs the tests of an area without and then with each fault. Returns False if they fail
+    without a fault.
+    """
+    plain = run_tests(tree, paths, workers=args.workers, limit=SLOW_LIMIT, cache=args.cache)
+    within = "within" if plain.seconds <= LIMIT else "NOT WITHIN"
+    state = "pass" if plain.passed else "FAIL"
+    print(f"{area}: unchanged, tests {state} in {plain.seconds:.0f} s, {within} {LIMIT:.0f} s")
+    if not plain.passed:
+        print(plain.tail)
+        return False
+    for fault in faults:
+        record = try_fault(
+            fault, tree, paths, workers=args.workers, cache=args.cache, slow=args.slow
+        )
+        record |= {"unchanged_seconds": round(plain.seconds, 1), "commit": _commit()}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        by = f"{record['seen']} {record['test']}{' (limit)' if record['timed_out'] else ''}"
+        print(f"  {fault.name}: {by.strip()}, {record['seconds']} s", flush=True)
+    return True
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def table(faults: Sequence[Fault]) -> str:
+    """The table of areas, in Markdown: planted faults and by what they are seen."""
+    records = read_records()
+    lines = [
+        "| area | planted | " + " | ".join(SEEN) + " | not run | at the limit |",
+        "|" + " --- |" * (len(SEEN) + 4),
+    ]
+    for area in [*dict.fromkeys(fault.area for fault in faults), "all"]:
+        own = [fault for fault in faults if area in (fault.area, "all")]
+        found = [records.get(fault.digest) for fault in own]
+        counts = Counter(record["seen"] if record else "not run" for record in found)
+        at_limit = sum(bool(record and record["timed_out"]) for record in found)
+        cells = [area, len(own), *(counts[kind] for kind in (*SEEN, "not run")), at_limit]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def _wanted(faults: Sequence[Fault], args: argparse.Namespace) -> list[Fault]:
+    """The faults that are selected and not recorded."""
+    records = read_records()
+
+    def is_due(fault: Fault) -> bool:
+        record = records.get(fault.digest)
+        if record is None or args.again:
+            return True
+        return args.slow and record["seen"] == "none" and "slow" not in record["tried"]
+
+    return [
+        fault
+        for fault in faults
+        if (args.area is None or fault.area in args.area)
+        and (args.only is None or fault.name in args.only)
+        and is_due(fault)
+    ]
+
+
+def main() -> int:
+    """Checks, runs or tabulates the faults. Returns 1 if the data or the unchanged tests fail."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--area", action="append", help="run the faults of this area only")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run this fault only")
+    parser.add_argument("--slow", action="store_true", help="also run the slow tests")
+    parser.add_argument("--again", action="store_true", help="also run recorded faults")
+    parser.add_argument("--check", action="store_true", help="check the data and end")
+    parser.add_argument("--table", action="store_true", help="print the table and end")
+    parser.add_argument("--workers", default="auto", help="number of test processes, as in -n")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(tempfile.gettempdir()) / "planted_jax_cache",
+        help="directory for compiled programs, shared by all runs",
+    )  # fmt: skip
+    args = parser.parse_args()
+    areas, faults = load()
+    if args.table:
+        print(table(faults))
+        return 0
+    found = problems(areas, faults)
+    if found or args.check:
+        print("\n".join([*found, f"{len(faults)} faults, {len(found)} problems"]))
+        return bool(found)
+    wanted = _wanted(faults, args)
+    passed = True
+    with tempfile.TemporaryDirectory(prefix="planted_") as folder:
+        tree = Path(folder) / "tree"
+        copy_tree(tree)
+        for area in dict.fromkeys(fault.area for fault in wanted):
+            own = [fault for fault in wanted if fault.area == area]
+            passed &= run_area(area, own, tree, areas[area], args)
+    return not passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
