@@ -194,7 +194,14 @@ def read_records() -> dict[str, dict[str, Any]]:
 
 
 def try_fault(
-    fault: Fault, tree: Path, paths: Sequence[str], *, workers: str, cache: Path, slow: bool
+    fault: Fault,
+    tree: Path,
+    paths: Sequence[str],
+    *,
+    workers: str,
+    limit: float,
+    cache: Path,
+    slow: bool,
 ) -> dict[str, Any]:
     """Runs the tests of an area with one fault in the tree. Returns the record."""
     path = tree / fault.file
@@ -202,7 +209,7 @@ def try_fault(
     write(path, text.replace(fault.before, fault.after))
     try:
         kind = "default"
-        outcome = run_tests(tree, paths, workers=workers, limit=LIMIT, cache=cache)
+        outcome = run_tests(tree, paths, workers=workers, limit=limit, cache=cache)
         seconds, timed_out = outcome.seconds, outcome.timed_out
         if slow and not outcome.failed and not outcome.crashed:
             kind = "slow"
@@ -216,7 +223,7 @@ def try_fault(
     record = {
         "name": fault.name, "area": fault.area, "digest": fault.digest, "seen": seen,
         "test": outcome.failed, "tried": "default, slow" if slow else "default",
-        "timed_out": timed_out, "seconds": round(seconds, 1),
+        "limit": limit, "timed_out": timed_out, "seconds": round(seconds, 1),
     }  # fmt: skip
     return record | ({"tail": outcome.tail} if seen == "crash" else {})
 
@@ -228,15 +235,24 @@ def run_area(
     without a fault.
     """
     plain = run_tests(tree, paths, workers=args.workers, limit=SLOW_LIMIT, cache=args.cache)
-    within = "within" if plain.seconds <= LIMIT else "NOT WITHIN"
+    within = "within" if plain.seconds <= args.limit else "NOT WITHIN"
     state = "pass" if plain.passed else "FAIL"
-    print(f"{area}: unchanged, tests {state} in {plain.seconds:.0f} s, {within} {LIMIT:.0f} s")
+    print(
+        f"{area}: unchanged, tests {state} in {plain.seconds:.0f} s, {within} {args.limit:g} s",
+        flush=True,
+    )
     if not plain.passed:
         print(plain.tail)
         return False
     for fault in faults:
         record = try_fault(
-            fault, tree, paths, workers=args.workers, cache=args.cache, slow=args.slow
+            fault,
+            tree,
+            paths,
+            workers=args.workers,
+            limit=args.limit,
+            cache=args.cache,
+            slow=args.slow,
         )
         record |= {"unchanged_seconds": round(plain.seconds, 1), "commit": _commit()}
         with RESULTS.open("a") as file:
@@ -296,6 +312,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also run recorded faults")
     parser.add_argument("--check", action="store_true", help="check the data and end")
     parser.add_argument("--table", action="store_true", help="print the table and end")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds for the default tests of an area"
+    )
     parser.add_argument("--workers", default="auto", help="number of test processes, as in -n")
     parser.add_argument(
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "planted_jax_cache",
