@@ -278,6 +278,8 @@ def _published(
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")
+    if found.chat is not None and found.chat.problem and report is not None:
+        report(f"{found.chat.problem}; chats are refused")
     return _model(
         found.config, found.params, found.tokenizer, more_eos_ids=found.more_eos_ids,
         presets=found.presets, chat=found.chat, family=found.family.name,

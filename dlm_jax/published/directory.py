@@ -299,13 +299,17 @@ def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, An
 
 
 def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
-    """The chat template of a directory, or None."""
+    """The chat template of a directory, or None.
+
+    A template that cannot be read or compiled has a `ChatTemplate.problem`.
+    """
     file = directory / TEMPLATE
     if file.exists():
         try:
             source: Any = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); download it again") from None
+            problem = f"{file} cannot be read ({error}); download it again"
+            return ChatTemplate("", tokenizer, problem=problem)
     else:
         file = directory / "tokenizer_config.json"
         source = _optional(file).get("chat_template")
@@ -314,7 +318,10 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
-    check_template(source, str(file))
+    try:
+        check_template(source, str(file))
+    except ValueError as error:
+        return ChatTemplate(source, tokenizer, problem=str(error))
     return ChatTemplate(source, tokenizer)
 
 
@@ -383,7 +390,7 @@ def write_tokenizer(
         f"{role}_token": tokenizer.token(id_) for role, id_ in roles.items()
         if id_ is not None and tokenizer.token(id_)
     } | {"tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
-    if chat is not None:
+    if chat is not None and chat.source:
         said["chat_template"] = chat.source
         (directory / TEMPLATE).write_text(chat.source, encoding="utf-8")
     _write(directory / "tokenizer_config.json", said)

@@ -220,9 +220,6 @@ BAD = {
             cases.tokenizer_json().replace('"z":25', '"z":99')), ["tokenizer.json"]),
     "a tokenizer is broken": (lambda d: (d / "tokenizer.json").write_text("{}"),
                               ["tokenizer.json"]),
-    "a template is broken": (
-        lambda d: _edit_json(d / "tokenizer_config.json", chat_template="{% for %}"),
-        ["tokenizer_config.json", "chat_template"]),
     "a config is no JSON": (lambda d: (d / CONFIG).write_text("{"), ["config.json"]),
 }  # fmt: skip
 
