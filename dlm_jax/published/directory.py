@@ -106,9 +106,10 @@ def read_published(
     abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = family.sources(model)
     pieces = pieces_of(sources, abstract, layers=model.layers)
-    redundant = (str(sources["head/kernel"]),) if model.tied_head else ()
+    table = pieces["embedding"][0].tensor
+    redundant = {str(sources["head/kernel"]): table} if model.tied_head else {}
     check_tensors(shards, pieces, redundant=redundant, where=str(directory))
-    stored = shards.entries[pieces["embedding"][0].tensor].dtype.name
+    stored = shards.entries[table].dtype.name
     model = dataclasses.replace(
         model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
     )
