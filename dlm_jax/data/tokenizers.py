@@ -96,6 +96,15 @@ def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token for token in range(tokenizer.vocab_size) if token not in special)
 
 
+def prefix_of(tokenizer: Tokenizer, start_id: int | None = None) -> tuple[int, ...]:
+    """The ids that a tokenizer puts before a text, such as BOS.
+
+    A causal network puts `start_id` before each row itself, so it is omitted.
+    """
+    ids = tuple(getattr(tokenizer, "prefix_ids", ()))
+    return ids[1:] if ids[:1] == (start_id,) else ids
+
+
 def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that uniform noise can show: text tokens, and EOS, which samplers can also write."""
     return tuple(sorted({*text_ids(tokenizer), tokenizer.eos_id}))
