@@ -135,9 +135,9 @@ class ChatTemplate:
         return self.tokenizer.special_names | self.tokenizer.markers_in(turn)
 
     def _write(
-        self, given: Mapping[str, Any], begins_answer: bool, continues: bool, now: float
+        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
     ) -> str:
-        def render(more: Mapping[str, Any]) -> str:
+        def render(more: dict[str, Any]) -> str:
             values = {"add_generation_prompt": begins_answer} | self.specials() | given | more
             try:
                 return _SANDBOX.render(self.source, values, now)
