@@ -11,6 +11,9 @@ import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from dlm_jax.data import HubTokenizer
+from dlm_jax.data.tokenizers import train_json
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,?"
 SPECIALS = ("<|mask|>", "<|endoftext|>", "<|start|>", "<|end|>")
 NUM_TOKENS = len(LETTERS) + len(SPECIALS)
@@ -220,6 +223,67 @@ def tokenizer_json() -> str:
     made.decoder = decoders.Fuse()
     made.add_special_tokens(list(SPECIALS))
     return made.to_str()
+
+
+MARKERS = {
+    "<|mask|>": False, "<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True,
+    "<|start_header_id|>": True, "<|end_header_id|>": True, "<|eot_id|>": True, "<bos>": True,
+    "<start_of_turn>": False, "<end_of_turn>": False, "<think>": False,
+}  # fmt: skip
+"""Added tokens of `bpe_json`, and whether the file declares them special."""
+
+
+def bpe_json(*, rename: str = "", puts_bos: bool = False) -> str:
+    """A byte-level BPE with `MARKERS`; `rename` is appended to their names."""
+    text = "user\n<|im_start|> assistant <start_of_turn> end of the turn\n\n" * 40
+    data = json.loads(train_json(text, 320))
+    first = len(data["model"]["vocab"])
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    data["added_tokens"] = [
+        {"id": first + place, "content": name + rename, "special": is_special} | plain
+        for place, (name, is_special) in enumerate(MARKERS.items())
+    ]
+    if puts_bos:
+        bos = f"<bos>{rename}"
+        ids = [first + list(MARKERS).index("<bos>")]
+        sequences = {name: {"Sequence": {"id": name, "type_id": 0}} for name in "AB"}
+        data["post_processor"] = {
+            "type": "TemplateProcessing", "pair": list(sequences.values()),
+            "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, sequences["A"]],
+            "special_tokens": {bos: {"id": bos, "ids": ids, "tokens": [bos]}},
+        }  # fmt: skip
+    return json.dumps(data)
+
+
+def bpe_tokenizer(**how: Any) -> HubTokenizer:
+    content = bpe_json(**how)
+    ids = {one["content"]: one["id"] for one in json.loads(content)["added_tokens"]}
+    mask, eos, bos = (ids[name + how.get("rename", "")] for name in (
+        "<|mask|>", "<|endoftext|>", "<bos>"))  # fmt: skip
+    return HubTokenizer(content, mask, eos, eos, bos)
+
+
+CHATS = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>'"
+        " + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% endif %}"
+    ),
+    "llama3": (
+        "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+        "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+        "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    ),
+}
+"""Templates in the form of published ones."""
 
 
 def write(directory: Path, name: str, *, num_shards: int = 2, seed: int = 0) -> Path:

@@ -6,6 +6,7 @@ import re
 import string
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import toy
 import dlm_jax
 import dlm_jax.config as configs
 from benchmarks import causal_to_diffusion, settings_page
+from dlm_jax.cli.common import PRESET
 from dlm_jax.config import Config, DataConfig, SampleConfig
+from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -98,6 +101,29 @@ def test_every_page_is_on_the_site():
 def test_every_link_leads_to_a_file(path):
     for link in re.findall(r"\]\(((?!http)[^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
         assert (path.parent / link).exists(), link
+
+
+def test_extras_of_the_first_page_exist():
+    table = re.search(r"\| extra .*?\n\n", _text("index.md"), flags=re.DOTALL)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = table[0].strip().splitlines()[2:] if table else []
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert {"serve", "hub"} <= named <= set(project["optional-dependencies"])
+
+
+def test_a_page_that_help_names_for_a_preset_names_it():
+    for names, page in re.findall(r"([a-z_, ]+) \([^()]*docs/([\w.]+)\)", PRESET):
+        for name in names.split(", "):
+            assert name.strip() not in PRESETS or f"`{name.strip()}`" in _text(page)
+    assert "docs/edits.md" in PRESET
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_that_a_page_calls_need_no_import_that_it_omits(page):
+    """`import dlm_jax` alone imports no subpackages."""
+    text = _text(page)
+    for module in re.findall(r"`dlm_jax\.(viewing|serving|harness|batch|cli)\.\w+\(", text):
+        assert re.search(rf"import dlm_jax\.{module}|from dlm_jax\.{module}\s+import", text), module
 
 
 @pytest.mark.slow

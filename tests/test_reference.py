@@ -14,6 +14,7 @@ import dlm_jax
 from dlm_jax.cli import sample, server
 from dlm_jax.config import Config, SampleConfig
 from dlm_jax.config.schema import PRESETS
+from dlm_jax.elsewhere import TABLE
 from dlm_jax.inference import request
 from dlm_jax.sampling.rules import BUILT_IN
 
@@ -66,6 +67,24 @@ def _exists(name: str) -> bool:
 @pytest.mark.parametrize("name", HERE)
 def test_a_name_that_stands_for_one_elsewhere_exists(name):
     assert _exists(name)
+
+
+def test_hints_about_names_elsewhere_agree_with_the_page():
+    rows = [row for row in ROWS if "`" in row[0]]
+    seen = 0
+    for theirs, ours in rows:
+        settings = BUILT_IN.settings.keys() | {"max_length"}
+        told = settings & set(re.findall(r"\w+", ours))
+        for name in re.findall(r"`([^`]+)`", theirs):
+            hint = TABLE.get(name.replace("-", "_").strip("_"))
+            if hint is None:
+                continue
+            seen += 1
+            if hint.names:
+                assert told & set(hint.names) and not ours.strip().startswith("none"), name
+            else:
+                assert ours.strip().startswith("none"), name
+    assert seen > 20
 
 
 def test_a_name_that_does_not_exist_is_found_out():

@@ -66,7 +66,8 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
+    text_help = 'UTF-8 files to score; .jsonl files with a {"text": ...} per line'
+    add("--text", nargs="+", default=[], metavar="FILE", help=text_help)
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
     pairs_help = 'JSONL of {"prompt": ..., "response": ...}, to score responses given their prompts'
@@ -212,6 +213,9 @@ def _sources(args) -> Iterator[Source]:
     for path in args.text:
         text = _read(path)
         texts = [text]
+        if Path(path).suffix == ".jsonl":
+            yield path, _records(path, text, args.split), None
+            continue
         if args.split is not None:
             texts = [t for t in f"\n{text}\n".split(f"\n{args.split}\n") if t.strip("\n")]
             texts = [t.strip("\n") for t in texts]
@@ -222,6 +226,19 @@ def _sources(args) -> Iterator[Source]:
     if args.continuation is not None:
         prompts = None if args.prompt is None else [args.prompt]
         yield "continuation", [args.continuation], prompts
+
+
+def _records(path: str, content: str, split: str | None) -> list[str]:
+    """The texts of a JSONL file."""
+    if split is not None:
+        raise ValueError(f"--split has no effect on {path}, whose lines are texts; remove it")
+    found = list(read_jsonl(path, content))
+    for record in found:
+        if record.prompt is not None:
+            raise ValueError(f"{record.name} has a prompt; pass the file as --pairs")
+    if not found:
+        raise ValueError(f"{path} has no lines; add some")
+    return [record.text for record in found]
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
@@ -276,6 +293,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
             tail=data.tail,
             seq_len=data.seq_len,
             weights=data.weights if is_own else (),
+            start_id=model.start_id,
         )
     except ValueError as error:
         hint = f" ({where}; --held-out selects another corpus)" if where else ""

@@ -42,11 +42,12 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
+from dlm_jax.data import HubTokenizer
 from dlm_jax.inference.decisions import ORDERS, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.published import TextTemplate, check_template, hub_id
+from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
 from dlm_jax.settings import nearest
 from dlm_jax.store.weights import DEFAULT
 
@@ -244,7 +245,11 @@ def _with_template(model: Model, args: argparse.Namespace) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
     check_template(source, f"--chat-template {path}")
-    template = TextTemplate(source, text_tokenizer=model.tokenizer)
+    template = (
+        ChatTemplate(source, model.tokenizer)
+        if isinstance(model.tokenizer, HubTokenizer)
+        else TextTemplate(source, text_tokenizer=model.tokenizer)
+    )
     return dataclasses.replace(model, chat=template)
 
 

@@ -43,7 +43,7 @@ from dlm_jax.data.shards import (
     read_index,
 )
 from dlm_jax.data.text import Document, Source
-from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer, noise_ids, text_ids
+from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer, noise_ids, prefix_of, text_ids
 from dlm_jax.store.files import is_remote
 
 
@@ -208,6 +208,7 @@ def load_corpus(
     layout: str = "windows",
     tail: str = "eos",
     weights: Sequence[float] = (),
+    start_id: int | None = None,
 ) -> Corpus:
     """Loads the corpus `source`, and encodes it unless the cache contains its token files.
 
@@ -232,6 +233,8 @@ def load_corpus(
         model learns to stop. ``pad`` is one EOS followed by PAD.
       weights: relative number of rows from each sharded corpus. The weights need not sum to 1. If
         empty, rows are proportional to the numbers of tokens.
+      start_id: id that a causal network puts before each row. With ``documents``, a row begins with
+        the ids that the tokenizer puts before a text, without this one.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -255,8 +258,9 @@ def load_corpus(
     name = corpora.describe(source)
     if layout == "documents":
         return _load_documents(
-            name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder, tail=tail
-        )
+            name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder,
+            tail=tail, start_id=start_id,
+        )  # fmt: skip
     return _load_windows(
         name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
     )
@@ -318,16 +322,18 @@ def _load_documents(
     held_out: float,
     folder: Path,
     tail: str,
+    start_id: int | None,
 ) -> Corpus:
     train, val = corpora.split_documents(documents, held_out, name=name)
     parts = {"train": train, "val": val}
     coder = _coder(tokenizer, _all_text(documents), _all_text(train))
     lines = (json.dumps([document.prompt, document.text]) for document in documents)
     sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
-    key = _cache_key(sha256, coder, held_out, "documents", seq_len)
+    prefix_ids = prefix_of(coder, start_id)
+    key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids)
     paths, bounds_paths = _paths(folder, "tokens", key), _paths(folder, "rows", key)
     made = {
-        part: cut_into_rows(_encoded(coder, parts[part]), seq_len=seq_len)
+        part: cut_into_rows(_encoded(coder, parts[part]), seq_len=seq_len, prefix_ids=prefix_ids)
         for part in PARTS
         if not all(map(is_intact, (paths[part], bounds_paths[part])))
     }

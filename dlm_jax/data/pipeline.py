@@ -208,21 +208,29 @@ Encoded = tuple[str, np.ndarray | None, np.ndarray]
 
 
 def cut_into_rows(
-    documents: Iterable[Encoded], *, seq_len: int
+    documents: Iterable[Encoded], *, seq_len: int, prefix_ids: Sequence[int] = ()
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns chunks whose concatenation is the tokens of all n rows, and the bounds, `[2n + 1]`.
 
-    Plain text longer than a row is cut into consecutive rows. The last part has no EOS if it fills
-    its row exactly, because an extra row with only EOS would train the model to write empty texts.
+    Each row begins with `prefix_ids`, which are given. Plain text longer than a row is cut into
+    consecutive rows. The last part has no EOS if it fills its row exactly, because an extra row
+    with only EOS would train the model to write empty texts.
     """
-    parts: list[np.ndarray] = []
+    parts = [np.zeros(0, np.int32)]
     bounds = [0]
+    prefix = np.array(prefix_ids, np.int32)
+    size = seq_len - len(prefix)
+    if size < 1:
+        raise ValueError(f"seq_len={seq_len} has no space after {len(prefix)} tokens; raise it")
     for name, prompt, text in documents:
         if prompt is None:
-            for first in range(0, len(text), seq_len):
-                stop = min(first + seq_len, len(text))
-                bounds += [bounds[-1], bounds[-1] + stop - first]
+            for first in range(0, len(text), size):
+                part = text[first : first + size]
+                parts += [prefix, part] if len(prefix) else [part]
+                given = bounds[-1] + len(prefix)
+                bounds += [given, given + len(part)]
         else:
+            prompt = np.concatenate([prefix, prompt]) if len(prefix) else prompt
             needed = len(prompt) + len(text) + 1
             if needed > seq_len:
                 raise ValueError(
@@ -230,8 +238,8 @@ def cut_into_rows(
                     f"exceed seq_len={seq_len}; shorten them or use seq_len={needed}"
                 )
             parts.append(prompt)
+            parts.append(text)
             bounds += [bounds[-1] + len(prompt), bounds[-1] + needed - 1]
-        parts.append(text)
     return parts, np.array(bounds, np.int64)
 
 

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -94,6 +94,15 @@ def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids of text tokens, which a corruption can substitute for the true token."""
     special = {*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.pad_id, tokenizer.eos_id}
     return tuple(token for token in range(tokenizer.vocab_size) if token not in special)
+
+
+def prefix_of(tokenizer: Tokenizer, start_id: int | None = None) -> tuple[int, ...]:
+    """The ids that a tokenizer puts before a text, such as BOS.
+
+    A causal network puts `start_id` before each row itself, so it is omitted.
+    """
+    ids = tuple(getattr(tokenizer, "prefix_ids", ()))
+    return ids[1:] if ids[:1] == (start_id,) else ids
 
 
 def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -615,8 +624,9 @@ class HubTokenizer:
     """The tokenizer in a published `tokenizer.json`, with the ids of its special tokens.
 
     Unlike in `SubwordTokenizer`, no special tokens are appended, because the model was trained with
-    its own special tokens. `encode` never encodes text as a special token. `encode_marked` is for
-    chat templates, in which names of special tokens represent these tokens.
+    its own special tokens. `encode` never encodes text as MASK, PAD, BOS, EOS or a token that the
+    file declares special. `encode_marked` is for chat templates, in which names of special tokens
+    represent these tokens.
     """
 
     content: str
@@ -629,6 +639,10 @@ class HubTokenizer:
 
     def __post_init__(self) -> None:
         content, plain, marked = _backends(self.content)
+        added = marked.get_added_tokens_decoder()
+        roles = (added[id_] for id_ in self._specials if id_ in added)
+        if unmarked := frozenset(token.content for token in roles if not token.special):
+            plain = _backend_with_specials(content, unmarked)
         # The fields of a frozen dataclass cannot be assigned.
         vars(self).update(content=content, _plain=plain, _marked=marked)
 
@@ -671,9 +685,31 @@ class HubTokenizer:
     def space_id(self) -> int | None:
         return self.piece_id(" ")
 
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The ids that the post-processor of the file puts before a text, such as BOS."""
+        whole = self._marked.encode("a", add_special_tokens=True)
+        places = whole.sequence_ids
+        return tuple(whole.ids[: places.index(0)] if 0 in places else ())
+
+    @cached_property
+    def special_names(self) -> frozenset[str]:
+        """Names of MASK, PAD, BOS, EOS and of the tokens that the file declares special."""
+        names = {self.token(id_) for id_ in self._specials} - {""}
+        added = self._marked.get_added_tokens_decoder().values()
+        return frozenset(names.union(token.content for token in added if token.special))
+
+    def markers_in(self, text: str) -> frozenset[str]:
+        """Names of added tokens in `text` that have the form of a marker, such as ``<turn>``."""
+        added = self._marked.get_added_tokens_decoder().values()
+        names = (token.content for token in added)
+        return frozenset(name for name in names if _SPECIAL.fullmatch(name) and name in text)
+
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
-        return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
+        self._refuse_specials(ids)
+        return ids
 
     def encode_marked(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
@@ -681,6 +717,41 @@ class HubTokenizer:
         """
         utf8(text)
         return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_quoted(
+        self, text: str, names: frozenset[str], quotes: Mapping[str, str]
+    ) -> np.ndarray:
+        """The ids of `text` as in `encode_marked`, but each key of `quotes` stands for the
+        characters of its value, which is one of `names`.
+
+        The text is encoded as a whole by a tokenizer in which the tokens `names` have other names.
+        """
+        if _RENAMED_BEGIN in text:
+            raise ValueError(
+                f"the text contains U+{ord(_RENAMED_BEGIN):04X} and names of special tokens; "
+                "remove one of them"
+            )
+        utf8(text)
+        backend, old_N, new_N = _renamed_backend(self.content, names)
+        text = pattern_of(names).sub(lambda name: _renamed(name[0]), text)
+        for quote, name in quotes.items():
+            text = text.replace(quote, name)
+        ids = np.array(backend.encode(text, add_special_tokens=False).ids, np.int32)
+        is_added = np.isin(ids, old_N)
+        self._refuse_specials(ids[~is_added], *filter(None, map(self.id_of, names)))
+        place = np.minimum(np.searchsorted(old_N, ids), old_N.size - 1)
+        return np.where(is_added, new_N[place], ids).astype(np.int32)
+
+    def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
+        """Raises ValueError for MASK, PAD, BOS, EOS or `more` in the ids of a text, because a name
+        can be a word of the vocabulary.
+        """
+        found = ids[np.isin(ids, (*self._specials, *more))]
+        if found.size and (name := self.token(found[0])) != _unknown_of(self.content):
+            raise ValueError(
+                f"the text contains {name!r}, which this tokenizer reserves; remove it from the "
+                "text"
+            )
 
     def decode(self, ids: Any) -> str:
         array = checked_ids(ids, self.vocab_size)
@@ -723,6 +794,69 @@ def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Token
         raise ValueError(why) from None
     plain.encode_special_tokens = True
     return content, plain, marked
+
+
+_RENAMED_BEGIN, _RENAMED_END = "\ue000", "\ue001"
+
+
+def _renamed(name: str) -> str:
+    """A name that no text has, as long as the text does not contain `_RENAMED_BEGIN`."""
+    return f"{_RENAMED_BEGIN}{name.encode().hex()}{_RENAMED_END}"
+
+
+@functools.lru_cache(maxsize=4)
+def pattern_of(names: frozenset[str]) -> re.Pattern[str]:
+    """A pattern that finds the names in a text, the longest first; `names` must not be empty."""
+    ordered = sorted(names, key=lambda name: (-len(name), name))
+    first = "".join(sorted({re.escape(name[0]) for name in ordered}))
+    return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, ordered))})")
+
+
+@functools.lru_cache(maxsize=4)
+def _backend_with_specials(content: str, names: frozenset[str]) -> tokenizers.Tokenizer:
+    """A tokenizer that never encodes text as a special token or as one of the added tokens
+    `names`.
+    """
+    data = json.loads(content)
+    for token in data["added_tokens"]:
+        token["special"] = token.get("special") or token["content"] in names
+    plain = tokenizers.Tokenizer.from_str(json.dumps(data))
+    plain.encode_special_tokens = True
+    return plain
+
+
+@functools.lru_cache(maxsize=4)
+def _renamed_backend(
+    content: str, names: frozenset[str]
+) -> tuple[tokenizers.Tokenizer, np.ndarray, np.ndarray]:
+    """A tokenizer in which the tokens `names` are named `_renamed`, the ids of its added tokens in
+    ascending order, and the ids of the same tokens in the file.
+    """
+    known = _backends(content)[2]
+    data = json.loads(content)
+    usual = {"id": 0, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+             "special": True}  # fmt: skip
+    added = {token["content"]: token for token in data.get("added_tokens") or []}
+    added |= {name: usual for name in names - added.keys()}
+    data["added_tokens"] = [
+        token | {"content": _renamed(name) if name in names else name}
+        for name, token in added.items()
+    ]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+    names_of = {_renamed(name): name for name in names}
+    tokens = sorted(backend.get_added_tokens_decoder().items())
+    old_N = [id_ for id_, _ in tokens]
+    new_N = [known.token_to_id(names_of.get(one.content, one.content)) for _, one in tokens]
+    return backend, np.array(old_N), np.array(new_N)
+
+
+@functools.lru_cache(maxsize=4)
+def _unknown_of(content: str) -> str | None:
+    """The name of the token for unknown characters, if the model of the file has one."""
+    model = json.loads(content)["model"]
+    if (place := model.get("unk_id")) is not None:
+        return model["vocab"][place][0]
+    return model.get("unk_token")
 
 
 def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:

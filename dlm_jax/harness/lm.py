@@ -53,16 +53,19 @@ class Pair(NamedTuple):
         return np.frombuffer(hashlib.sha256(told).digest()[:16], "<u4")
 
 
-def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
+def pair_of(
+    model: Model, context: str, continuation: str, *, ids: np.ndarray | None = None
+) -> Pair:
     """Tokenises a continuation and its context. The context is truncated on the left to fit the
     canvas.
 
-    Trailing spaces of the context are moved to the continuation, as in lm-evaluation-harness.
+    Trailing spaces of the context are moved to the continuation, as in lm-evaluation-harness. `ids`
+    are those of a conversation.
     """
     encode = model.tokenizer.encode
-    if is_chat:
+    if ids is not None:
         # The text after the template's header is tokenised separately.
-        return _fitted(model, encoded(model, context, is_chat=True), encode(continuation))
+        return _fitted(model, ids, encode(continuation))
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
     given = encode(kept)
@@ -70,26 +73,22 @@ def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = Fa
     rest = whole[given.size :]
     if not np.array_equal(whole[: given.size], given) or not rest.size:
         rest = encode(continuation)
-    return _fitted(model, given, rest)
+    return _fitted(model, given, rest, model.prefix_ids)
 
 
-def encoded(model: Model, context: str, *, is_chat: bool) -> np.ndarray:
-    """Encodes a context. In a chat, names of special tokens are encoded as special tokens."""
-    if is_chat and isinstance(model.tokenizer, HubTokenizer):
-        return model.tokenizer.encode_marked(context)
-    return model.tokenizer.encode(context)
-
-
-def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
+def _fitted(
+    model: Model, given: np.ndarray, rest: np.ndarray, prefix_ids: Sequence[int] = ()
+) -> Pair:
     if not rest.size:
         raise ValueError("the continuation has no tokens; pass some text")
-    if rest.size > model.max_length:
+    room = model.max_length - len(prefix_ids) - rest.size
+    if room < 0:
         raise ValueError(
             f"continuation of {rest.size} tokens exceeds the model's canvas of {model.max_length}; "
             "use loglikelihood_rolling for whole texts"
         )
-    room = model.max_length - rest.size
-    given = given[max(0, given.size - room) :]
+    prefix = np.array(prefix_ids, np.int32)
+    given = np.concatenate([prefix, given[max(0, given.size - room) :]])
     return Pair(np.concatenate([given, rest]).astype(np.int32), int(given.size))
 
 
@@ -100,11 +99,16 @@ def windows_of(model: Model, text: str) -> list[Pair]:
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
-    size = model.max_length
-    found = [Pair(ids[first : first + size], 0) for first in range(0, ids.size, size)]
+    prefix = np.array(model.prefix_ids, np.int32)
+    size = model.max_length - prefix.size
+
+    def window(part: np.ndarray, given: int) -> Pair:
+        return Pair(np.concatenate([prefix, part]), prefix.size + given)
+
+    found = [window(ids[first : first + size], 0) for first in range(0, ids.size, size)]
     rest = ids.size % size
     if rest and len(found) > 1:
-        found[-1] = Pair(ids[-size:], size - rest)
+        found[-1] = window(ids[-size:], size - rest)
     return found
 
 
@@ -147,7 +151,7 @@ class TextRequest(NamedTuple):
       until: stop strings, which are excluded from the result.
       length: maximum number of new tokens; None uses 256, as in lm-evaluation-harness.
       settings: settings of the row.
-      is_chat: whether names of special tokens in the context are encoded as special tokens.
+      ids: ids of the context if it is a conversation.
       unread: ignored generation arguments that would affect other models.
     """
 
@@ -155,11 +159,13 @@ class TextRequest(NamedTuple):
     until: tuple[str, ...]
     length: int | None
     settings: Mapping[str, Any]
-    is_chat: bool = False
+    ids: np.ndarray | None = None
     unread: Mapping[str, Any] = MappingProxyType({})
 
 
-def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> TextRequest:
+def asked_of(
+    context: str, given: Mapping[str, Any], *, ids: np.ndarray | None = None
+) -> TextRequest:
     """Parses a generation request of lm-evaluation-harness.
 
     ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name.
@@ -185,7 +191,7 @@ def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -
         settings["temperature"] = given["temperature"]
     unread = {name: value for name, value in without.items() if not _is_neutral(name, value)}
     length = next(iter(lengths.values()), None)
-    return TextRequest(context, tuple(filter(None, until)), length, settings, is_chat, unread)
+    return TextRequest(context, tuple(filter(None, until)), length, settings, ids, unread)
 
 
 def texts(
@@ -233,9 +239,12 @@ def _request(
     model: Model, asked: TextRequest, common: Mapping[str, Any], seed: int, place: int
 ) -> Request:
     try:
-        context = encoded(model, asked.context, is_chat=asked.is_chat).astype(np.int32)
-        length = min(_LENGTH if asked.length is None else asked.length, model.max_length - 1)
-        context = context[max(0, context.size - (model.max_length - length)) :]
+        prefix = np.array(model.prefix_ids if asked.ids is None else (), np.int32)
+        context = model.tokenizer.encode(asked.context) if asked.ids is None else asked.ids
+        most = model.max_length - 1 - prefix.size
+        length = min(_LENGTH if asked.length is None else asked.length, most)
+        room = model.max_length - prefix.size - length
+        context = np.concatenate([prefix, context[max(0, context.size - room) :]]).astype(np.int32)
         words = Pair(context, 0).seed(seed, asked.until, length, sorted(asked.settings.items()))
         own = {"seed": int(words[0]), "gen_length": length, **asked.settings}
         content: dict[str, Any] = {"tokens": context} if context.size else {"prompt": ""}
@@ -466,6 +475,7 @@ class Evaluated:
         self.model = model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
+        self._chats: dict[str, np.ndarray] = {}
         if likelihood not in ("bound", "chain"):
             raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
         self._is_chain = likelihood == "chain" and not self.model.is_causal
@@ -479,7 +489,10 @@ class Evaluated:
         """Returns the log-likelihood of each continuation and whether greedy decoding generates
         it.
         """
-        pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
+        pairs = [
+            pair_of(self.model, *request.args, ids=self._chat_ids(request.args[0]))
+            for request in requests
+        ]
         nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
         self._keep("loglikelihood", requests, found)
@@ -504,7 +517,7 @@ class Evaluated:
         asked = []
         for place, request in enumerate(requests):
             try:
-                asked.append(asked_of(*request.args, is_chat=self._is_chat))
+                asked.append(asked_of(*request.args, ids=self._chat_ids(request.args[0])))
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
         for name, value in {n: v for one in asked for n, v in one.unread.items()}.items():
@@ -520,8 +533,25 @@ class Evaluated:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        self._is_chat = True
-        return self._chat.text(chat_history, begins_answer=add_generation_prompt)
+        """The conversation as text. Without the header of an answer, it ends with the last turn's
+        content, which is the beginning of the answer (``gen_prefix``).
+        """
+        how = {"begins_answer": add_generation_prompt, "continues": not add_generation_prompt}
+        text = self._chat.text(chat_history, **how)
+        self._is_chat, self._chats[text] = True, self._chat.ids(chat_history, **how)
+        return text
+
+    def _chat_ids(self, context: str) -> np.ndarray | None:
+        """The ids of a conversation; None for other contexts.
+
+        The text of a conversation does not tell the template's special tokens from their names in a
+        message, so its ids are known. The harness can also repeat texts of earlier processes.
+        """
+        tokenizer = self.model.tokenizer
+        if context in self._chats or not (self._is_chat and context):
+            return self._chats.get(context)
+        is_marked = isinstance(tokenizer, HubTokenizer)
+        return tokenizer.encode_marked(context) if is_marked else tokenizer.encode(context)
 
     @property
     def tokenizer_name(self) -> str:
@@ -529,6 +559,7 @@ class Evaluated:
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the chat template; empty if no template is applied."""
+        self._is_chat |= bool(chat_template)
         return self._chat.source if chat_template else ""
 
     def get_model_info(self) -> Mapping[str, Any]:

@@ -291,7 +291,7 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     """Tokenises and validates a prompt (text, or ids before a single slot) and its choices, which
     are as in `decide`.
     """
-    encode = model.tokenizer.encode
+    encode, prefix = model.tokenizer.encode, np.array(model.prefix_ids, np.int32)
     if not isinstance(choices, Mapping):
         given = prompt if isinstance(prompt, np.ndarray) else encode(_text("prompt", prompt))
         parts, named = [given, encode("")], {"": choices}
@@ -304,6 +304,8 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
         )
     else:
         parts, named = _slots(model, _text("prompt", prompt), choices)
+    if isinstance(prompt, str):
+        parts[0] = np.concatenate([prefix, parts[0]])
     known = {name: _checked(name, labels) for name, labels in named.items()}
     ids = [_ids(model, name, labels) for name, labels in known.items()]
     made = Question(known, ids, parts)

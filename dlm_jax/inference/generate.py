@@ -25,6 +25,9 @@ from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 
+Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+"""One prompt, or several."""
+
 MOST_ROWS = 1 << 20
 """Maximum number of rows per call."""
 
@@ -46,7 +49,7 @@ class Texts(Generation):
 
 def generate(
     model: Model,
-    prompts: Sequence[str | Mapping[str, Any]] = ("",),
+    prompts: Prompts = ("",),
     *,
     num_samples: int = 1,
     seed: int = 0,
@@ -67,12 +70,12 @@ def generate(
 
     Args:
       model: a model from `load`, or a custom one.
-      prompts: strings, which are used unchanged, or mappings. A mapping contains ``prompt`` and any
-        settings for this prompt, including ``seed`` (of its first sample), ``max_length``,
-        ``host_sampler`` and ``read_back``. Instead of ``prompt``, it can contain ``template``, a
-        text with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK
-        is a gap if ``infill`` is true. ``draft`` is a text to refine after the prompt. See
-        `dlm_jax.inference.request.make_canvas`.
+      prompts: one or several strings, which are used unchanged, or mappings. A mapping contains
+        ``prompt`` and any settings for this prompt, including ``seed`` (of its first sample),
+        ``max_length``, ``host_sampler`` and ``read_back``. Instead of ``prompt``, it can contain
+        ``template``, a text with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of
+        ids in which MASK is a gap if ``infill`` is true. ``draft`` is a text to refine after the
+        prompt. See `dlm_jax.inference.request.make_canvas`.
       num_samples: number of rows per prompt. Rows of a prompt are adjacent in the result.
       seed: random seed of the first row.
       max_length: maximum number of tokens per row, including the prompt. Default:
@@ -140,7 +143,7 @@ def _run(
 
 def stream(
     model: Model,
-    prompts: Sequence[str | Mapping[str, Any]] = ("",),
+    prompts: Prompts = ("",),
     *,
     num_samples: int = 1,
     seed: int = 0,
@@ -176,15 +179,15 @@ def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
 
 def all_requests(
     model: Model,
-    prompts: Sequence[str | Mapping[str, Any]],
+    prompts: Prompts,
     num_samples: int,
     common: Mapping[str, Any],
 ) -> list[Request]:
-    """Returns the requests for all prompts, in the order of the result."""
+    """Returns the requests for one or several prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
         raise SettingError("num_samples", num_samples, "must be an integer of at least 1")
     if isinstance(prompts, str | Mapping):
-        raise SettingError("prompts", prompts, "is one prompt", "put it in a list")
+        prompts = [prompts]
     if num_samples * len(prompts) > MOST_ROWS:
         raise SettingError(
             "num_samples",

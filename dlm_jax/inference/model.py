@@ -17,7 +17,7 @@ import dlm_jax.config as configs
 from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids
+from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids, prefix_of
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
@@ -132,6 +132,16 @@ class Model:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
+
+    @property
+    def start_id(self) -> int | None:
+        """The id that a causal network puts before each row; None for other networks."""
+        return self.config.model.start_id if self.config and self.is_causal else None
+
+    @functools.cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids at the start of each row of text, as in the training of a published model."""
+        return prefix_of(self.tokenizer, self.start_id)
 
     @functools.cached_property
     def vocabulary(self) -> str:
@@ -278,6 +288,8 @@ def _published(
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")
+    if found.chat is not None and found.chat.problem and report is not None:
+        report(f"{found.chat.problem}; chats are refused")
     return _model(
         found.config, found.params, found.tokenizer, more_eos_ids=found.more_eos_ids,
         presets=found.presets, chat=found.chat, family=found.family.name,

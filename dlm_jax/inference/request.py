@@ -48,8 +48,9 @@ class Given(NamedTuple):
 
 
 def make_canvas(
-    tokenizer: Tokenizer, asked: Mapping[str, Any], *, gen_length: int, room: int
-) -> Given:
+    tokenizer: Tokenizer, asked: Mapping[str, Any], *, gen_length: int, room: int,
+    prefix_ids: Sequence[int] = (),
+) -> Given:  # fmt: skip
     """Returns the canvas of a request.
 
     Args:
@@ -60,6 +61,7 @@ def make_canvas(
       gen_length: number of new tokens after the prompt, and length of gaps without a number. With
         0, the new tokens fill the remaining space; none are added after a draft.
       room: maximum number of tokens of the row.
+      prefix_ids: ids before a text (`Model.prefix_ids`); ``tokens`` are used unchanged.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
     if len(kinds) > 1:
@@ -76,7 +78,7 @@ def make_canvas(
         )
     if kinds == ["template"]:
         text = _text("template", asked["template"])
-        given = _template(tokenizer, text, gen_length, room)
+        given = _after(prefix_ids, _template(tokenizer, text, gen_length, room))
         return _check_room(Given(given, None), room, "template")
     if infill:
         given = _ids(tokenizer, asked["tokens"])
@@ -98,9 +100,15 @@ def make_canvas(
     else:
         prompt = asked.get("prompt")
         given = tokenizer.encode("" if prompt is None else _text("prompt", prompt))
+        given = _after(prefix_ids, given)
     if draft is not None:
         return _with_draft(tokenizer, given, _text("draft", draft), gen_length, room)
     return Given(_continued(tokenizer, given, gen_length, room), None)
+
+
+def _after(prefix_ids: Sequence[int], given: np.ndarray) -> np.ndarray:
+    """The ids of a text at the start of a row."""
+    return np.concatenate([np.array(prefix_ids, np.int32), given])
 
 
 def _text(name: str, value: Any) -> str:
@@ -544,7 +552,10 @@ def make_requests(
             sample = _settings(model, rules, settings, needs_host=any(host.values()))
             if key is not None and known is not None:
                 known[key] = sample
-        given = make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
+        given = make_canvas(
+            model.tokenizer, text, gen_length=sample.gen_length, room=room,
+            prefix_ids=model.prefix_ids,
+        )  # fmt: skip
         check_draft(sample, given)
         capacity = room if sample.inserts else 0
         request = Request(given.tokens, sample, seed + index, given.is_draft, **host,

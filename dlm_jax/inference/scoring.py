@@ -85,9 +85,9 @@ class Score:
 
 def score(
     model: Model,
-    texts: Sequence[str],
+    texts: str | Sequence[str],
     *,
-    prompts: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
     num_draws: int = 1,
     batch_size: int = 16,
     seed: int = 0,
@@ -99,7 +99,7 @@ def score(
 
     Args:
       model: a model from `dlm_jax.load`, or a custom one.
-      texts: one or more non-empty texts.
+      texts: one or several non-empty texts.
       prompts: one prompt per text, visible to the model but not scored.
       num_draws: number of masks drawn per window; not used by a causal model.
       batch_size: number of windows per forward pass.
@@ -116,13 +116,15 @@ def score(
     if model.network.canvas_length:
         raise ValueError("a model with canvases has no likelihood of texts; use another model")
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
-    if not texts:
+    texts = [texts] if isinstance(texts, str) else texts
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not len(texts):
         raise ValueError("there are no texts to score; pass at least one")
     if prompts is not None and len(prompts) != len(texts):
         raise ValueError(
             f"{len(prompts)} prompts do not match {len(texts)} texts; pass one per text"
         )
-    given = prompts or [""] * len(texts)
+    given = [""] * len(texts) if prompts is None else prompts
     windows, owners = _windows_of(texts, lambda index, text: _windows(model, given[index], text))
     rows = _rows(model, windows)
     cost = score_rows(model, rows, num_draws=num_draws, batch_size=batch_size, seed=seed)
@@ -242,10 +244,12 @@ def _windows_of(
 
 def _windows(model: Model, prompt: str, text: str) -> list[Window]:
     """Splits a text into windows. A text with a prompt is a single window."""
+    prefix = np.array(model.prefix_ids, np.int32)
     given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
     if given.size:
+        given = np.concatenate([prefix, given])
         if given.size + ids.size > model.max_length:
             raise ValueError(
                 f"prompt ({given.size} tokens) and text ({ids.size} tokens) together exceed the "
@@ -253,8 +257,9 @@ def _windows(model: Model, prompt: str, text: str) -> list[Window]:
                 f"of {model.max_length}; shorten one of them"
             )
         return [(np.concatenate([given, ids]), given.size)]
-    starts = range(0, ids.size, model.max_length)
-    return [(ids[start : start + model.max_length], 0) for start in starts]
+    size = model.max_length - prefix.size
+    parts = (ids[start : start + size] for start in range(0, ids.size, size))
+    return [(np.concatenate([prefix, part]), prefix.size) for part in parts]
 
 
 def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
@@ -269,7 +274,9 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
     }
 
 
-def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
+def corrupted_share(
+    model: Model, texts: str | Sequence[str], *, batch_size: int = 16
+) -> np.ndarray:
     """Returns the predicted fraction of wrong tokens in each text, float64 ``[N]`` in [0, 1].
 
     A text that is longer than the scorer's canvas is split into windows of equal length (within one
@@ -278,14 +285,13 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
 
     Args:
       model: a sequence scorer from `dlm_jax.load`.
-      texts: one or more non-empty texts.
+      texts: one or several non-empty texts.
       batch_size: number of windows per forward pass.
     """
     _check_scorer(model)
     if batch_size < 1:
         raise SettingError("batch_size", batch_size, "must be at least 1")
-    if isinstance(texts, str):
-        raise SettingError("texts", texts, "is one text", "put it in a list")
+    texts = [texts] if isinstance(texts, str) else texts
     if not len(texts):
         raise ValueError("there are no texts to score; pass at least one")
     windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))

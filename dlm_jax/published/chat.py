@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dlm_jax.data import HubTokenizer, Tokenizer
+from dlm_jax.data.tokenizers import pattern_of
 
 _PROGRAM = Path(__file__).with_name("sandbox.py")
 _SECONDS = 10.0
@@ -36,13 +39,29 @@ RESERVED = frozenset(
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``, plus template-specific keys."""
 
+# Placeholders of digits, which templates copy unchanged. The digit 1 occurs only at the start, so
+# that a placeholder after digits is found at its place.
+_QUOTE, _END = "17483296", "19638527"
+
+
+def _quote(number: int) -> str:
+    """A placeholder, which differs for each number."""
+    return _QUOTE + f"{number:05o}".translate({ord("0"): "8", ord("1"): "9"})
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and its tokenizer."""
+    """A chat template and its tokenizer.
+
+    Attributes:
+      source: the Jinja template.
+      tokenizer: tokenizer of the conversations.
+      problem: why the template cannot be used; empty if it can.
+    """
 
     source: str
     tokenizer: HubTokenizer
+    problem: str = field(default="", kw_only=True)
 
     def text(
         self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
@@ -57,23 +76,45 @@ class ChatTemplate:
             content of this turn (Hugging Face's ``continue_final_message``).
           **more: additional template variables, such as ``enable_thinking``.
         """
-        for place, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise ValueError(
-                    f"messages[{place}]={message!r} lacks role or content; provide both"
-                )
-        values = {"messages": [dict(message) for message in messages],
-                  "add_generation_prompt": begins_answer} | self.specials() | more  # fmt: skip
-        try:
-            written = _SANDBOX.render(self.source, values)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"chat_template rejects the messages ({error})") from None
-        content = messages[-1]["content"] if messages else ""
-        return _upto(written, content) if continues else written
+        given = _variables(messages, more)
+        return self._write(given, begins_answer, continues, time.time())
 
-    def ids(self, messages: Messages, **options: Any) -> np.ndarray:
-        """The token ids of `text` with the same arguments, int32 ``[n]``."""
-        return self.tokenizer.encode_marked(self.text(messages, **options))
+    def ids(
+        self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
+        **more: Any,
+    ) -> np.ndarray:  # fmt: skip
+        """The token ids of `text` with the same arguments, int32 ``[n]``.
+
+        Only the template writes special tokens: in `messages` and `more`, the names of special
+        tokens and of the template's markers are encoded as characters.
+        """
+        given, now = _variables(messages, more), time.time()
+        text = self._write(given, begins_answer, continues, now)
+        found: dict[str, str] = {}
+        pattern = pattern_of(self._names)
+
+        def quote(one: str) -> str:
+            return pattern.sub(lambda name: found.setdefault(name[0], _quote(len(found))), one)
+
+        try:
+            quoted = _map_texts(given, quote)
+        except RecursionError:
+            raise ValueError("the messages are nested too deeply") from None
+        if not found:
+            return self.tokenizer.encode_marked(text)
+        # The template is rendered again with placeholders for these names, so that the names in the
+        # result are its own.
+        written = self._write(quoted, begins_answer, continues, now)
+        plain = written
+        for name, placeholder in found.items():
+            plain = plain.replace(placeholder, name)
+        if plain != text:
+            raise ValueError(
+                f"the chat template reads {', '.join(sorted(found))} in the messages, which cannot "
+                "be encoded as text then; remove them from the messages"
+            )
+        names_of = {placeholder: name for name, placeholder in found.items()}
+        return self.tokenizer.encode_quoted(written, self._names, names_of)
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
@@ -81,6 +122,61 @@ class ChatTemplate:
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
                  "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
         return {name: "" if id_ is None else tokenizer.token(id_) for name, id_ in names.items()}
+
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        """Names of tokens that messages cannot contain: special tokens, and markers around a turn,
+        which some files do not declare special.
+        """
+        turn = ""
+        with contextlib.suppress(ValueError):
+            probe = _variables([{"role": "user", "content": "a"}], {})
+            turn = self._write(probe, begins_answer=False, continues=False, now=0.0)
+        return self.tokenizer.special_names | self.tokenizer.markers_in(turn)
+
+    def _write(
+        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
+    ) -> str:
+        def render(more: dict[str, Any]) -> str:
+            values = {"add_generation_prompt": begins_answer} | self.specials() | given | more
+            try:
+                return _SANDBOX.render(self.source, values, now)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"chat_template rejects the messages ({error})") from None
+
+        if self.problem:
+            raise ValueError(self.problem)
+        text = render({})
+        if not continues:
+            return text
+
+        def around(content: str) -> tuple[str, str]:
+            """The conversation before and after the placeholder at the end of the last content."""
+            last = given["messages"][-1] | {"content": content}
+            written = render({"messages": [*given["messages"][:-1], last]})
+            before, is_there, after = written.rpartition(_END)
+            if not is_there:
+                raise ValueError(
+                    "the chat template omits the content of the last message; remove that message"
+                )
+            return before, after
+
+        content = given["messages"][-1]["content"] if given["messages"] else None
+        if not isinstance(content, str):
+            raise ValueError("the last message has no text to continue; add one")
+        core = content.rstrip()
+        spaces = content[len(core) :]
+        before, after = around(f"{core}{_END}{spaces}")
+        if spaces:
+            # The spaces that the template keeps are those that it would not write without them.
+            rest = around(f"{core}{_END}")[1]
+            before += after.removesuffix(rest) if after.endswith(rest) else ""
+        if core and not text.startswith(before):
+            raise ValueError(
+                "the chat template changes the content of the last message, so it cannot be "
+                "continued; begin a new turn"
+            )
+        return before
 
 
 @dataclass(frozen=True)
@@ -97,20 +193,24 @@ class TextTemplate(ChatTemplate):
         return dict.fromkeys(_SPECIALS, "")
 
 
-def _upto(written: str, content: str) -> str:
-    """A conversation up to the end of the last turn's content.
+def _variables(messages: Messages, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a template that depend on a conversation."""
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise ValueError(f"messages[{place}]={message!r} lacks role or content; provide both")
+    known = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
+    return known | dict(more)
 
-    Leading and trailing spaces of the content remain unless the template strips them.
-    """
-    core = content.strip()
-    place = written.rfind(core) if core else -1
-    if place < 0:
-        raise ValueError(
-            "the chat template omits the content of the last message; remove that message"
-        )
-    begun = content.lstrip()
-    kept = begun if written.startswith(begun, place) else core
-    return written[: place + len(kept)]
+
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """A JSON value with `change` applied to all strings in it, including keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_texts(k, change): _map_texts(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(one, change) for one in value]
+    return value
 
 
 def check_template(source: str, where: str) -> None:
@@ -131,9 +231,12 @@ class _Sandbox:
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self._stop)
 
-    def render(self, source: str, values: Mapping[str, Any] | None) -> str:
-        """The rendered text. If `values` is None, only compiles the template and returns ''."""
-        line = json.dumps({"source": source, "values": values})
+    def render(self, source: str, values: Mapping[str, Any] | None, now: float = 0.0) -> str:
+        """The rendered text. If `values` is None, only compiles the template and returns ''.
+
+        `now` is the time that the template reads, in seconds.
+        """
+        line = json.dumps({"source": source, "values": values, "now": now})
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._stop()

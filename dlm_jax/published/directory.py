@@ -106,9 +106,10 @@ def read_published(
     abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = family.sources(model)
     pieces = pieces_of(sources, abstract, layers=model.layers)
-    redundant = (str(sources["head/kernel"]),) if model.tied_head else ()
+    table = pieces["embedding"][0].tensor
+    redundant = {str(sources["head/kernel"]): table} if model.tied_head else {}
     check_tensors(shards, pieces, redundant=redundant, where=str(directory))
-    stored = shards.entries[pieces["embedding"][0].tensor].dtype.name
+    stored = shards.entries[table].dtype.name
     model = dataclasses.replace(
         model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
     )
@@ -299,13 +300,17 @@ def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, An
 
 
 def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
-    """The chat template of a directory, or None."""
+    """The chat template of a directory, or None.
+
+    A template that cannot be read or compiled has a `ChatTemplate.problem`.
+    """
     file = directory / TEMPLATE
     if file.exists():
         try:
             source: Any = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); download it again") from None
+            problem = f"{file} cannot be read ({error}); download it again"
+            return ChatTemplate("", tokenizer, problem=problem)
     else:
         file = directory / "tokenizer_config.json"
         source = _optional(file).get("chat_template")
@@ -314,7 +319,10 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
-    check_template(source, str(file))
+    try:
+        check_template(source, str(file))
+    except ValueError as error:
+        return ChatTemplate(source, tokenizer, problem=str(error))
     return ChatTemplate(source, tokenizer)
 
 
@@ -383,7 +391,7 @@ def write_tokenizer(
         f"{role}_token": tokenizer.token(id_) for role, id_ in roles.items()
         if id_ is not None and tokenizer.token(id_)
     } | {"tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
-    if chat is not None:
+    if chat is not None and chat.source:
         said["chat_template"] = chat.source
         (directory / TEMPLATE).write_text(chat.source, encoding="utf-8")
     _write(directory / "tokenizer_config.json", said)

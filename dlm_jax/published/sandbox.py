@@ -2,8 +2,12 @@
 
 A template can loop forever or allocate too much memory, and a thread cannot interrupt it. A process
 can be killed and can have a memory limit. This program starts fast because it imports nothing from
-the package. Each line of standard input is a JSON object with ``source`` and ``values`` (null to
-compile only), and each line of standard output is ``{"text": ...}`` or ``{"error": ...}``.
+the package. Each line of standard input is a JSON object with ``source``, ``values`` (null to
+compile only) and ``now`` (the time that the template reads, in seconds), and each line of standard
+output is ``{"text": ...}`` or ``{"error": ...}``.
+
+Templates have the extensions of transformers: ``raise_exception``, ``strftime_now``,
+``{% generation %}``, and ``tojson`` with arguments of `json.dumps`.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ import functools
 import json
 import signal
 import sys
+from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 24
@@ -47,9 +55,10 @@ def main() -> None:
         print(line, flush=True)
 
 
-def _rendered(source: str, values: dict[str, Any] | None) -> str:
+def _rendered(source: str, values: dict[str, Any] | None, now: float = 0.0) -> str:
     template, size, parts = _compiled(source), 0, []
-    for part in () if values is None else template.generate(**values):
+    clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
+    for part in () if values is None else template.generate(**clock | values):
         size += len(part)
         if size > MOST_CHARACTERS:
             raise ValueError(f"its text is longer than {MOST_CHARACTERS:,} characters")
@@ -57,14 +66,39 @@ def _rendered(source: str, values: dict[str, Any] | None) -> str:
     return "".join(parts)
 
 
+class _Generation(Extension):
+    """``{% generation %}``, which marks the model's answers in training programs, has no effect."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
 @functools.lru_cache(maxsize=4)
 def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+        trim_blocks=True, lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )  # fmt: skip
+    environment.filters["tojson"] = _to_json
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -181,12 +181,12 @@ def check_tensors(
     shards: Shards,
     pieces: Mapping[str, list[TensorPart]],
     *,
-    redundant: tuple[str, ...] = (),
+    redundant: Mapping[str, str] = {},
     where: str,
 ) -> None:
     """Raises ValueError for missing or unexpected tensors and wrong shapes.
 
-    `redundant` tensors may be present and are ignored.
+    `redundant` tensors may be present and are ignored, but must equal the tensors that they map to.
     """
     wanted = tensor_shapes(pieces)
     missing = sorted(set(wanted) - set(shards.entries))
@@ -212,6 +212,25 @@ def check_tensors(
                 f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, but "
                 f"config.json requires {shape}"
             )
+    for name, other in redundant.items():
+        if name in shards.entries and not _are_equal(shards.read(name), shards.read(other)):
+            raise ValueError(
+                f"{where}: config.json ties the tensor {name!r} to {other!r}, but they differ; "
+                "untie them in a copy of config.json to use the tensor, or remove it"
+            )
+
+
+def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Returns whether two matrices have the same values, compared in parts to save memory."""
+    parts = range(0, len(first), _ROWS)
+    return first.shape == second.shape and all(
+        np.array_equal(
+            np.asarray(first[row : row + _ROWS], np.float32),
+            np.asarray(second[row : row + _ROWS], np.float32),
+            equal_nan=True,
+        )
+        for row in parts
+    )
 
 
 def read_params(

@@ -385,7 +385,7 @@ class _Server:
         if asked.messages is not None:
             ids = self._planner.chat_ids(asked.messages, asked)
         else:
-            ids = self._planner.encoded(asked.prompt or "", "prompt")
+            ids = self._planner.prompt_ids(asked.prompt or "", "prompt")
         body = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_length}
         return Json(body)
 

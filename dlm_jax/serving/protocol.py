@@ -653,7 +653,7 @@ class Planner:
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
-            ids = self.encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            ids = self.prompt_ids(prompt, "prompt") if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
                 length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
@@ -681,7 +681,7 @@ class Planner:
             raise refused(f"n={asked.n}: a response has a single text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
         if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
-            ids = self.encoded(asked.input, "input")
+            ids = self.prompt_ids(asked.input, "input")
             content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
         else:
             content = {"tokens": self.chat_ids(asked.turns, asked)}
@@ -693,7 +693,7 @@ class Planner:
         if asked.template is not None:
             content: dict[str, Any] = {"template": asked.template}
         else:
-            prefix = self.encoded(asked.prefix or "", "prefix")
+            prefix = self.prompt_ids(asked.prefix or "", "prefix")
             length = asked.max_tokens or self._length
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
@@ -954,6 +954,10 @@ class Planner:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
+
+    def prompt_ids(self, text: str, name: str) -> Sequence[int]:
+        """Encodes a text at the start of a row, with the ids that the tokenizer puts there."""
+        return [*self.model.prefix_ids, *self.encoded(text, name)]
 
     def encoded(self, text: str, name: str) -> Sequence[int]:
         """Encodes the text that a client passed in the field `name`."""

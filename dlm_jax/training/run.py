@@ -294,6 +294,7 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
         layout=data.layout,
         tail=data.tail,
         weights=data.weights,
+        start_id=config.model.start_id if config.model.attention_type == "causal" else None,
     )
     return _with_vocabulary(config, corpus), corpus
 

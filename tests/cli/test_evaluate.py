@@ -42,6 +42,31 @@ def test_files_are_scored_one_by_one_and_split_at_a_line(run_dir, tmp_path, caps
     assert second["characters"] == 22
 
 
+def test_a_jsonl_file_is_scored_as_its_texts(run_dir, tmp_path, capsys):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "A rat ran."}\n{"text": "The rat sat."}\n')
+    (record,) = _records(run_dir, capsys, "--text", path)
+    expected = score(toy_model.MODEL, ["A rat ran.", "The rat sat."])
+    assert (record["texts"], record["characters"]) == (2, 22)
+    assert record["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "told"),
+    [
+        ('{"prompt": "A ", "response": "rat"}', [], "pass the file as --pairs"),
+        ('{"text": "A rat"}', ["--split"], "--split has no effect"),
+        ("", [], "has no lines"),
+    ],
+)
+def test_a_jsonl_file_without_texts_is_refused(run_dir, tmp_path, capsys, line, flags, told):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.main(["--checkpoint", str(run_dir), "--text", str(path), *flags])
+    assert told in capsys.readouterr().err
+
+
 def test_pairs_score_the_responses_given_their_prompts(run_dir, tmp_path, capsys):
     path = tmp_path / "pairs.jsonl"
     path.write_text(

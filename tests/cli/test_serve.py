@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import httpx
+import published_cases
 import pytest
 import saved_model
 
+import dlm_jax
 from dlm_jax.cli import server
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,17 @@ def test_a_port_that_is_taken_and_an_empty_key_are_refused(capsys, monkeypatch):
         assert f"--port {port} is not available" in _refused(capsys, "--port", port)
     monkeypatch.setenv("MY_KEY", " ")
     assert "MY_KEY is empty" in _refused(capsys, "--api-key-env", "MY_KEY", "--port", "0")
+
+
+def test_a_template_of_a_published_model_writes_its_markers(tmp_path):
+    directory = published_cases.write(tmp_path / "model", "llada")
+    template = tmp_path / "chat.jinja"
+    template.write_text("<|start|>{{ messages[0].content }}<|end|>")
+    args = server.make_parser().parse_args(["--chat-template", str(template)])
+    model = server._with_template(dlm_jax.load(directory), args)
+    ids = model.chat.ids([{"role": "user", "content": "<|end|>a"}]).tolist()
+    assert (ids[0], ids[-1]) == (published_cases.START, published_cases.END)
+    assert ids.count(published_cases.END) == 1
 
 
 def test_broken_templates_and_presets_are_refused(capsys, run_dir, tmp_path):

@@ -4,7 +4,9 @@ import dataclasses
 import types
 
 import numpy as np
+import published_cases as cases
 import pytest
+import toy
 import toy_model
 
 import dlm_jax
@@ -13,7 +15,9 @@ from dlm_jax.diffusion.likelihood import bound_at
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.harness.lm import Evaluated, masks_of, pair_of
 from dlm_jax.harness.tasks.shipped import rows
-from dlm_jax.published import TextTemplate
+from dlm_jax.inference.model import Model
+from dlm_jax.model.transformer import build
+from dlm_jax.published import ChatTemplate, TextTemplate
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
@@ -50,6 +54,48 @@ def test_templates_and_names():
     assert made.tokenizer_name == Evaluated(model=MODEL).tokenizer_name
     with pytest.raises(ValueError, match="no chat template"):
         Evaluated(model=MODEL).apply_chat_template([])
+
+
+def _chatting(source):
+    tokenizer = cases.bpe_tokenizer(puts_bos=True)
+    network = build(toy.config(vocab_size=tokenizer.vocab_size))
+    params = toy.random_params(network)
+    chat = ChatTemplate(source, tokenizer)
+    return Evaluated(model=Model(network, params, tokenizer, max_length=96, chat=chat), draws=2)
+
+
+@pytest.mark.parametrize("name", cases.CHATS)
+def test_contexts_of_chats_have_the_ids_of_their_conversation(name):
+    made = _chatting(cases.CHATS[name])
+    turns = [{"role": "user", "content": "hi<|im_end|><|eot_id|><bos>"}]
+    text = made.apply_chat_template(turns)
+    ids = made._chat_ids(text)
+    assert ids.tolist() == made.model.chat.ids(turns).tolist()
+    marks = made.model.tokenizer.encode_marked(text).tolist()
+    assert len(ids) > len(marks)
+    pair = pair_of(made.model, text, "a", ids=ids)
+    assert pair.ids[: pair.given].tolist() == ids.tolist()
+    # A text of an earlier process is tokenised as a whole, and other contexts are not chats.
+    assert (
+        made._chat_ids("<bos>a").tolist() == made.model.tokenizer.encode_marked("<bos>a").tolist()
+    )
+    assert made._chat_ids("") is None
+    other = _chatting(cases.CHATS[name])
+    assert other._chat_ids(text) is None
+    other.chat_template(True)
+    assert other._chat_ids(text).tolist() == marks
+
+
+@pytest.mark.parametrize("prefix", ["The end", "end", "", " "])
+@pytest.mark.parametrize("name", cases.CHATS)
+def test_the_beginning_of_an_answer_is_an_open_turn(name, prefix):
+    made = _chatting(cases.CHATS[name])
+    asked = [{"role": "user", "content": "hi"}]
+    begun = [*asked, {"role": "assistant", "content": prefix}]
+    text = made.apply_chat_template(begun, add_generation_prompt=False)
+    header = made.apply_chat_template(asked)
+    assert text == header + (prefix if name == "chatml" else prefix.strip())
+    assert made._chat_ids(text).tolist() == made.model.tokenizer.encode_marked(text).tolist()
 
 
 @pytest.mark.parametrize(

@@ -238,13 +238,15 @@ def test_a_block_as_long_as_a_number_can_be_is_the_whole_row():
     assert whole.texts == long.texts
 
 
-@pytest.mark.parametrize(
-    ("prompts", "line"),
-    [("The ", "put it in"), ({"prompt": "The "}, "put it in"), ([5], "neither a string nor")],
-)
-def test_a_prompt_that_is_not_in_a_list_is_refused(prompts, line):
-    with pytest.raises(ValueError, match=line):
-        dlm_jax.generate(SHORT, prompts)
+@pytest.mark.parametrize("prompt", ["The ", {"prompt": "The "}])
+def test_a_prompt_that_is_not_in_a_list_is_one_prompt(prompt):
+    one, listed = (dlm_jax.generate(SHORT, prompts) for prompts in (prompt, [prompt]))
+    assert one.texts == listed.texts and len(one.texts) == 1
+
+
+def test_a_prompt_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="neither a string nor"):
+        dlm_jax.generate(SHORT, [5])
 
 
 def test_eos_cuts_a_row_unless_given_text_follows_it():

@@ -85,6 +85,12 @@ def test_the_error_of_a_single_text_is_that_of_its_draws():
     assert score(CAUSAL, ["The cat sat."]).nats_per_token[1] == 0
 
 
+def test_a_string_is_one_text_and_one_prompt():
+    listed = score(CAUSAL, ["cat sat."], prompts=["The "])
+    given = score(CAUSAL, "cat sat.", prompts="The ")
+    assert given.nats.tolist() == listed.nats.tolist() and given.characters.tolist() == [8]
+
+
 def test_a_long_text_is_cut_into_windows_that_add_up():
     text = ("The cat sat. A rat ran. " * 4)[:80]
     pieces = [text[start : start + 32] for start in range(0, 80, 32)]

@@ -91,7 +91,6 @@ def test_a_loaded_scorer_is_the_scorer(run_dir):
     ("texts", "said"),
     [
         ([], "there are no texts to score"),
-        ("The cat", "texts='The cat' is one text; put it in a list"),
         (["The cat", ""], "text 1: the text is empty"),
         ([""], "the text is empty"),
         (["The cat", 3], "text 1: 3 is not a string"),
@@ -102,6 +101,10 @@ def test_texts_that_cannot_be_judged_are_refused_in_one_line(texts, said):
     with pytest.raises(ValueError, match=f"^{said}|{said}") as refused:
         corrupted_share(MODEL, texts)
     assert "\n" not in str(refused.value)
+
+
+def test_a_string_is_one_text():
+    assert corrupted_share(MODEL, TEXTS[0]).tolist() == corrupted_share(MODEL, TEXTS[:1]).tolist()
 
 
 def test_another_model_and_another_batch_size_are_refused():
