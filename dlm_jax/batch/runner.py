@@ -22,7 +22,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.store.files import source_digest
+from dlm_jax.store.files import own_source
 from dlm_jax.types import Status
 
 _HOST = ("host_sampler", "read_back")
@@ -89,18 +89,6 @@ def describe_model(model: Model) -> dict[str, Any]:
         "sample": describe_settings(vars(model.sample)),
         "params": digest_of(model.params),
     }
-
-
-def own_source(code: Any) -> str:
-    """The name of custom code, with a digest of its source or `NO_SOURCE`."""
-    while isinstance(code, functools.partial):
-        code = code.func
-    code = code if hasattr(code, "__qualname__") else type(code)
-    return f"{code.__module__}.{code.__qualname__} {source_digest(code) or NO_SOURCE}"
-
-
-NO_SOURCE = "without source"
-"""Replaces the digest for code without a source file; changes to such code are not detected."""
 
 
 def run_requests(

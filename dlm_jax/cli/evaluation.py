@@ -31,7 +31,7 @@ from dlm_jax.cli.common import CHECKPOINT, QUANTIZE, SEED, Parser, load_model, s
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
-from dlm_jax.data.text import NAMED, read_jsonl
+from dlm_jax.data.text import NAMED, Document, is_json, is_json_lines, read_jsonl
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
 from dlm_jax.inference.decisions import (
@@ -56,6 +56,7 @@ from dlm_jax.inference.scoring import (
     score,
     score_rows,
 )
+from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import SUFFIX
 
 Source = tuple[str, list[str], list[str] | None]
@@ -66,7 +67,13 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
+    add(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="UTF-8 files, or documents in JSON, to score",
+    )
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
     pairs_help = 'JSONL of {"prompt": ..., "response": ...}, to score responses given their prompts'
@@ -212,9 +219,11 @@ def _sources(args) -> Iterator[Source]:
     for path in args.text:
         text = _read(path)
         texts = [text]
+        if is_json_lines(path) or is_json(path):
+            texts = [_plain(document) for document in read_jsonl(path, text)]
         if args.split is not None:
-            texts = [t for t in f"\n{text}\n".split(f"\n{args.split}\n") if t.strip("\n")]
-            texts = [t.strip("\n") for t in texts]
+            cut = [t for text in texts for t in f"\n{text}\n".split(f"\n{args.split}\n")]
+            texts = [t.strip("\n") for t in cut if t.strip("\n")]
         yield path, texts, None
     for path in args.pairs:
         pairs = list(read_jsonl(path, _read(path)))
@@ -222,6 +231,12 @@ def _sources(args) -> Iterator[Source]:
     if args.continuation is not None:
         prompts = None if args.prompt is None else [args.prompt]
         yield "continuation", [args.continuation], prompts
+
+
+def _plain(document: Document) -> str:
+    if document.prompt is not None:
+        raise ValueError(f"{document.name} has a prompt; pass the file as --pairs")
+    return document.text
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
@@ -361,6 +376,7 @@ def _or_none(number: float) -> float | None:
 
 
 def _read(path: str) -> str:
+    check_regular(path)
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -21,14 +21,20 @@ import jax
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
-from dlm_jax.cli.common import Parser, add_host_flags, start_jax
-from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
+from dlm_jax.cli.common import (
+    Parser,
+    add_host_flags,
+    join_hosts,
+    refuse_lone_host_flags,
+    start_jax,
+)
+from dlm_jax.cli.ends import End, code_of, emit, end_of, program, refusals, say_error
 from dlm_jax.cli.programs import take_start
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
-from dlm_jax.distributed import processes
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.processes import run_together
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.model.kernels import cpu
@@ -102,22 +108,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs.add_flags(parser)
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
+        refuse_lone_host_flags(args)
+        clock = WallClock(take_start())
+        clock.charge("import")
+        join_hosts(args)
+    return run_together(lambda: _main(args, overrides, clock), code_of, end_of)
+
+
+def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock) -> int:
+    with refusals():
         asked = _runs(args, overrides)
         config = asked[0][1]
         if args.print_config:
-            emit(configs.to_toml(config).removesuffix("\n"))
+            _emit_once(configs.to_toml(config).removesuffix("\n"), args)
             return End.DONE
         if args.dry_run:
-            emit("\n".join(lines(dry_run(config, args.topology))))
+            _emit_once("\n".join(lines(dry_run(config, args.topology))), args)
             return End.DONE
         if args.topology:
             raise ValueError("command line: --topology has no effect without --dry-run; add it")
         profile = None if args.profile is None else parse_span(args.profile)
-        clock = WallClock(take_start())
-        clock.charge("import")
-        start_jax(args)
-    with processes.together(end_of):
-        return _sweep(asked, profile, clock) if args.sweep else _end(_train(config, profile, clock))
+        start_jax()
+    return _sweep(asked, profile, clock) if args.sweep else finish(_train(config, profile, clock))
+
+
+def _emit_once(text: str, args: argparse.Namespace) -> None:
+    """Prints the text to standard output, on the first process only."""
+    if not args.distributed or jax.process_index() == 0:
+        emit(text)
 
 
 def _sweep(
@@ -129,8 +147,8 @@ def _sweep(
         settings = " ".join(f"{key}={value}" for key, value in point.items())
         say(f"--- run {number} of {len(asked)}: {settings}")
         outcome = _train(config, profile, clock)
-        if isinstance(outcome, End) or outcome.reason == "interrupted":
-            return _end(outcome)
+        if outcome.reason == "interrupted":
+            return finish(outcome)
         code = End.NOT_FINITE if outcome.reason == "non_finite" else code
         if jax.process_index() == 0:
             rows.append(_row(point, outcome))
@@ -143,7 +161,7 @@ def _sweep(
     return code
 
 
-def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome | End:
+def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome:
     with refusals():
         cpu.keep_freed_memory()
         run = prepare(config, report=say, clock=clock)
@@ -152,12 +170,9 @@ def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) ->
         try:
             return run_loop(run, show_sample=show_sample, profile=profile)
         except (DamagedShard, RewardError) as error:
+            # Raised, because a process that returns waits for the others.
             say_error(error)
-            return End.REFUSED
-
-
-def _end(outcome: Outcome | End) -> int:
-    return outcome if isinstance(outcome, End) else finish(outcome)
+            raise SystemExit(End.REFUSED) from None
 
 
 def _runs(args: argparse.Namespace, overrides: dict[str, str]) -> list[tuple[Point, Config]]:

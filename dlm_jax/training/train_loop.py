@@ -175,6 +175,10 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         report(f"{run.out_dir} has already completed all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
+        here, there = run.meta["program"], run.saved.get("program", {})
+        report(f"program: {_program(here)}")
+        if there and there != here:
+            report(f"step {run.first_step} was saved by another program: {_program(there)}")
 
 
 def parameters_by_part(params: Params) -> dict[str, int]:
@@ -187,6 +191,10 @@ def parameters_by_part(params: Params) -> dict[str, int]:
         part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes
+
+
+def _program(facts: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _shown(value: Any) -> str:
