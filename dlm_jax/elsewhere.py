@@ -84,7 +84,7 @@ _RENAMED: dict[tuple[str, ...], str] = {
     ("mirostat_eta",): "mirostat_lr",
     ("dry_last_n",): "dry_penalty_last_n",
     ("chain",): "samplers",
-    ("stop_at_eos",): "eos_early_stop early_stop early_stopping enable_early_stopping",
+    ("stop_at_eos",): "eos_early_stop early_stop early_stopping",
     ("ignore_eos",): "logits_eos_inf",
     ("structure",): "guided_regex",
     _ROWS: "num_return_sequences num_sample_batches",
@@ -150,6 +150,9 @@ TABLE: dict[str, Here] = {
     "max_waves": Here(note="the holes determine the number of waves"),
     "backend_sampling": Here(
         note="all rows except those with host_sampler are sampled on the device"
+    ),
+    "enable_early_stopping": Here(
+        note="a row ends when it has no holes, and at EOS with stop_at_eos"
     ),
     "mask_id": Here(note="the tokenizer defines it"),
     # Caches.

@@ -266,7 +266,10 @@ def _shown(
                 kind = "program" if programs == 1 else "programs"
                 print(f"{count:,} rows in {programs} {kind}", file=sys.stderr)
             total, idle = sum(work.values()), lambda: compile_clock().seconds
-            progress = Progress("sample", count, "row", work=total, idle=idle, is_shown=tells)
+            progress = Progress(
+                "sample", count, "row", work=total, idle=idle, compiling=planned.compiling,
+                is_shown=tells,
+            )  # fmt: skip
             shown.append(stack.enter_context(progress))
 
         def show(result: Mapping[str, Any], new: int) -> None:

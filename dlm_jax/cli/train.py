@@ -3,7 +3,8 @@
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
 The same command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to
-standard output, and all other output to standard error.
+standard output, and all other output to standard error. ``loss.png`` is drawn at the end of a run;
+``--plot RUN`` draws it at any time.
 """
 
 from __future__ import annotations
@@ -42,10 +43,19 @@ from dlm_jax.randomness import check_settings
 from dlm_jax.rl import RewardError
 from dlm_jax.settings import SettingError
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
-from dlm_jax.training.checks import check_model_fits, check_parts
-from dlm_jax.training.metrics import DOWN, METRICS, PICTURE, WallClock, read_records, wall_of
+from dlm_jax.training.checks import CONFIG, check_model_fits, check_parts
+from dlm_jax.training.metrics import (
+    DOWN,
+    METRICS,
+    PICTURE,
+    WallClock,
+    plot_run,
+    read_records,
+    wall_of,
+)
 from dlm_jax.training.plan import Plan, lines, plan
 from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
+from dlm_jax.training.tasks import figure_of
 from dlm_jax.training.train_loop import parse_span
 from dlm_jax.training.train_step import TrainState
 
@@ -100,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--sweep", nargs="+", metavar="KEY=VALUES", help=sweep_help)
     add("--version", action="version", version=f"dlm_jax {__version__}")
+    plot_help = f"draw {PICTURE} of the run in this directory, which may still train, and exit"
+    add("--plot", metavar="RUN", help=plot_help)
     dry_help = "compile the training step and print its cost; nothing is run or written"
     add("--dry-run", action="store_true", help=dry_help)
     place_help = "with --dry-run: TPU topology to compile for, such as v5e:4x4 or v5p:8x8x8"
@@ -117,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock) -> int:
     with refusals():
+        if args.plot is not None:
+            _plot(Path(args.plot))
+            return End.DONE
         asked = _runs(args, overrides)
         config = asked[0][1]
         if args.print_config:
@@ -130,6 +145,13 @@ def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock)
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax()
     return _sweep(asked, profile, clock) if args.sweep else finish(_train(config, profile, clock))
+
+
+def _plot(out_dir: Path) -> None:
+    if not read_records(out_dir / METRICS):
+        raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
+    plot_run(out_dir, *figure_of(configs.load(str(out_dir / CONFIG))))
+    say(f"wrote {out_dir / PICTURE}")
 
 
 def _emit_once(text: str, args: argparse.Namespace) -> None:
@@ -306,8 +328,10 @@ def finish(outcome: Outcome) -> int:
         say(f"interrupted: saved at step {outcome.step}; the same command resumes the run")
         return 128 + outcome.signal_number
     picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
-    say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")
-    say(run.task.next_command.format(out_dir=run.out_dir))
+    place = run.config.train.checkpoint_dir
+    own = f"{METRICS}{picture}" if place else f"checkpoints, {METRICS}{picture}"
+    say(f"finished: {run.out_dir} holds {own}" + (f"; {place} holds checkpoints" if place else ""))
+    say(run.task.next_command.format(path=place or run.out_dir))
     is_writer = run.task.writes_text
     texts = _texts(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
     if texts:
