@@ -293,7 +293,7 @@ def test_the_suggested_command_names_a_directory_that_holds_the_model(
     tmp_path, capsys, monkeypatch, elsewhere
 ):
     place = {"train__checkpoint_dir": tmp_path / "elsewhere"} if elsewhere else {}
-    outcome = tiny_run.run(tmp_path / "run", train__steps=2, train__eval_every=0, **place)
+    outcome = tiny_run.run(tmp_path / "run", train__steps=3, **place)
     monkeypatch.setattr(train, "_texts", lambda *args, **settings: ())
     assert train.finish(outcome) == 0
     err = capsys.readouterr().err
