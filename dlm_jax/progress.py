@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -17,8 +18,8 @@ EVERY = 10.0
 class Progress:
     """A context manager that reports progress through pieces of work of different sizes.
 
-    The remaining time is estimated from the mean rate so far, excluding time spent on other work,
-    such as compilation.
+    The remaining time is estimated from the mean rate up to the last finished piece, excluding time
+    spent on other work, such as compilation.
 
     Args:
       name: name of the task, such as ``train``.
@@ -27,6 +28,7 @@ class Progress:
       done: number of pieces finished earlier.
       work: total work of the remaining pieces, in any unit; by default 1 per piece.
       idle: returns the seconds spent on other work so far.
+      compiling: returns the name of the program that is being compiled, or an empty string.
       stream: stream to write to; None means standard error.
       is_shown: whether anything is written.
     """
@@ -40,6 +42,7 @@ class Progress:
         done: int = 0,
         work: float | None = None,
         idle: Callable[[], float] = lambda: 0.0,
+        compiling: Callable[[], str] = lambda: "",
         stream: TextIO | None = None,
         is_shown: bool = True,
     ):
@@ -47,9 +50,10 @@ class Progress:
         self._done, self._first = done, done
         self._work = work if work is not None or total is None else float(total - done)
         self._worked = 0.0
-        self._idle, self._note = idle, ""
+        self._idle, self._note, self._compiling = idle, "", compiling
         self._stream = sys.stderr if stream is None else stream
         self._start, self._idle_before = time.perf_counter(), idle()
+        self._seconds = 0.0
         self._bar: tqdm[Any] | None = None
         self._ended = threading.Event()
         if is_shown and getattr(self._stream, "isatty", lambda: False)():
@@ -83,6 +87,8 @@ class Progress:
         """
         self._done += pieces
         self._worked += pieces if work is None else work
+        # Other work, such as compilation, is only known once it has ended, as it has here.
+        self._seconds = self.seconds()
         self._note = self._note if note is None else note
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._extras()), refresh=False)
@@ -92,7 +98,7 @@ class Progress:
         """Estimated remaining time in seconds; None while unknown."""
         if self._work is None or self._worked <= 0:
             return None
-        return self.seconds() * max(0.0, self._work - self._worked) / self._worked
+        return self._seconds * max(0.0, self._work - self._worked) / self._worked
 
     def seconds(self) -> float:
         """Seconds since the start, excluding time spent on other work."""
@@ -111,8 +117,9 @@ class Progress:
             self._bar.close()
 
     def _extras(self) -> list[str]:
-        left = self.seconds_left()
-        parts = [f"{spell(left)} left"] if left is not None else []
+        left, program = self.seconds_left(), self._compiling()
+        parts = [f"compiling {program}"] if program else []
+        parts += [f"{spell(left)} left"] if left is not None else []
         return [*parts, self._note] if self._note else parts
 
     def _tell(self) -> None:
@@ -122,6 +129,28 @@ class Progress:
                 self._stream.flush()
             except (OSError, ValueError):
                 return  # the stream is closed
+
+
+@contextlib.contextmanager
+def waiting(name: str, *, stream: TextIO | None = None, is_shown: bool = True) -> Iterator[None]:
+    """A context that writes a line with `name` and the seconds so far every ten seconds."""
+    start, ended = time.perf_counter(), threading.Event()
+    to = sys.stderr if stream is None else stream
+
+    def tell() -> None:
+        while not ended.wait(EVERY):
+            try:
+                to.write(f"{name}: {spell(time.perf_counter() - start)}\n")
+                to.flush()
+            except (OSError, ValueError):
+                return  # the stream is closed
+
+    if is_shown:
+        threading.Thread(target=tell, name="progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def spell(seconds: float) -> str:

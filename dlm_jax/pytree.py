@@ -22,7 +22,8 @@ def pytree(cls: T) -> T:
     Fields are leaves, except static fields: those made by `static` and `fact`, and others with
     ``"static": True`` in their metadata.
     """
-    cls.__annotations__ = {**vars(cls).get("__annotations__", {}), "identity": type}
+    # Python 3.14 makes the annotations of a class on access, so they may not be in its `vars`.
+    cls.__annotations__ = {**cls.__annotations__, "identity": type}
     cls.identity = dataclasses.field(
         default=cls, kw_only=True, repr=False, metadata={"static": True}
     )

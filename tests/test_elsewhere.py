@@ -114,3 +114,9 @@ def test_a_name_of_others_is_called_by_its_own_here_wherever_it_is_given(
     with pytest.raises(ValueError) as error:
         told_by[where]()
     assert told.format(**names, **{"is": dashes}) in str(error.value)
+
+
+def test_a_name_without_a_counterpart_is_not_answered_with_another_setting():
+    with pytest.raises(ValueError, match="it has no counterpart here .*; remove it") as caught:
+        _generate("enable_early_stopping", True)
+    assert "is named" not in str(caught.value)

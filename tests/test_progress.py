@@ -92,3 +92,28 @@ def test_a_terminal_gets_a_bar(clock):
 )
 def test_durations_are_said_as_people_say_them(seconds, said):
     assert spell(seconds) == said
+
+
+def test_a_long_compilation_does_not_change_the_time_left_and_is_named(clock):
+    compiling = [""]
+    shown = Progress("sample", 9, "row", compiling=lambda: compiling[0], stream=_Terminal())
+    clock[0] += 3.0
+    shown.update(1)
+    assert shown.line() == "sample: 1 of 9 rows, 24 s left"
+    compiling[0] = "rows=8 canvas=64"
+    clock[0] += 540.0
+    assert shown.line() == "sample: 1 of 9 rows, compiling rows=8 canvas=64, 24 s left"
+    shown.close()
+
+
+def test_a_wait_is_told_every_so_often_and_a_short_one_is_not(monkeypatch):
+    stream = io.StringIO()
+    with progress.waiting("compiling the step", stream=stream):
+        pass
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+    with progress.waiting("compiling the step", stream=stream):
+        time.sleep(0.2)
+    time.sleep(0.05)
+    lines = stream.getvalue().splitlines()
+    assert set(lines) == {"compiling the step: 0 s"} and 2 <= len(lines) <= 11

@@ -378,3 +378,21 @@ def test_what_is_static_is_named_by_its_setting():
     assert ByMode().count == 1
     assert ByMode(3, 2).as_settings() == {"own_mode": "many", "own_count": 2}
     assert [s.name for s in ByMode.settings()] == ["own_mode", "own_count"]
+
+
+def test_a_pytree_has_the_fields_that_its_class_makes_when_asked():
+    """Python 3.14 makes the annotations of a class on access; they are not in its `vars`."""
+    plain = type.__dict__["__annotations__"]
+
+    class Lazy(type):
+        @property
+        def __annotations__(cls):
+            return plain.__get__(cls) or {"x": int}
+
+        @__annotations__.setter
+        def __annotations__(cls, made):
+            plain.__set__(cls, made)
+
+    made = pytree(Lazy("Made", (), {}))
+    assert [field.name for field in dataclasses.fields(made)] == ["x", "identity"]
+    assert jax.tree.leaves(made(x=3)) == [3]

@@ -22,7 +22,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.store.files import source_digest
+from dlm_jax.store.files import own_source
 from dlm_jax.types import Status
 
 _HOST = ("host_sampler", "read_back")
@@ -61,10 +61,12 @@ class BatchPlan(NamedTuple):
     Attributes:
       work: steps times positions for each unfinished row, by key; 0 for rejected rows.
       programs: canvas of each program that will run.
+      compiling: returns the name of the program that is being compiled, or an empty string.
     """
 
     work: dict[Key, float]
     programs: tuple[str, ...]
+    compiling: Callable[[], str]
 
 
 def describe_model(model: Model) -> dict[str, Any]:
@@ -89,18 +91,6 @@ def describe_model(model: Model) -> dict[str, Any]:
         "sample": describe_settings(vars(model.sample)),
         "params": digest_of(model.params),
     }
-
-
-def own_source(code: Any) -> str:
-    """The name of custom code, with a digest of its source or `NO_SOURCE`."""
-    while isinstance(code, functools.partial):
-        code = code.func
-    code = code if hasattr(code, "__qualname__") else type(code)
-    return f"{code.__module__}.{code.__qualname__} {source_digest(code) or NO_SOURCE}"
-
-
-NO_SOURCE = "without source"
-"""Replaces the digest for code without a source file; changes to such code are not detected."""
 
 
 def run_requests(
@@ -155,7 +145,7 @@ def run_requests(
         own = {key for line in lines if line.number % count == index for key in line.keys}
         own -= results.done
         if on_plan is not None:
-            on_plan(_planned(found, refused, asked, own))
+            on_plan(BatchPlan(*_planned(found, refused, asked, own), lambda: engine.compiling))
         tell = on_result or (lambda result, new: None)
         for result in (result for result in refused if result_key(result) in own):
             results.write(result)
@@ -288,8 +278,8 @@ def _planned(
     refused: Sequence[Mapping[str, Any]],
     asked: Sequence[Request],
     own: set[Key],
-) -> BatchPlan:
-    """The plan for the rows in `own`; the work of a row is steps times canvas length."""
+) -> tuple[dict[Key, float], tuple[str, ...]]:
+    """The work of the rows in `own`, which is steps times canvas length, and their programs."""
     keys = (result_key(result) for result in refused)
     work = {key: 0.0 for key in keys if key is not None and key in own}
     programs: dict[Any, str] = {}
@@ -298,7 +288,7 @@ def _planned(
             canvas = canvas_size(request.room, is_shared=True)
             work[row.key] = float(request.sample.steps * canvas)
             programs[static_of(request), canvas] = f"canvas={canvas}"
-    return BatchPlan(work, tuple(programs.values()))
+    return work, tuple(programs.values())
 
 
 def _result(model: Model, asked: _Asked, row: Row) -> dict[str, Any]:

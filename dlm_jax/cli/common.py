@@ -225,8 +225,8 @@ def _show_warning(
     (file or sys.stderr).write(text)
 
 
-def start_jax(args: argparse.Namespace | None = None) -> None:
-    """Sets up JAX for a program: joins other hosts if requested, and caches compilations.
+def start_jax() -> None:
+    """Caches the compilations of a program.
 
     Afterwards, each warning of the library is printed as one line on standard error.
 
@@ -235,9 +235,6 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     (`benchmarks/compile_cache.py`).
     """
     warnings.showwarning = _show_warning
-    if args is not None:
-        _refuse_lone_host_flags(args)
-        join_hosts(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # Without a writable home directory, there is no cache.
         with contextlib.suppress(RuntimeError, OSError):
@@ -249,7 +246,11 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
 
 
 def join_hosts(args: argparse.Namespace) -> None:
-    """Joins the other processes if ``--distributed`` is set."""
+    """Joins the other processes if ``--distributed`` is set.
+
+    Programs call this before they read files, import a user's module or use a device, because JAX
+    cannot start the processes afterwards. The rest of the program runs in `run_together`.
+    """
     if not args.distributed:
         return
     keep_output_for_texts()
@@ -295,7 +296,8 @@ def _machine() -> str:
     return hashlib.sha256("\n".join([platform.machine(), *told]).encode()).hexdigest()[:12]
 
 
-def _refuse_lone_host_flags(args: argparse.Namespace) -> None:
+def refuse_lone_host_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag of a host without ``--distributed``."""
     for name in ("coordinator", "num_processes", "process_id"):
         if getattr(args, name) is not None and not args.distributed:
             flag = f"--{name.replace('_', '-')}"

@@ -9,9 +9,11 @@
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
 70     a bug in the program or in a custom rule; a traceback is printed
-75     another process of the run was lost or failed; the same command resumes the run
+75     another process of the run was lost; the same command resumes the run
 128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
 =====  =======================================================================================
+
+All processes of a run end with the same code.
 
 Messages that cannot be written because standard error is closed or full are dropped. Characters
 that the encoding of standard output does not support are escaped.
@@ -66,15 +68,12 @@ def program(main: Main) -> Main:
                 code = main(argv)
                 with _output():
                     print(end="", flush=True)
-            except KeyboardInterrupt:
-                print("stopped", file=sys.stderr)
-                return End.INTERRUPTED
             except SystemExit:
                 # The reader of --help output may close the pipe early.
                 with contextlib.suppress(AttributeError):
                     _end_quietly()
                 raise
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 return end_of(error)
             return code
 
@@ -152,25 +151,40 @@ def say_error(error: object) -> None:
     print(f"error: {text}", file=sys.stderr)
 
 
-def end_of(error: Exception) -> End:
-    """Prints an error and returns its exit code."""
+def code_of(error: BaseException) -> End:
+    """The exit code of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return End.INTERRUPTED
     if isinstance(error, NotFiniteError):
-        say_error(error)
         return End.NOT_FINITE
     if isinstance(error, BrokenPipeError):
-        _to_nowhere(sys.stdout)
         return End.READER_GONE
     if isinstance(error, OSError) and error.errno is not None:
+        return End.UNWRITTEN
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return End.NO_MEMORY
+    return End.DEFECT
+
+
+def end_of(error: BaseException) -> End:
+    """Prints an error and returns its exit code."""
+    code = code_of(error)
+    if code == End.INTERRUPTED:
+        print("stopped", file=sys.stderr)
+    elif code == End.NOT_FINITE:
+        say_error(error)
+    elif code == End.READER_GONE:
+        _to_nowhere(sys.stdout)
+    elif isinstance(error, OSError) and code == End.UNWRITTEN:
         _to_nowhere(sys.stdout)
         where = f"{error.filename}: " if error.filename else ""
         say_error(f"{where}{error.strerror}; saved files are kept")
-        return End.UNWRITTEN
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+    elif code == End.NO_MEMORY:
         detail = str(error).strip().split("\n")[0][:200] or "an array could not be allocated"
         say_error(f"out of memory: {detail}; use smaller batches, canvases or models")
-        return End.NO_MEMORY
-    traceback.print_exception(error)
-    return End.DEFECT
+    else:
+        traceback.print_exception(error)
+    return code
 
 
 class _Forgiving(io.RawIOBase):

@@ -31,7 +31,7 @@ from dlm_jax.cli.common import CHECKPOINT, QUANTIZE, SEED, Parser, load_model, s
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
-from dlm_jax.data.text import NAMED, read_jsonl
+from dlm_jax.data.text import NAMED, is_json, is_json_lines, read_jsonl
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
 from dlm_jax.inference.decisions import (
@@ -56,6 +56,7 @@ from dlm_jax.inference.scoring import (
     score,
     score_rows,
 )
+from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import SUFFIX
 
 Source = tuple[str, list[str], list[str] | None]
@@ -66,7 +67,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    text_help = 'UTF-8 files to score; .jsonl files with a {"text": ...} per line'
+    text_help = "UTF-8 files to score; .jsonl, .ndjson and .json files contain texts"
     add("--text", nargs="+", default=[], metavar="FILE", help=text_help)
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
@@ -212,10 +213,10 @@ def _labelled(model: Model, where: str, line: str) -> tuple[Question, int]:
 def _sources(args) -> Iterator[Source]:
     for path in args.text:
         text = _read(path)
-        texts = [text]
-        if Path(path).suffix == ".jsonl":
+        if is_json_lines(path) or is_json(path):
             yield path, _records(path, text, args.split), None
             continue
+        texts = [text]
         if args.split is not None:
             texts = [t for t in f"\n{text}\n".split(f"\n{args.split}\n") if t.strip("\n")]
             texts = [t.strip("\n") for t in texts]
@@ -229,7 +230,7 @@ def _sources(args) -> Iterator[Source]:
 
 
 def _records(path: str, content: str, split: str | None) -> list[str]:
-    """The texts of a JSONL file."""
+    """The texts of a JSON file."""
     if split is not None:
         raise ValueError(f"--split has no effect on {path}, whose lines are texts; remove it")
     found = list(read_jsonl(path, content))
@@ -379,6 +380,7 @@ def _or_none(number: float) -> float | None:
 
 
 def _read(path: str) -> str:
+    check_regular(path)
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

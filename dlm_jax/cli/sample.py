@@ -49,13 +49,23 @@ from dlm_jax.cli.common import (
     speeds,
     start_jax,
 )
-from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_error
+from dlm_jax.cli.ends import (
+    End,
+    check_output,
+    code_of,
+    emit,
+    end_of,
+    program,
+    refusals,
+    say_error,
+)
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import num_shares, spans_processes, split_rows
+from dlm_jax.distributed.processes import check_same_everywhere, run_together
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import all_requests, chain_report, texts_of
 from dlm_jax.inference.model import DTYPES, Model
@@ -64,6 +74,7 @@ from dlm_jax.inference.request import group
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
 from dlm_jax.progress import Progress
+from dlm_jax.store.files import own_source, program_facts
 from dlm_jax.types import Params, Status
 from dlm_jax.viewing.frames import Frame, frame_of, special_names
 from dlm_jax.viewing.trace import write_trace
@@ -288,16 +299,24 @@ def _check_modes(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     compile_clock()
-    with refusals(), naming_flags():
+    argv = sys.argv[1:] if argv is None else argv
+    with refusals():
         check_output()
-        rules = _own_rules(sys.argv[1:] if argv is None else argv)
+        join_hosts(_host_flags(argv))
+    return run_together(lambda: _main(argv), code_of, end_of)
+
+
+def _main(argv: Sequence[str]) -> int:
+    with refusals(), naming_flags():
+        rules = _own_rules(argv)
         kind = settings_of(with_rules(tuple(rules)))
         args, overrides = parse_flags(make_parser(kind), argv)
         given = {n: getattr(args, n) for n in kind.table.settings if hasattr(args, n)}
         settings = sample_settings(given, kind) | ({"rules": rules} if rules else {})
         _check_modes(args)
         sampler = _host_sampler(args)
-        join_hosts(args)
+        if args.distributed:
+            check_same_everywhere(_facts_of(args, overrides, rules))
         mesh = mesh_of(overrides, is_distributed=args.distributed)
         model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize)
         if mesh is not None:
@@ -489,6 +508,32 @@ def _write_page(
         return False
     print(f"wrote {path}", file=sys.stderr)
     return True
+
+
+# Flags that may differ between hosts: how they are joined, paths, and reports.
+_LOCAL = (
+    "coordinator", "num_processes", "process_id", "checkpoint", "prompts", "output", "trace",
+    "report_every", "report_json",
+)  # fmt: skip
+
+
+def _facts_of(
+    args: argparse.Namespace, overrides: Mapping[str, str], rules: Sequence[type]
+) -> dict[str, Any]:
+    """Values that all hosts must share: the program, its flags, and the rules of the user."""
+    given = {name: value for name, value in vars(args).items() if name not in _LOCAL}
+    flags = {f"--{n.replace('_', '-')}": repr(v) for n, v in (given | {**overrides}).items()}
+    own = {f"source code of {rule.__qualname__}": own_source(rule) for rule in rules}
+    return program_facts() | {"version of jax": jax.__version__} | flags | own
+
+
+def _host_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the hosts, before the module of ``--rules`` is imported, which may use JAX."""
+    parser = Parser(prog="sample.py", description=None, add_help=False)
+    add_host_flags(parser)
+    flags = parser.parse_known_args(argv)[0]
+    flags.distributed &= not {"-h", "--help", "--version"}.intersection(argv)
+    return flags
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:

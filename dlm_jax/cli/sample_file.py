@@ -19,7 +19,6 @@ import dlm_jax
 from dlm_jax.batch.request_file import Key, Line, read_requests, share
 from dlm_jax.batch.result_file import Results, fingerprint, result_key
 from dlm_jax.batch.runner import (
-    NO_SOURCE,
     BatchPlan,
     RunReport,
     describe_model,
@@ -35,13 +34,13 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, refusals
 from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
-from dlm_jax.distributed.processes import gathered
+from dlm_jax.distributed.processes import check_same_everywhere, gathered
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine, Report
 from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
-from dlm_jax.store.files import source_digest
+from dlm_jax.store.files import NO_SOURCE, source_digest
 
 
 class ProgressMeter:
@@ -151,6 +150,8 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
             if name.endswith(NO_SOURCE):
                 print(f"{name}: changes to its source code are not detected", file=sys.stderr)
         mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
+        if args.distributed:
+            check_same_everywhere({"model, file of requests or module": mark})
         index, count, tells = _share(model, args)
         results = None
         if tells:
@@ -222,6 +223,8 @@ def _run(
         report = _shown(model, args, settings, lines if args.distributed else own, results)
     except KeyboardInterrupt:
         print("stopped; the same command resumes from here", file=sys.stderr)
+        if jax.process_count() > 1:  # a process that returns waits for the others
+            raise SystemExit(End.INTERRUPTED) from None
         return End.INTERRUPTED
     if not isinstance(results, Results):
         return End.DONE
@@ -263,7 +266,10 @@ def _shown(
                 kind = "program" if programs == 1 else "programs"
                 print(f"{count:,} rows in {programs} {kind}", file=sys.stderr)
             total, idle = sum(work.values()), lambda: compile_clock().seconds
-            progress = Progress("sample", count, "row", work=total, idle=idle, is_shown=tells)
+            progress = Progress(
+                "sample", count, "row", work=total, idle=idle, compiling=planned.compiling,
+                is_shown=tells,
+            )  # fmt: skip
             shown.append(stack.enter_context(progress))
 
         def show(result: Mapping[str, Any], new: int) -> None:

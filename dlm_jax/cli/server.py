@@ -49,6 +49,7 @@ from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
 from dlm_jax.settings import nearest
+from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import DEFAULT
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def _with_template(model: Model, args: argparse.Namespace) -> Model:
     if args.chat_template is None:
         return model
     path = Path(args.chat_template)
+    check_regular(path)
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

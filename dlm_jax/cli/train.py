@@ -3,7 +3,8 @@
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
 The same command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to
-standard output, and all other output to standard error.
+standard output, and all other output to standard error. ``loss.png`` is drawn at the end of a run;
+``--plot RUN`` draws it at any time.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ import jax
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
-from dlm_jax.cli.common import Parser, add_host_flags, start_jax
-from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
+from dlm_jax.cli.common import (
+    Parser,
+    add_host_flags,
+    join_hosts,
+    refuse_lone_host_flags,
+    start_jax,
+)
+from dlm_jax.cli.ends import End, code_of, emit, end_of, program, refusals, say_error
 from dlm_jax.cli.programs import take_start
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
-from dlm_jax.distributed import processes
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.processes import run_together
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.model.kernels import cpu
@@ -36,10 +43,19 @@ from dlm_jax.randomness import check_settings
 from dlm_jax.rl import RewardError
 from dlm_jax.settings import SettingError
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
-from dlm_jax.training.checks import check_model_fits, check_parts
-from dlm_jax.training.metrics import DOWN, METRICS, PICTURE, WallClock, read_records, wall_of
+from dlm_jax.training.checks import CONFIG, check_model_fits, check_parts
+from dlm_jax.training.metrics import (
+    DOWN,
+    METRICS,
+    PICTURE,
+    WallClock,
+    plot_run,
+    read_records,
+    wall_of,
+)
 from dlm_jax.training.plan import Plan, lines, plan
 from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
+from dlm_jax.training.tasks import figure_of
 from dlm_jax.training.train_loop import parse_span
 from dlm_jax.training.train_step import TrainState
 
@@ -94,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--sweep", nargs="+", metavar="KEY=VALUES", help=sweep_help)
     add("--version", action="version", version=f"dlm_jax {__version__}")
+    plot_help = f"draw {PICTURE} of the run in this directory, which may still train, and exit"
+    add("--plot", metavar="RUN", help=plot_help)
     dry_help = "compile the training step and print its cost; nothing is run or written"
     add("--dry-run", action="store_true", help=dry_help)
     place_help = "with --dry-run: TPU topology to compile for, such as v5e:4x4 or v5p:8x8x8"
@@ -102,22 +120,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     configs.add_flags(parser)
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
+        refuse_lone_host_flags(args)
+        clock = WallClock(take_start())
+        clock.charge("import")
+        join_hosts(args)
+    return run_together(lambda: _main(args, overrides, clock), code_of, end_of)
+
+
+def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock) -> int:
+    with refusals():
+        if args.plot is not None:
+            _plot(Path(args.plot))
+            return End.DONE
         asked = _runs(args, overrides)
         config = asked[0][1]
         if args.print_config:
-            emit(configs.to_toml(config).removesuffix("\n"))
+            _emit_once(configs.to_toml(config).removesuffix("\n"), args)
             return End.DONE
         if args.dry_run:
-            emit("\n".join(lines(dry_run(config, args.topology))))
+            _emit_once("\n".join(lines(dry_run(config, args.topology))), args)
             return End.DONE
         if args.topology:
             raise ValueError("command line: --topology has no effect without --dry-run; add it")
         profile = None if args.profile is None else parse_span(args.profile)
-        clock = WallClock(take_start())
-        clock.charge("import")
-        start_jax(args)
-    with processes.together(end_of):
-        return _sweep(asked, profile, clock) if args.sweep else _end(_train(config, profile, clock))
+        start_jax()
+    return _sweep(asked, profile, clock) if args.sweep else finish(_train(config, profile, clock))
+
+
+def _plot(out_dir: Path) -> None:
+    if not read_records(out_dir / METRICS):
+        raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
+    plot_run(out_dir, *figure_of(configs.load(str(out_dir / CONFIG))))
+    say(f"wrote {out_dir / PICTURE}")
+
+
+def _emit_once(text: str, args: argparse.Namespace) -> None:
+    """Prints the text to standard output, on the first process only."""
+    if not args.distributed or jax.process_index() == 0:
+        emit(text)
 
 
 def _sweep(
@@ -129,8 +169,8 @@ def _sweep(
         settings = " ".join(f"{key}={value}" for key, value in point.items())
         say(f"--- run {number} of {len(asked)}: {settings}")
         outcome = _train(config, profile, clock)
-        if isinstance(outcome, End) or outcome.reason == "interrupted":
-            return _end(outcome)
+        if outcome.reason == "interrupted":
+            return finish(outcome)
         code = End.NOT_FINITE if outcome.reason == "non_finite" else code
         if jax.process_index() == 0:
             rows.append(_row(point, outcome))
@@ -143,7 +183,7 @@ def _sweep(
     return code
 
 
-def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome | End:
+def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome:
     with refusals():
         cpu.keep_freed_memory()
         run = prepare(config, report=say, clock=clock)
@@ -152,12 +192,9 @@ def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) ->
         try:
             return run_loop(run, show_sample=show_sample, profile=profile)
         except (DamagedShard, RewardError) as error:
+            # Raised, because a process that returns waits for the others.
             say_error(error)
-            return End.REFUSED
-
-
-def _end(outcome: Outcome | End) -> int:
-    return outcome if isinstance(outcome, End) else finish(outcome)
+            raise SystemExit(End.REFUSED) from None
 
 
 def _runs(args: argparse.Namespace, overrides: dict[str, str]) -> list[tuple[Point, Config]]:
@@ -291,8 +328,10 @@ def finish(outcome: Outcome) -> int:
         say(f"interrupted: saved at step {outcome.step}; the same command resumes the run")
         return 128 + outcome.signal_number
     picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
-    say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")
-    say(run.task.next_command.format(out_dir=run.out_dir))
+    place = run.config.train.checkpoint_dir
+    own = f"{METRICS}{picture}" if place else f"checkpoints, {METRICS}{picture}"
+    say(f"finished: {run.out_dir} holds {own}" + (f"; {place} holds checkpoints" if place else ""))
+    say(run.task.next_command.format(path=place or run.out_dir))
     is_writer = run.task.writes_text
     texts = _texts(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
     if texts:

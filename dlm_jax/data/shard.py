@@ -2,10 +2,11 @@
 
     python -m dlm_jax.data.shard --out DIR --tokenizer tokenizer.json --shards 100 FILES
 
-A ``.jsonl`` file contains one document ``{"text": ...}`` per line. Any other file is one document
-in UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
-tokenizer, the number of shards and the held-out fraction, but not on the number of workers. Pass
-``--data.source DIR`` to the training program.
+A ``.jsonl`` or ``.ndjson`` file contains one document ``{"text": ...}`` per line, and a ``.json``
+file a list of documents. Any other file is one document in UTF-8. DIR may be a URL (``gs://``,
+``s3://``). The shards depend on the files, their order, the tokenizer, the number of shards and the
+held-out fraction, but not on the number of workers. Pass ``--data.source DIR`` to the training
+program.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from array_record.python import array_record_module  # pyright: ignore
 
 from dlm_jax.data.pipeline import id_dtype
 from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
-from dlm_jax.data.text import Document, parse_line
+from dlm_jax.data.text import Document, is_json, is_json_lines, parse_line, read_jsonl
 from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from dlm_jax.store.files import (
     check_bucket,
+    check_regular,
     copy_whole,
     is_remote,
     located,
@@ -91,6 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _found(patterns: Sequence[str]) -> list[str]:
     found: set[str] = set()
     for pattern in patterns:
+        check_regular(pattern)
         if os.path.isdir(pattern):
             raise ValueError(f"{pattern} is a directory; pass its files, such as {pattern}/*.jsonl")
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
@@ -135,10 +138,12 @@ def documents_of(
     for path, size in files:
         first, last = max(0, begin - offset), min(size, end - offset)
         if first < last:
-            if path.endswith(".jsonl"):
+            if is_json_lines(path):
                 yield from _lines(path, first, last)
             elif first == 0:
-                yield path, _text(path, Path(path).read_bytes())
+                text = _text(path, Path(path).read_bytes())
+                documents = read_jsonl(path, text) if is_json(path) else [Document(path, text)]
+                yield from ((document.name, _plain(document)) for document in documents)
         offset += size
 
 

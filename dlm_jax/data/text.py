@@ -1,4 +1,4 @@
-"""Training text: UTF-8 files, JSON lines, built-in corpora, and the held-out split.
+"""Training text: UTF-8 files, JSON, built-in corpora, and the held-out split.
 
 The digest of ``tinyshakespeare`` is always verified, so that results on this corpus are comparable.
 ``python-reference`` is the language reference that ships with CPython (`pydoc_data.topics`), so
@@ -27,7 +27,7 @@ from typing import Any
 
 from dlm_jax.data.pipeline import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
-from dlm_jax.store.files import write_whole
+from dlm_jax.store.files import check_regular, write_whole
 from dlm_jax.tasks import TASKS
 
 
@@ -46,15 +46,41 @@ class Document:
     prompt: str | None = None
 
 
+def is_json_lines(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file has one document per line, by its suffix."""
+    return Path(path).suffix.lower() in (".jsonl", ".ndjson")
+
+
+def is_json(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file is a list of documents in JSON, by its suffix."""
+    return Path(path).suffix.lower() == ".json"
+
+
 def read_jsonl(name: str, content: str) -> Iterator[Document]:
     """Yields one document per line of `content`, in order; blank lines are skipped.
 
     A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt can
-    be empty, but a response or a text must not be empty.
+    be empty, but a response or a text must not be empty. If the name ends in ``.json``, `content`
+    is a list of such objects.
     """
+    if is_json(name):
+        yield from _read_list(name, content)
+        return
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             yield parse_line(f"{name} line {number}", line)
+
+
+def _read_list(name: str, content: str) -> Iterator[Document]:
+    remedy = "write a list of records, or rename JSON lines to .jsonl and text to .txt"
+    try:
+        records = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON ({error}); {remedy}") from None
+    if not isinstance(records, list):
+        raise ValueError(f"{name} is {_kind(records)}, not a list; {remedy}")
+    for number, record in enumerate(records, 1):
+        yield _document(f"{name} record {number}", record)
 
 
 def parse_line(where: str, line: str) -> Document:
@@ -67,6 +93,10 @@ def parse_line(where: str, line: str) -> Document:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not readable JSON ({error}); correct it") from None
+    return _document(where, data)
+
+
+def _document(where: str, data: Any) -> Document:
     fields = '{"prompt": ..., "response": ...} or {"text": ...}'
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {_kind(data)}, not an object; write {fields}")
@@ -111,6 +141,7 @@ def read_shakespeare() -> str:
     """
     named = os.environ.get(SHAKESPEARE_PATH)
     if named:
+        check_regular(os.path.expanduser(named))
         try:
             return _checked(
                 Path(os.path.expanduser(named)).read_bytes(), f"{SHAKESPEARE_PATH}={named}"
@@ -177,9 +208,10 @@ def read_documents(source: Source) -> tuple[Document, ...]:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (one document per file of the standard library,
         without tests), `SHAKESPEARE` (downloaded if needed), ``task:NAME`` (prompts and answers of
         `dlm_jax.tasks`), a path or a glob (`**` matches nested folders), or several of these. An
-        existing path is never treated as a glob. A ``.jsonl`` file contains one document per line
-        (see `read_jsonl`). Any other file is one document. A byte-order mark is removed; everything
-        else, including line endings, is unchanged.
+        existing path is never treated as a glob. A ``.jsonl`` or ``.ndjson`` file contains one
+        document per line, and a ``.json`` file a list of documents (see `read_jsonl`). Any other
+        file is one document. A byte-order mark is removed; everything else, including line endings,
+        is unchanged. Pipes and devices are not read.
     """
     patterns = names_of(source)
     if not patterns:
@@ -199,7 +231,7 @@ def read_documents(source: Source) -> tuple[Document, ...]:
     documents = [document for name in sorted(named) for document in named[name]]
     for path, is_named in sorted(found.values()):
         content = _read(path)
-        if path.suffix == ".jsonl":
+        if is_json_lines(path) or is_json(path):
             texts = list(read_jsonl(str(path), content))
         else:
             texts = [Document(str(path), content)] if content else []
@@ -274,6 +306,7 @@ def _match(pattern: str) -> tuple[bool, list[Path]]:
         raise ValueError(
             f"{pattern} is a directory; pass its files, such as {path / '**' / '*.txt'}"
         )
+    check_regular(path)
     if path.exists():
         return True, [path]
     files = [Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]

@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from dlm_jax.store.files import said
+from dlm_jax.store.files import check_regular, said
 
 SPECIALS = ("mask", "pad", "bos", "eos")
 
@@ -348,6 +348,7 @@ class SubwordTokenizer:
             raise ValueError(
                 f"{path} is a directory; pass its file, {Path(path) / 'tokenizer.json'}"
             )
+        check_regular(file)
         try:
             content = file.read_text(encoding="utf-8")
         except FileNotFoundError:

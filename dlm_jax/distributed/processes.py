@@ -1,12 +1,14 @@
 """Agreement between the processes of a run, and detection of lost processes.
 
-Every process sends a heartbeat, so that no host waits for a lost host.
+Every process sends a heartbeat, so that no host waits for a lost host, and all processes end with
+the same exit code, so that a scheduler never restarts one of them alone.
 
 Collectives block forever if a host is lost. Every process therefore writes an increasing number to
-JAX's coordination service. Process 0 reads the numbers of all processes. The other processes read
-only the number and the decision of process 0. A process that detects a lost or failed process
-prints one line and exits with `EXIT_LOST`, so that the scheduler restarts the job. If process 0 is
-lost, the coordination service is lost too, and jaxlib ends the other processes.
+JAX's coordination service. Process 0 reads the numbers of all processes, and the other processes
+read the number of process 0. A process that fails, or that detects a lost process, writes the
+verdict: an exit code (`EXIT_LOST` for a lost process) and a reason. The first verdict is final, and
+every process that reads it prints one line and exits with its code. If process 0 is lost, the
+coordination service is lost too, and jaxlib ends the other processes.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
 
@@ -104,136 +105,182 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
 
 
 EXIT_LOST = 75
-"""Exit code of a process that ends because another process was lost (temporary failure)."""
+"""Exit code of the processes that end because another process was lost (temporary failure)."""
 
 PATIENCE = 25.0
 """Seconds without a heartbeat after which a process is considered lost."""
 
 _INTERVAL = 1.0
 _DONE = "done"
-_LEFT = "left"
 _ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
 
 
 class ProcessWatch:
-    """Monitors the other processes in a thread that `start` starts."""
+    """Monitors the other processes in a thread that `start` starts.
+
+    `client` is JAX's client of the coordination service.
+    """
 
     def __init__(self, client: Any):
         self._client = client
         self._me, self._count = jax.process_index(), jax.process_count()
-        self._state = ""
+        self._sign = ""
         self._seen: dict[int, tuple[str, float]] = {}
+        # Held while this process ends, so that only one of its threads ends it.
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def done(self) -> None:
-        """Reports to the other processes that this process ended normally."""
-        self._leave(_DONE)
+    def done(self, code: int) -> int:
+        """Reports that this process ended normally with `code`, and waits for the others.
 
-    def left(self, code: int) -> None:
-        """Reports the failure of this process; returns once all processes have read the report."""
-        self._leave(f"{_LEFT} {code}")
-        if self._me == 0:
-            self._tell(f"process 0 ended with code {code}")
-        time.sleep(3 * _INTERVAL)
-
-    def _leave(self, state: str) -> None:
-        self._state = state
-        with contextlib.suppress(Exception):
+        Returns the code with which all processes end: the largest of their codes.
+        """
+        self._sign = f"{_DONE} {code}"
+        while True:
             self._say()
+            with contextlib.suppress(Exception):
+                signs = dict(self._client.key_value_dir_get(_ALIVE)).values()
+                codes = [int(sign.split()[1]) for sign in signs if sign.startswith(_DONE)]
+                if len(codes) == self._count:
+                    break
+            time.sleep(_INTERVAL / 10)
+        self._ending.acquire()
+        return max(codes)
+
+    def left(self, code: int) -> int:
+        """Reports that this process failed with `code`.
+
+        Returns the code with which all processes end, once the others have read it.
+        """
+        self._ending.acquire()
+        verdict = self._decide(f"{code} process {self._me} ended with code {code}")
+        self._wait_for_readers()
+        return int(verdict.split()[0])
 
     def _say(self) -> None:
-        sign = self._state or str(time.monotonic_ns())
-        self._client.key_value_set(f"{_ALIVE}/{self._me}", sign, allow_overwrite=True)
-
-    def _tell(self, verdict: str) -> None:
+        sign = self._sign or str(time.monotonic_ns())
         with contextlib.suppress(Exception):
-            self._client.key_value_set(_VERDICT, verdict, allow_overwrite=True)
+            self._client.key_value_set(f"{_ALIVE}/{self._me}", sign, allow_overwrite=True)
 
-    def _watch(self) -> None:
-        while not self._state:
-            # The service fails only if process 0 is lost, in which case jaxlib ends this process.
-            with contextlib.suppress(Exception):
-                self._say()
-                verdict = self._found() if self._me == 0 else self._heard()
-                if verdict and not self._state:
-                    self._end(verdict)
-            time.sleep(_INTERVAL)
-
-    def _found(self) -> str:
-        """The message of process 0 about a lost process; empty if no process is lost."""
-        signs = dict(self._client.key_value_dir_get(_ALIVE))
-        for process in range(1, self._count):
-            reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
-            if reason:
-                return reason
+    def _read(self, key: str) -> str:
+        """The value of a key; empty if there is none, or if the service is lost."""
+        with contextlib.suppress(Exception):
+            return self._client.key_value_try_get(key)
         return ""
 
-    def _heard(self) -> str:
-        """The decision of process 0, or a message that process 0 is lost."""
-        with contextlib.suppress(Exception):
-            return self._client.key_value_try_get(_VERDICT)
-        sign = ""
-        with contextlib.suppress(Exception):
-            sign = self._client.key_value_try_get(f"{_ALIVE}/0")
-        return self._judged(0, sign)
+    def _decide(self, verdict: str) -> str:
+        """Writes the verdict unless there is one; returns the verdict of all processes."""
+        with contextlib.suppress(Exception):  # raised if there is one
+            self._client.key_value_set(_VERDICT, verdict, allow_overwrite=False)
+        return self._read(_VERDICT) or verdict
 
-    def _judged(self, process: int, sign: str) -> str:
-        """The reason why a process with this heartbeat is lost; empty if the process is alive."""
-        if sign == _DONE:
-            return ""
-        if sign.startswith(_LEFT):
-            return f"process {process} ended with code {sign.split()[1]}"
+    def _watch(self) -> None:
+        while True:
+            self._say()
+            verdict = self._verdict()
+            if verdict and self._ending.acquire(blocking=False):
+                self._end(verdict)
+            time.sleep(_INTERVAL)
+
+    def _verdict(self) -> str:
+        """The verdict of all processes, which may be that another process is lost, or empty."""
+        if found := self._read(_VERDICT):
+            return found
+        signs = {f"{_ALIVE}/0": self._read(f"{_ALIVE}/0")}
+        if self._me == 0:
+            with contextlib.suppress(Exception):
+                signs = dict(self._client.key_value_dir_get(_ALIVE))
+        for process in range(1, self._count) if self._me == 0 else (0,):
+            if self._is_silent(process, signs.get(f"{_ALIVE}/{process}", "")):
+                reason = f"process {process} sent no heartbeat for {PATIENCE:.0f} s"
+                return self._decide(f"{EXIT_LOST} {reason}")
+        return ""
+
+    def _is_silent(self, process: int, sign: str) -> bool:
+        """Returns whether a process that shows this sign has been silent for too long."""
         now = time.monotonic()
         before, since = self._seen.setdefault(process, (sign, now))
         if sign != before:
             self._seen[process] = (sign, now)
-        elif now - since > PATIENCE:
-            return f"process {process} sent no heartbeat for {PATIENCE:.0f} s"
-        return ""
+            return False
+        return not sign.startswith(_DONE) and now - since > PATIENCE
 
     def _end(self, verdict: str) -> None:
+        code, _, reason = verdict.partition(" ")
+        remedy = ": the same command resumes" if int(code) == EXIT_LOST else ""
         sys.stderr.write(
-            f"error: {verdict}; process {self._me} of {self._count} also ends: the same command "
-            f"resumes from the last checkpoint\n"
+            f"error: {reason}; process {self._me} of {self._count} also ends{remedy}\n"
         )
         sys.stderr.flush()
-        if self._me == 0:
-            # The service ends with this process, so the other processes must read the verdict
-            # first.
-            self._tell(verdict)
-            time.sleep(5 * _INTERVAL)
-        os._exit(EXIT_LOST)
+        self._wait_for_readers()
+        os._exit(int(code))
+
+    def _wait_for_readers(self) -> None:
+        # The service ends with process 0, so the other processes must read the verdict first.
+        time.sleep((5 if self._me == 0 else 3) * _INTERVAL)
 
 
-@contextlib.contextmanager
-def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """A context that ends this process if another process of the run is lost, instead of waiting.
+def _client() -> Any:
+    """JAX's client of the coordination service, which has no public name; None if not found."""
+    try:
+        from jax._src import distributed
 
-    An exception that leaves the context ends the process without JAX's shutdown barrier, which
-    would wait for the other processes. If a lost process caused the exception, the exit code is
-    `EXIT_LOST`. A run with a single process is not affected.
+        return distributed.global_state.client
+    except (ImportError, AttributeError):
+        return None
+
+
+def run_together(
+    work: Callable[[], int],
+    code_of: Callable[[BaseException], int],
+    tell: Callable[[BaseException], Any],
+) -> int:
+    """Runs ``work`` on every process of a run, and returns its exit code, equal on all processes.
+
+    If a process of the run is lost or fails, all processes end with one code instead of waiting: a
+    process that fails, with its own; if it is lost, the others with `EXIT_LOST`. A failed process
+    ends without JAX's shutdown barrier, which would wait for the other processes. With a single
+    process, this is ``work()``.
+
+    Args:
+      work: returns an exit code, or raises SystemExit or another error.
+      code_of: the exit code of an error; 70 if the cause is unknown.
+      tell: prints an error.
     """
-    if jax.process_count() == 1:
-        yield
-        return
-    watch = ProcessWatch(distributed.global_state.client)
+    # A program that plans for other devices must not start those of this process.
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return work()
+    client = _client()
+    if client is None:
+        sys.stderr.write(
+            f"warning: jax {jax.__version__} hides its coordination service, so this process waits "
+            "for lost processes; use another version\n"
+        )
+        return work()
+    watch = ProcessWatch(client)
     watch.start()
     try:
-        yield
+        code = work()
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except Exception as error:
-        # If a lost process is the cause, the watch detects this during the sleep and ends this
-        # process.
-        time.sleep(PATIENCE + 10 * _INTERVAL)
-        code = end_of(error)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        failed = code != 0
+    except BaseException as error:
+        code, failed = code_of(error), True
+        if code == _UNKNOWN:
+            # If another process is the cause, the watch ends this process during the sleep.
+            time.sleep(PATIENCE + 10 * _INTERVAL)
+        tell(error)
     else:
-        watch.done()
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    watch.left(code)
-    os._exit(code)
+        failed = False
+    if not failed:
+        return watch.done(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(watch.left(code))
+
+
+_UNKNOWN = 70

@@ -30,7 +30,7 @@ from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scoring import check_sizes, compiled
 from dlm_jax.sampling import positions
 from dlm_jax.settings import UNSET, SettingError, brief
-from dlm_jax.store.files import replacing
+from dlm_jax.store.files import check_regular, replacing
 from dlm_jax.types import Network, Params
 
 SLOT = re.compile(r"<slot:(\w+)>")
@@ -675,6 +675,7 @@ def read_calibration(
 
 def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[str, Any]]:
     try:
+        check_regular(path)
         told = json.loads(Path(path).read_text(encoding="utf-8"))
         vocabulary, tasks = told["vocabulary"], dict(told["tasks"])
         for facts in tasks.values():

@@ -185,6 +185,7 @@ class Engine:
         self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
         self._work = Work()
         self._compiled: list[str] = []
+        self.compiling = ""
         self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
         self._cancelled: list[tuple[Entry, Queue]] = []
         self._next_number = 0
@@ -385,10 +386,7 @@ class Engine:
                 waiting=sum(queue.num_waiting for queue in queues),
                 running=sum(len(queue.running) for queue in queues),
                 slots=sum(queue.size for queue in queues if queue.size is not None),
-                programs=tuple(
-                    f"rows={size} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
-                    for bucket, size in self._scheduler.programs
-                ),
+                programs=tuple(_label(size, bucket) for bucket, size in self._scheduler.programs),
                 compiled=tuple(self._compiled),
                 prefix_found=0 if self._prefixes is None else self._prefixes.found,
                 prefix_computed=0 if self._prefixes is None else self._prefixes.computed,
@@ -526,7 +524,9 @@ class Engine:
         if num_steps is None:
             num_steps = 1 if queue.watched() else STEPS_PER_CALL
         known = len(slots.loop.compiled)
+        self.compiling = "" if slots.loop.has_run else _label(slots.num_slots, queue.bucket)
         taken = slots.advance(num_steps, max(1, slots.num_slots // _IDLE_SHARE) if waits else None)
+        self.compiling = ""
         self._compiled += slots.loop.compiled[known:]
         rows = slots.rows(taken.ended)
         steps, slot_steps = int(taken.steps.sum()), taken.steps.size * int(taken.steps.max())
@@ -585,6 +585,11 @@ class Engine:
             is_lost=error is not None,
             waited=entry.waited,
         )
+
+
+def _label(num_slots: int, bucket: Bucket) -> str:
+    """The name of a program for messages."""
+    return f"rows={num_slots} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
 
 
 def _eighths(batch_size: int) -> list[int]:

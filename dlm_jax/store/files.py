@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import hashlib
 import inspect
@@ -26,6 +27,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 import uuid
 import zlib
@@ -119,6 +121,14 @@ def crc_of(file: IO[bytes], crc: int = 0) -> int:
     return crc
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a pipe, a socket or a device, which may wait or never end."""
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ValueError(f"{path} is not a regular file; copy its content to a file")
+
+
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
     """Returns (size in bytes, CRC32) of a file."""
     with path.open("rb") as file:
@@ -127,7 +137,7 @@ def size_and_crc(path: AnyPath) -> tuple[int, int]:
 
 
 def copy_whole(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file to a local `target` atomically.
+    """Copies a file to `target` atomically; each is a local path or in a bucket.
 
     Raises:
       OSError: `source` cannot be read, or `target` cannot be written. The error names that file.
@@ -150,8 +160,8 @@ def _read(file: IO[bytes], path: AnyPath) -> bytes:
 def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
     """Opens a new file that replaces `path` atomically when the block ends, after a sync to disk.
 
-    After an error, a kill or a power failure, a local file has either its old or its new content.
-    If `path` is a link, the link is kept and its target is replaced.
+    After an error, a kill or a power failure, the file has either its old or its new content, also
+    in a bucket. If `path` is a link, the link is kept and its target is replaced.
 
     Args:
       path: path of the file, or a URL.
@@ -164,8 +174,16 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
         names another file is unchanged.
     """
     if is_remote(path):
-        with located(path).open("wb") as file:
+        file = _object(path)
+        try:
             yield file
+        except BaseException:
+            # Closing would complete the object.
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+        file.close()
         return
     target = Path(os.path.realpath(path))
     temporary = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
@@ -188,6 +206,15 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _object(url: str | os.PathLike[str]) -> Any:
+    """A new object in a bucket, which appears when it is closed, unless it is discarded."""
+    from fsspec.core import url_to_fs
+
+    located(url)  # checks the driver
+    system, path = url_to_fs(os.fspath(url))
+    return system.open(path, "wb")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
@@ -303,6 +330,31 @@ def source_digest(code: object) -> str | None:
     except (OSError, TypeError):
         return None
     return None if content is None else hashlib.sha256(content).hexdigest()[:16]
+
+
+NO_SOURCE = "without source"
+"""Replaces the digest for code without a source file; changes to such code are not detected."""
+
+
+def own_source(code: Any) -> str:
+    """The name of custom code, with a digest of its source or `NO_SOURCE`."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    code = code if hasattr(code, "__qualname__") else type(code)
+    return f"{code.__module__}.{code.__qualname__} {source_digest(code) or NO_SOURCE}"
+
+
+@functools.cache
+def program_facts() -> dict[str, str]:
+    """The version of the package, and a digest of all its source files, as 16 hex digits."""
+    package, root = __name__.partition(".")[0], Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)} ".encode() + content)
+    version = sys.modules[package].__version__
+    return {f"version of {package}": version,
+            f"source code of {package}": digest.hexdigest()[:16]}  # fmt: skip
 
 
 _READERS = 32

@@ -16,6 +16,7 @@ from dlm_jax.config import Config, Trait
 from dlm_jax.distributed.partitions import batch_sharding
 from dlm_jax.heads import HEADS
 from dlm_jax.randomness import settings
+from dlm_jax.store.files import program_facts
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
 
@@ -96,14 +97,14 @@ def make_directory(setting: str, directory: Path) -> None:
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """Values that all processes of a run must share: the config without local paths, the version of
-    JAX, and its settings.
+    """Values that all processes of a run must share: the program, the config without local paths,
+    the version of JAX, and its settings.
     """
     local, flat = configs.keys(Trait.LOCAL), configs.flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     # All processes look for local checkpoints together.
     facts["train.local_checkpoint_dir is set"] = bool(config.train.local_checkpoint_dir)
-    return facts | {"version of jax": jax.__version__} | settings()
+    return program_facts() | facts | {"version of jax": jax.__version__} | settings()
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -172,6 +172,18 @@ def plot_losses(
         figure.savefig(file, format="png")
 
 
+def plot_run(out_dir: Path, held_out: str, unit: str) -> None:
+    """Plots the metrics of the run in a directory in its ``loss.png``; see `plot_losses`.
+
+    Raises:
+      ValueError: matplotlib is not installed, or the metrics are damaged.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'")
+    records = read_records(out_dir / METRICS)
+    plot_losses(records, out_dir / PICTURE, held_out=held_out, unit=unit)
+
+
 CLOCK = frozenset(
     ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
      "host_seconds", "flop_utilisation", "device_memory_bytes", "run", "goodput",
@@ -284,8 +296,7 @@ class Journal:
     """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
 
     A failed tracker or plot is reported in one line and does not end the run. Records of steps
-    after `step`, the last saved one, are dropped. The plot has the training loss and the evaluation
-    metric `figure`.
+    after `step`, the last saved one, are dropped.
 
     ``last`` is the last record of the earlier processes of the run, or empty.
     """
@@ -296,14 +307,11 @@ class Journal:
         config: dict[str, Any],
         identity: str,
         *,
-        figure: str,
-        unit: str,
         step: int,
         report: Callable[[str], None],
     ):
         self._out_dir, self._identity, self._report = out_dir, identity, report
-        self._figure, self._unit = figure, unit
-        self._is_on = self._draws = jax.process_index() == 0
+        self._is_on = jax.process_index() == 0
         self._trackers: list[Any] = []
         self.last: dict[str, Any] = {}
         if self._is_on:
@@ -320,21 +328,14 @@ class Journal:
             for tracker in list(self._trackers):
                 self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
 
-    def draw(self) -> None:
-        """Plots the losses of the run so far in ``loss.png``."""
-        if self._draws:
-            self._draws = False
-            try:
-                importlib.import_module("matplotlib")
-            except ModuleNotFoundError:
-                self._report(
-                    f"no {PICTURE}: matplotlib is not installed; pip install 'dlm_jax[plots]'"
-                )
-                return
-            with self._reporting(f"{PICTURE} cannot be drawn"):  # reports any exception
-                records, path = read_records(self._out_dir / METRICS), self._out_dir / PICTURE
-                plot_losses(records, path, held_out=self._figure, unit=self._unit)
-                self._draws = True
+    def draw(self, held_out: str, unit: str) -> None:
+        """Plots the losses of the run so far; see `plot_run`.
+
+        The whole metrics file is read, so this is not called during a run.
+        """
+        if self._is_on:
+            with self._reporting(f"no {PICTURE}"):  # reports any exception
+                plot_run(self._out_dir, held_out, unit)
 
     def close(self) -> None:
         if self._is_on:

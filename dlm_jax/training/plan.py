@@ -18,6 +18,7 @@ from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, named_leaves
+from dlm_jax.progress import waiting
 from dlm_jax.randomness import key_of
 from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
@@ -129,7 +130,9 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     lowered, task = lowered_step(config, mesh, tokenizer)
     state, train = task.abstract_state(), config.train
     start = time.perf_counter()
-    compiled = _compiled(lowered.compile)
+    kind = mesh.devices.flat[0].device_kind
+    with waiting(f"compiling the training step for {mesh.size} devices ({kind})"):
+        compiled = _compiled(lowered.compile)
     seconds = time.perf_counter() - start
     text, found = compiled.as_text() or "", compiled.memory_analysis()
     size = sum(_share(leaf) for leaf in jax.tree.leaves(state))

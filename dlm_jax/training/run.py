@@ -56,7 +56,17 @@ from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove_from
 from dlm_jax.store.checkpoints import LocalCheckpoints
-from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located, write_whole
+from dlm_jax.store.files import (
+    NO_SOURCE,
+    DirectoryLock,
+    check_bucket,
+    is_remote,
+    located,
+    own_source,
+    program_facts,
+    source_digest,
+    write_whole,
+)
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
     CONFIG,
@@ -559,8 +569,8 @@ class Run:
     ``state`` is fresh or from the newest checkpoint, and ``saved`` contains the JSON metadata of
     that checkpoint (empty if fresh). ``meta`` is saved with every state. It contains a random
     identity of the run (which is also stored in the best model and the metrics), the names of
-    custom parts (network, objective and heads), and the sources of randomness. The noise of all
-    steps is derived from ``noise_key``.
+    custom parts (network, objective and heads), the sources of randomness, and the version and
+    source code of the program. The noise of all steps is derived from ``noise_key``.
     """
 
     setup: Setup
@@ -627,7 +637,9 @@ def prepare(
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "own": _names_of(network, objective, heads) | _optimiser_names(task, optimizer),
         "randomness": fingerprint(),
+        "program": program_facts(),
     }
+    check_same_everywhere(_sources_of(config, [network, objective, *heads, optimizer, schedule]))
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
     out_dir, lock = Path(config.train.out_dir), DirectoryLock()
     with contextlib.ExitStack() as undo:
@@ -671,8 +683,8 @@ def _setup_of(
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
     if not is_own:
-        check_model_fits(config, mesh)
         mesh = make_mesh(mesh_config(config, list(mesh.devices.flat)))
+        check_model_fits(config, mesh)
     return Setup(config, corpus.tokenizer, mesh), corpus
 
 
@@ -868,7 +880,9 @@ def _checked_mesh(config: Config) -> Mesh:
     """The mesh of a config, after all checks that do not need data."""
     check_same_everywhere(facts_of(config))
     check_settings()
-    mesh = make_mesh(config.mesh)
+    # The split of the parameters over `fsdp` is resolved later, if it depends on the vocabulary.
+    is_later = config.mesh.data == -1
+    mesh = make_mesh(config.mesh if is_later else mesh_config(config, jax.devices()))
     compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
@@ -935,6 +949,15 @@ def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
 
 def _name(made: Any) -> str:
     return getattr(made, "name", None) or getattr(made, "__qualname__", type(made).__name__)
+
+
+def _sources_of(config: Config, parts: Sequence[Any]) -> dict[str, str]:
+    """The source code of the custom parts of a run, which all processes must share."""
+    found = {f"source code of {_name(part)}": own_source(part) for part in parts if part}
+    if reward := config.rl.reward:
+        module = sys.modules[reward.partition(":")[0]]
+        found[f"source code of rl.reward={reward}"] = source_digest(module) or NO_SOURCE
+    return found
 
 
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:

@@ -63,12 +63,10 @@ class Task:
       summarize: ``(measured, free_N) -> figures`` for N rows, given their numbers of free
         positions.
       line: ``(figures) -> text`` for the log.
-      figure: name of the evaluation metric to plot with the training loss.
       is_gain: whether higher values of the figure are better.
-      unit: unit of the figure and of the loss.
       writes_text: whether the model can generate samples.
-      next_command: suggested command for the trained model, with ``{out_dir}`` for the directory of
-        the run.
+      next_command: suggested command for the trained model, with ``{path}`` for the directory of
+        its checkpoints.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
       schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
         updates of a custom optimiser. None uses the warm-up and cosine decay, or a factor of 1
@@ -83,14 +81,17 @@ class Task:
     measure: Callable[[Params, Batch, jax.Array, jax.Array], Any]
     summarize: Callable[[Any, np.ndarray], dict[str, float]]
     line: Callable[[dict[str, float]], str]
-    figure: str = "bound"
     is_gain: bool = False
-    unit: str = "nats per token"
     writes_text: bool = True
-    next_command: str = "sample more with: python sample.py --checkpoint {out_dir}"
+    next_command: str = "sample more with: python sample.py --checkpoint {path}"
     own_optimizer: optax.GradientTransformation | None = None
     schedule: optax.Schedule | None = None
     rollouts: Rollouts | None = None
+
+    @property
+    def figure(self) -> str:
+        """Name of the evaluation metric that selects the best model."""
+        return figure_of(self.setup.config)[0]
 
     @property
     def updates(self) -> int:
@@ -223,6 +224,15 @@ def language_model(
     )  # fmt: skip
 
 
+def figure_of(config: Config) -> tuple[str, str]:
+    """The evaluation metric of a run that is plotted with its training loss, and their unit."""
+    if config.rl.reward:
+        return "reward", "reward, and nats per token"
+    if config.model.mode == "sequence_scorer":
+        return "cross_entropy", "nats per text"
+    return "bound", "nats per token"
+
+
 def sequence_scorer(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
@@ -244,12 +254,8 @@ def sequence_scorer(
         ),
         summarize=scorer.summary,
         line=scorer.error_line,
-        figure="cross_entropy",
-        unit="nats per text",
         writes_text=False,
-        next_command=(
-            "score texts with: python -m dlm_jax.evaluate --checkpoint {out_dir} --text FILE"
-        ),
+        next_command="score texts with: python -m dlm_jax.evaluate --checkpoint {path} --text FILE",
     )
 
 
@@ -280,9 +286,7 @@ def policy(
         measure=lambda *rows: None,
         summarize=lambda measured, free_N: {},
         line=reward_line,
-        figure="reward",
         is_gain=True,
-        unit="reward, and nats per token",
         rollouts=Rollouts(setup, network, needs_trace=needs_trace, report=report),
     )
 

@@ -31,14 +31,20 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
 from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
 from dlm_jax.heads import Head, Stage
-from dlm_jax.progress import Progress
+from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.training.metrics import STEPS, Journal
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
-from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOptimizer
+from dlm_jax.training.tasks import (
+    MakeHead,
+    MakeNetwork,
+    MakeObjective,
+    MakeOptimizer,
+    figure_of,
+)
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
@@ -175,6 +181,10 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         report(f"{run.out_dir} has already completed all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
+        here, there = run.meta["program"], run.saved.get("program", {})
+        report(f"program: {_program(here)}")
+        if there and there != here:
+            report(f"step {run.first_step} was saved by another program: {_program(there)}")
 
 
 def parameters_by_part(params: Params) -> dict[str, int]:
@@ -187,6 +197,10 @@ def parameters_by_part(params: Params) -> dict[str, int]:
         part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes
+
+
+def _program(facts: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _shown(value: Any) -> str:
@@ -234,6 +248,7 @@ def run_loop(
             reason, signal_number = "non_finite", 0
         run.checkpoints.wait()
         run.best.wait()
+        loop.draw()
     return Outcome(reason, loop.step, loop.bound, loop.state, run, signal_number)
 
 
@@ -282,9 +297,8 @@ class _Loop:
             took=self._meter.read,
         )
         self._journal = Journal(
-            run.out_dir, configs.to_dict(config), run.meta["run"], figure=run.task.figure,
-            unit=run.task.unit, step=self.step, report=say,
-        )  # fmt: skip
+            run.out_dir, configs.to_dict(config), run.meta["run"], step=self.step, report=say
+        )
         self._profile = Profile(profile, run.out_dir / "profile")
         self._idle = 0.0
         self._sampler = futures.ThreadPoolExecutor(1) if config.rl.asynchronous else None
@@ -313,7 +327,8 @@ class _Loop:
         )  # fmt: skip
         start = time.perf_counter()
         # The step is compiled ahead of time, so that the training rate excludes compilation.
-        self._train_step = step.lower(self.state, batch, run.noise_key).compile()
+        with waiting("compiling the training step", is_shown=jax.process_index() == 0):
+            self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
         what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
@@ -326,6 +341,10 @@ class _Loop:
         if self._sampler is not None:
             self._sampler.shutdown(cancel_futures=True)
         self._batches.close()
+
+    def draw(self) -> None:
+        """Plots the losses of the run in ``loss.png``."""
+        self._journal.draw(*figure_of(self._run.config))
 
     def take_step(self) -> None:
         """Dispatches one step, and waits only if too many steps are in flight."""
@@ -452,7 +471,6 @@ class _Loop:
                 figures = task.rollouts.measured(params, _windows_of(self._run))
             self.bound = figures.get("bound")
             self._record("evaluation", figures)
-            self._journal.draw()
             is_best = self._keep_best(figures[task.figure])
         best = ", the best so far" if is_best else ""
         say(f"step {self.step}: held-out {task.line(figures)}{best}")

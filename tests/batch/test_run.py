@@ -25,6 +25,7 @@ from dlm_jax.inference import own_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
+from dlm_jax.inference.slots import Slots
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import static
@@ -565,3 +566,18 @@ def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypat
     _, asked, _ = runner._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
     assert [one.needs_host for one in asked[:3]] == [False, True, False]
     assert len(asked) == 40 and len(resolved) == 2
+
+
+def test_the_plan_names_the_program_that_is_compiled_and_only_while_it_is(tmp_path, monkeypatch):
+    advance, seen, plans = Slots.advance, [], []
+
+    def noted(slots, *arguments):
+        seen.append((slots.loop.has_run, plans[0].compiling()))
+        return advance(slots, *arguments)
+
+    monkeypatch.setattr(Slots, "advance", noted)
+    requests = [{"gen_length": 11, "steps": 9}, {"gen_length": 90, "steps": 9}]
+    _run(tmp_path, requests, batch_size=3, on_plan=plans.append)
+    assert len(seen) > 2 and plans[0].compiling() == ""
+    for has_run, name in seen:
+        assert bool(name) == (not has_run) and (has_run or name.startswith("rows=1 canvas="))

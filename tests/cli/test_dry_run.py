@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import tiny_run
 
+from dlm_jax import progress
 from dlm_jax.cli import train
 from dlm_jax.distributed import mesh
 
@@ -87,3 +88,10 @@ def test_a_topology_that_the_compiler_does_not_know_is_refused_in_one_line(name,
     assert exit_.value.code == 2
     assert f"--topology={name} is not supported by the TPU compiler" in err
     assert err.count("\n") == 1
+
+
+def test_a_dry_run_says_what_is_compiled_while_it_waits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    assert train.main(_arguments(tmp_path / "run", "--dry-run")) == 0
+    err = capsys.readouterr().err
+    assert "compiling the training step for 8 devices (cpu): " in err

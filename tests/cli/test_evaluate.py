@@ -304,3 +304,19 @@ def test_bad_labelled_lines_are_refused(run_dir, tmp_path, capsys, flags, lines,
         evaluation.main(asked)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and word in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.NDJSON", "texts.json"])
+def test_texts_in_json_are_scored_as_the_texts_that_they_are(run_dir, tmp_path, capsys, name):
+    path, texts = tmp_path / name, ["A rat ran.", "The rat sat."]
+    records = [{"text": text} for text in texts]
+    is_list = name.endswith(".json")
+    path.write_text(json.dumps(records) if is_list else "\n".join(map(json.dumps, records)))
+    (record,) = _records(run_dir, capsys, "--text", path)
+    expected = score(toy_model.MODEL, texts)
+    assert (record["texts"], record["characters"]) == (2, 22)
+    assert record["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
+    path.write_text(json.dumps([{"prompt": "A", "response": "b"}]).strip("[]" * (not is_list)))
+    with pytest.raises(SystemExit):
+        evaluation.main(["--checkpoint", str(run_dir), "--text", str(path)])
+    assert "1 has a prompt; pass the file as --pairs" in capsys.readouterr().err

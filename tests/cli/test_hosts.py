@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ def _two(out_dir: Path, *differing: dict, **changes: object):
     for index in range(2):
         own = changes | (differing[index] if differing else {})
         environment = {name: str(own.pop(name)) for name in [*own] if name.isupper()}
+        script = environment.pop("SCRIPT", "train.py")
         given = tiny_run.flags(out_dir, **own)
         flags = [part for name, value in given.items() for part in (f"--{name}", value)]
         children.append(
@@ -30,6 +32,7 @@ def _two(out_dir: Path, *differing: dict, **changes: object):
                 *("--distributed", "--coordinator", f"127.0.0.1:{port}"),
                 *("--num-processes", "2", "--process-id", index),
                 *flags,
+                script=script,
                 TF_CPP_MIN_LOG_LEVEL="3",
                 **environment,
             )
@@ -86,6 +89,49 @@ def test_hosts_that_are_set_otherwise_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_hosts_with_other_code_are_refused_before_anything_is_written(tmp_path):
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_run.ROOT / "dlm_jax", changed / "dlm_jax")
+    shutil.copy(tiny_run.ROOT / "train.py", changed)
+    path = changed / "dlm_jax" / "training" / "optimisers.py"
+    path.write_text(path.read_text() + "\nFACTOR = 0.25\n")
+    children = _two(tmp_path / "run", {}, {"SCRIPT": changed / "train.py"})
+    errors = [child.communicate(timeout=300)[1] for child in children]
+    assert [child.returncode for child in children] == [2, 2], errors
+    for err in errors:
+        assert "process 1 has a different source code of dlm_jax than process 0" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_of_one_host_ends_both_with_the_same_code(tmp_path):
+    own = {"train__local_checkpoint_dir": tmp_path / "disk0"}, {
+        "train__local_checkpoint_dir": tmp_path / "disk1", "FILL": "disk1"
+    }  # fmt: skip
+    script = tmp_path / "filled.py"
+    script.write_text(_FILLED)
+    given = LONG | {"train__local_checkpoint_every": 7}
+    children = _two(tmp_path / "run", *({"SCRIPT": script} | one for one in own), **given)
+    errors = [child.communicate(timeout=300)[1] for child in children]
+    assert [child.returncode for child in children] == [5, 5], errors
+    assert "No space left on device; saved files are kept" in errors[1]
+    assert "process 1 ended with code 5; process 0 of 2 also ends" in errors[0]
+
+
+_FILLED = f"""
+import errno, os, sys
+sys.path.insert(0, {str(tiny_run.ROOT)!r})
+from dlm_jax.cli import train
+from dlm_jax.store.checkpoints import LocalCheckpoints
+save = LocalCheckpoints.save
+def full(self, *rest):
+    if os.environ.get("FILL", "nowhere") in str(self.directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
+    return save(self, *rest)
+LocalCheckpoints.save = full
+sys.exit(train.main())
+"""
+
+
 def test_hosts_that_read_other_text_are_refused(tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(tiny_run.TEXT + "More.")
@@ -99,8 +145,7 @@ def test_hosts_that_read_other_text_are_refused(tmp_path):
 def test_a_host_that_is_refused_alone_ends_the_other(tmp_path):
     children = _two(tmp_path / "run", {}, {"data__source": tmp_path / "nowhere.txt"})
     errors = [child.communicate(timeout=300)[1] for child in children]
-    assert children[1].returncode == 2, errors
-    assert children[0].returncode == EXIT_LOST, errors
+    assert [child.returncode for child in children] == [2, 2], errors
     assert "nowhere.txt does not exist" in errors[1]
     assert "process 1 ended with code 2" in errors[0]
 

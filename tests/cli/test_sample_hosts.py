@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 import saved_model
@@ -42,6 +43,18 @@ def _together(*flags, devices=2, **axes):
     return [
         (child.returncode, out, err) for child, (out, err) in zip(children, outputs, strict=True)
     ]
+
+
+def _start_two(*flags, devices=2):
+    port = tiny_run.free_port()
+    return [
+        tiny_run.program(
+            *flags, "--distributed", "--coordinator", f"127.0.0.1:{port}",
+            "--num-processes", 2, "--process-id", index,
+            script="sample.py", JAX_NUM_CPU_DEVICES=str(devices),
+        )
+        for index in range(2)
+    ]  # fmt: skip
 
 
 def _alone(*flags):
@@ -95,6 +108,46 @@ def test_two_processes_print_the_texts_once(run_dir):
     first, second = _together(*flags, data=2, fsdp=2)
     assert (first[0], second[0]) == (0, 0), (first, second)
     assert first[1] == _alone(*flags) and second[1] == ""
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_with_one_line_and_75(run_dir, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "A", "n": 64}) + "\n" for _ in range(5000)))
+    first, second = _start_two(
+        "--checkpoint", run_dir, *SHORT, "--prompts", source, "--output", output, "--gen-length",
+        "30", "--batch-size", "4", "--mesh.data", "4",
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.glob("out.jsonl*")) and first.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(5)
+    second.kill()
+    err = first.communicate(timeout=90)[1]
+    second.communicate()
+    assert first.returncode == End.LOST, err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "process 1 sent no heartbeat" in line and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_processes_with_other_flags_or_files_are_refused(run_dir, tmp_path):
+    flags = ["--checkpoint", run_dir, *SHORT, "--prompt", "The ", "--mesh.data", "4"]
+    port = tiny_run.free_port()
+    children = [
+        tiny_run.program(
+            *flags, "--seed", index, "--distributed", "--coordinator", f"127.0.0.1:{port}",
+            "--num-processes", 2, "--process-id", index, script="sample.py",
+            JAX_NUM_CPU_DEVICES="2",
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    errors = [child.communicate(timeout=200)[1] for child in children]
+    assert [child.returncode for child in children] == [2, 2], errors
+    assert all(
+        "process 1 has a different --seed than process 0 ('1', not '0')" in e for e in errors
+    )
 
 
 @pytest.mark.slow

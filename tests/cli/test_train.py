@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 
+import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.training.metrics import read_records
@@ -285,6 +286,21 @@ def test_a_metrics_file_of_another_program_is_refused_and_kept(tmp_path, capsys)
     line = _refusal(capsys, tmp_path / "run")
     assert "metrics.jsonl line 1 is not a record of metrics; move the file away" in line
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_suggested_command_names_a_directory_that_holds_the_model(
+    tmp_path, capsys, monkeypatch, elsewhere
+):
+    place = {"train__checkpoint_dir": tmp_path / "elsewhere"} if elsewhere else {}
+    outcome = tiny_run.run(tmp_path / "run", train__steps=3, **place)
+    monkeypatch.setattr(train, "_texts", lambda *args, **settings: ())
+    assert train.finish(outcome) == 0
+    err = capsys.readouterr().err
+    (path,) = re.findall(r"sample more with: python sample.py --checkpoint (\S+)", err)
+    assert dlm_jax.load(path).max_length == 16
+    own = "metrics.jsonl and loss.png; " if elsewhere else "checkpoints, metrics.jsonl"
+    assert f"finished: {tmp_path / 'run'} holds {own}" in err
 
 
 def _two_processes(out_dir: Path, **changes: object):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -11,15 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlm_jax.cli import evaluation
+from dlm_jax.data import shard
 from dlm_jax.data.text import (
     BUILTIN_CORPUS,
     PYTHON_SOURCE,
+    SHAKESPEARE_PATH,
     Document,
     join_documents,
     read_documents,
     split_documents,
     split_text,
 )
+from dlm_jax.data.tokenizers import SubwordTokenizer
+from dlm_jax.inference.decisions import _calibrated
 
 
 def _names(documents):
@@ -181,3 +187,64 @@ def test_a_held_out_fraction_outside_0_and_1_is_refused(fraction):
 def test_one_character_cannot_be_split():
     with pytest.raises(ValueError, match="1 characters cannot be split; use more text"):
         split_text("a", 0.5)
+
+
+RECORDS = [{"text": "one"}, {"text": "two\\nlines"}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.NdJson", "a.json", "a.JSON"])
+def test_json_is_read_as_documents_whatever_the_case_of_its_suffix(tmp_path, name):
+    path = tmp_path / name
+    if name.lower().endswith(".json"):
+        path.write_text(json.dumps(RECORDS, indent=1))
+    else:
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in RECORDS))
+    assert [document.text for document in read_documents(path)] == ["one", "two\\nlines"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": "b"}', "a.json is not JSON .*rename JSON lines to .jsonl"),
+        ('{"text": "a"}', "a.json is an object, not a list; write a list of records, or rename"),
+        ('[{"text": "a"}, {"body": "b"}]', "a.json record 2 has the fields body; expected"),
+        ('["a"]', "a.json record 1 is a string, not an object"),
+        ("[" * 100_000, "a.json is not JSON"),
+    ],
+)
+def test_a_json_file_that_is_no_list_of_records_is_refused_by_name(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_documents(tmp_path / "a.json")
+    assert "\n" not in str(caught.value)
+
+
+def _fifo(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return str(tmp_path / "pipe")
+
+
+def _device(tmp_path):
+    return "/dev/zero"
+
+
+def _linked(tmp_path):
+    (tmp_path / "text.txt").symlink_to("/dev/zero")
+    return str(tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("make", [_fifo, _device, _linked])
+def test_what_is_no_regular_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, make):
+    path = make(tmp_path)
+    line = f"{path} is not a regular file; copy its content to a file"
+    tokenizer, calibrated = SubwordTokenizer.of_file, functools.partial(_calibrated, model=None)
+    for read in (read_documents, tokenizer, evaluation._read):
+        with pytest.raises(ValueError, match=line):
+            read(path)
+    with pytest.raises(ValueError, match="is not a regular file"):
+        calibrated(path)
+    assert shard.main([path, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+    monkeypatch.setenv(SHAKESPEARE_PATH, path)
+    with pytest.raises(ValueError, match=line):
+        read_documents("tinyshakespeare")

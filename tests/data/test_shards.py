@@ -324,3 +324,21 @@ def test_a_corpus_is_never_written_over(tmp_path, capsys):
     assert shard.main([str(tmp_path / "corpus.jsonl"), "--out", str(root)]) == 2
     assert "already contains a corpus" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
+
+
+@pytest.mark.parametrize("suffix", [".JSONL", ".ndjson", ".json"])
+def test_shards_of_json_are_those_of_json_lines_whatever_the_suffix(tmp_path, suffix):
+    expected = make(tmp_path, "lines")
+    path = tmp_path / f"records{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps([{"text": text} for text in TEXTS]))
+    else:
+        write_jsonl(path)
+    flags = ["--out", str(tmp_path / "made"), "--shards", "1", "--workers", "1"]
+    assert shard.main([str(path), *flags, "--held-out", "0.2"]) == 0
+
+    def texts(root):
+        corpus = load_corpus(str(root), tokenizer="corpus", seq_len=8)
+        return sorted([*_texts(ids_of(corpus.train_rows)), *_texts(ids_of(corpus.val_rows))])
+
+    assert texts(tmp_path / "made") == texts(expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,9 @@ import tiny_run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.store import Checkpoints, load_params
+from dlm_jax.store import Checkpoints, files, load_params
 from dlm_jax.store import checkpoints as bucket_module
-from dlm_jax.store.files import check_bucket, located
+from dlm_jax.store.files import check_bucket, copy_whole, located, replacing
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -237,3 +239,40 @@ def test_a_run_continues_from_a_bucket_and_samples_come_from_it(s3, tmp_path):
     outcome = tiny_run.run(tmp_path / "two", train__checkpoint_dir=f"{s3}/run", **given)
     tiny_run.assert_same(outcome.state, expected.state)
     tiny_run.assert_same(load_params(f"{s3}/run")[0], expected.state.params)
+
+
+def _fail_to_write(path, size):
+    with replacing(path) as file:
+        file.write(b"x" * size)
+        raise RuntimeError("in the block")
+
+
+@pytest.mark.parametrize("size", [100, 6 << 20])
+def test_a_block_that_raises_leaves_the_object_as_it_was(s3, size):
+    old, new = located(f"{s3}/old"), located(f"{s3}/new")
+    old.write_bytes(b"thirty bytes that stay as is...")
+    for path in (old, new):
+        with pytest.raises(RuntimeError, match="in the block"):
+            _fail_to_write(path, size)
+        gc.collect()  # a file that is not closed is closed
+    assert old.read_bytes() == b"thirty bytes that stay as is..."
+    assert buckets.files_under(located(s3)) == [old]
+    with replacing(old) as file:
+        file.write(b"y" * size)
+    assert old.read_bytes() == b"y" * size
+
+
+def test_a_file_is_copied_to_a_bucket_whole_or_not_at_all(s3, tmp_path, monkeypatch):
+    source, target = located(tmp_path / "source"), located(f"{s3}/target")
+    source.write_bytes(b"z" * 1000)
+    copy_whole(source, target)
+    assert target.read_bytes() == b"z" * 1000
+
+    def broken(file, path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(files, "_read", broken)
+    source.write_bytes(b"new")
+    with pytest.raises(OSError, match="Input/output error"):
+        copy_whole(source, target)
+    assert target.read_bytes() == b"z" * 1000

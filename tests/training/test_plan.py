@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny_run
 import toy
 
+import dlm_jax.config as configs
+import dlm_jax.training.run
 from dlm_jax.config import Config, MeshConfig, TrainConfig
 from dlm_jax.distributed.mesh import CHIPS, device_bytes
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.run import mesh_config, state_bytes
+from dlm_jax.training.run import mesh_config, prepare, state_bytes
 
 
 def test_the_work_of_a_model_is_that_of_its_products_three_times_over():
@@ -91,3 +94,33 @@ def test_the_state_counts_parameters_moments_and_the_average():
     config = Config(model=toy.config(), train=TrainConfig())
     params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(toy.params()))
     assert state_bytes(config) == pytest.approx(12 * params)
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Eight devices that are taken for accelerators with so many bytes of memory."""
+
+    def make(num_bytes: float) -> None:
+        monkeypatch.setattr(dlm_jax.training.run, "device_bytes", lambda device: num_bytes)
+
+    return make
+
+
+def _prepared(out_dir, **changes):
+    return prepare(configs.load(None, tiny_run.flags(out_dir, **changes)), report=lambda line: None)
+
+
+@pytest.mark.parametrize("fsdp", [0, 8])
+def test_a_width_that_the_split_in_use_does_not_divide_is_refused(tmp_path, accelerators, fsdp):
+    accelerators(1.0)  # the smallest split that leaves room is that over all devices
+    with pytest.raises(ValueError, match="mesh.fsdp=8 does not divide model.width=36; use 4"):
+        _prepared(tmp_path, model__width=36, mesh__fsdp=fsdp)
+
+
+def test_devices_that_mesh_data_leaves_are_those_of_fsdp(tmp_path, accelerators):
+    accelerators(1e12)
+    run = _prepared(tmp_path, mesh__data=2)
+    assert dict(run.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+    kernels = [x for x in jax.tree.leaves(run.state.params) if x.ndim > 2]
+    assert kernels and not any(kernel.is_fully_replicated for kernel in kernels)
+    run.checkpoints.close()

@@ -245,9 +245,40 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(finished, tmp_path, monkeypa
 
     _, run = finished
     monkeypatch.setitem(metrics._TRACKERS, "tensorboard", lambda *_: Interrupted())
-    journal = Journal(
-        tmp_path, configs.to_dict(run.config), "", figure="bound", unit="", step=6, report=print
-    )
+    journal = Journal(tmp_path, configs.to_dict(run.config), "", step=6, report=print)
     with pytest.raises(KeyboardInterrupt), contextlib.closing(journal):
         journal.write(kind="train", step=7)
     assert len(closed) == 1
+
+
+def test_the_plot_is_drawn_once_at_the_end_of_a_run_however_often_it_evaluates(
+    tmp_path, monkeypatch
+):
+    drawn: list[int] = []
+    plot = metrics.plot_losses
+
+    def counting(records, path, **how):
+        drawn.append(len(records))
+        plot(records, path, **how)
+
+    monkeypatch.setattr(metrics, "plot_losses", counting)
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_run.stop_after(14, patch)
+        tiny_run.run(tmp_path)
+    assert drawn == [6], "four records of training and two evaluations of an interrupted run"
+    assert (tmp_path / "loss.png").is_file()
+    tiny_run.run(tmp_path)
+    assert drawn == [6, 12]
+    tiny_run.run(tmp_path)
+    assert drawn == [6, 12], "a finished run is not changed"
+
+
+def test_the_plot_of_a_run_is_drawn_on_demand(tmp_path, capsys):
+    tiny_run.run(tmp_path, **SHORT)
+    (tmp_path / "loss.png").unlink()
+    assert train.main(["--plot", str(tmp_path)]) == 0
+    assert f"wrote {tmp_path / 'loss.png'}" in capsys.readouterr().err
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        train.main(["--plot", str(tmp_path / "nowhere")])
+    assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err

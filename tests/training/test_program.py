@@ -1,0 +1,96 @@
+"""The program of a run: hosts compare it, and a resumed run prints it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import tiny_run
+
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.store import files
+from dlm_jax.store.files import program_facts
+from dlm_jax.training import run as runs
+from dlm_jax.training.checks import facts_of
+from dlm_jax.training.run import prepare
+from dlm_jax.training.train_loop import describe
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of two files, whose facts are read."""
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "store" / "files.py"))
+    (tmp_path / "store").mkdir()
+    for name in ("store/files.py", "optimisers.py"):
+        (tmp_path / name).write_text("RATE = 1.0\n")
+    return tmp_path
+
+
+def _change(root):
+    (root / "optimisers.py").write_text("RATE = 0.25\n")
+
+
+def _rename(root):
+    (root / "optimisers.py").rename(root / "optimizers.py")
+
+
+def _move_a_line(root):
+    (root / "optimisers.py").write_text("")
+    (root / "store" / "files.py").write_text("RATE = 1.0\nRATE = 1.0\n")
+
+
+@pytest.mark.parametrize("change", [_change, _rename, _move_a_line])
+def test_any_change_to_a_source_file_changes_the_facts_that_hosts_compare(package, change):
+    before = program_facts.__wrapped__()
+    assert program_facts.__wrapped__() == before
+    change(package)
+    assert program_facts.__wrapped__() != before
+
+
+def test_hosts_compare_the_version_and_the_source_code_of_the_package():
+    facts = facts_of(configs.load(None, {}))
+    assert facts["version of dlm_jax"] == dlm_jax.__version__
+    assert facts["source code of dlm_jax"] == program_facts()["source code of dlm_jax"]
+
+
+def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):
+    compared: list[dict] = []
+    (tmp_path / "rewards_here.py").write_text("def short(prompts, answers):\n    return []\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import rewards_here  # type: ignore[import-not-found]
+
+    config = configs.load(None, {"rl.reward": "rewards_here:short"})
+    compared = [runs._sources_of(config, [None, rewards_here.short])]
+    (tmp_path / "rewards_here.py").write_text("def short(prompts, answers):\n    return [1]\n")
+    compared.append(runs._sources_of(config, [None, rewards_here.short]))
+    names = ["source code of rl.reward=rewards_here:short", "source code of short"]
+    assert sorted(compared[0]) == sorted(compared[1]) == names
+    assert all(compared[0][name] != compared[1][name] for name in names)
+    del sys.modules["rewards_here"]
+
+
+def test_a_resumed_run_prints_its_program_and_that_of_its_checkpoint_if_another(
+    tmp_path, monkeypatch
+):
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_run.stop_after(5, patch)
+        tiny_run.run(tmp_path)
+
+    def told() -> list[str]:
+        lines: list[str] = []
+        with tiny_run.on_devices(1):
+            run = prepare(configs.load(None, tiny_run.flags(tmp_path)), report=print)
+        with run.checkpoints:
+            describe(run, lines.append)
+        return [line for line in lines if "program" in line]
+
+    digest = program_facts()["source code of dlm_jax"]
+    same = f"program: version of dlm_jax {dlm_jax.__version__}, source code of dlm_jax {digest}"
+    assert told() == [same]
+    other = {"version of dlm_jax": "9.9", "source code of dlm_jax": "f" * 16}
+    monkeypatch.setattr(runs, "program_facts", lambda: other)
+    assert told() == [
+        f"program: version of dlm_jax 9.9, source code of dlm_jax {'f' * 16}",
+        f"step 5 was saved by another {same}",
+    ]
