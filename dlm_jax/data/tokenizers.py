@@ -671,6 +671,12 @@ class HubTokenizer:
     def space_id(self) -> int | None:
         return self.piece_id(" ")
 
+    @cached_property
+    def textless_ids(self) -> frozenset[int]:
+        """The special tokens, which `decode` omits."""
+        added = self._marked.get_added_tokens_decoder().items()
+        return frozenset((*self._specials, *(id_ for id_, token in added if token.special)))
+
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
         return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)

@@ -45,7 +45,7 @@ class ChatTemplate:
     tokenizer: HubTokenizer
 
     def text(
-        self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
+        self, messages: Messages, /, *, begins_answer: bool = True, continues: bool = False,
         **more: Any,
     ) -> str:  # fmt: skip
         """The conversation as text, up to the start of the model's answer.
@@ -71,7 +71,7 @@ class ChatTemplate:
         content = messages[-1]["content"] if messages else ""
         return _upto(written, content) if continues else written
 
-    def ids(self, messages: Messages, **options: Any) -> np.ndarray:
+    def ids(self, messages: Messages, /, **options: Any) -> np.ndarray:
         """The token ids of `text` with the same arguments, int32 ``[n]``."""
         return self.tokenizer.encode_marked(self.text(messages, **options))
 
@@ -90,7 +90,7 @@ class TextTemplate(ChatTemplate):
     tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
     text_tokenizer: Tokenizer = field(kw_only=True)
 
-    def ids(self, messages: Messages, **options: Any) -> np.ndarray:
+    def ids(self, messages: Messages, /, **options: Any) -> np.ndarray:
         return self.text_tokenizer.encode(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:

@@ -49,7 +49,7 @@ def main() -> None:
 
 def _rendered(source: str, values: dict[str, Any] | None) -> str:
     template, size, parts = _compiled(source), 0, []
-    for part in () if values is None else template.generate(**values):
+    for part in () if values is None else template.generate(values):
         size += len(part)
         if size > MOST_CHARACTERS:
             raise ValueError(f"its text is longer than {MOST_CHARACTERS:,} characters")

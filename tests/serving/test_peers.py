@@ -82,7 +82,7 @@ REFUSED = [
     ({"grammar": 'root ::= "x"'}, "grammar", "response_format"),
     ({"min_tokens": 3}, "min_tokens", "ignore_eos"),
     ({"best_of": True}, "best_of", "use n"),
-    ({"stop_token_ids": [3]}, "stop_token_ids", "as stop"),
+    ({"stop_token_ids": [300]}, "stop_token_ids", "use 0 to"),
     ({"chat_template": "{{ x }}"}, "chat_template", "flag of the server"),
     ({"guided_json": "{"}, "guided_json", "is not JSON"),
     ({"guided_json": 5}, "guided_json", "is not a schema"),
