@@ -48,6 +48,9 @@ MOST_JOINT = 4096
 sampled.
 """
 
+_COLDEST = 1e-6
+"""Lowest temperature of probabilities; quotients by lower ones overflow."""
+
 YES_NO = ("yes", "no")
 
 Labels = Sequence[str | int]
@@ -69,7 +72,7 @@ class Scale(NamedTuple):
     """The divisor ``temperature * n ** length_penalty`` of the log-probability of n tokens.
 
     Attributes:
-      temperature: a number above 0.
+      temperature: a number of at least 1e-6.
       length_penalty: the exponent of n. With 0, the divisor does not depend on n. With 1 and a
         temperature of 1, the quotient is the mean log-probability per token.
     """
@@ -216,7 +219,7 @@ def decide(
         one per prompt. Integers are written as digits.
       order: ``left_to_right``, or ``mean`` for the log of the mean probability over all orders of
         at most 8 tokens.
-      temperature: a number above 0; 1 uses the probabilities of the model.
+      temperature: a number of at least 1e-6; 1 uses the probabilities of the model.
       length_penalty: a number in [0, 2]; 0 uses the probabilities of the model.
       task: name of a task in `calibration`, whose temperature and length penalty are used.
       calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a mapping from tasks to
@@ -816,8 +819,10 @@ def scale_of(task: str, calibration: Mapping[str, Any]) -> Scale:
 
 def _check_scale(scale: Scale) -> None:
     temperature, penalty = scale
-    if not _is_number(temperature) or not 0 < temperature < 1e9:
-        raise SettingError("temperature", temperature, "is not a number above 0", "use 1.0")
+    if not _is_number(temperature) or not _COLDEST <= temperature < 1e9:
+        raise SettingError(
+            "temperature", temperature, f"is not a number of at least {_COLDEST:g}", "use 1.0"
+        )
     if not _is_number(penalty) or not 0 <= penalty <= 2:
         raise SettingError("length_penalty", penalty, "is not a number in [0, 2]", "use 0.0")
 

@@ -1,6 +1,5 @@
 """What clients and browsers send by habit: echoed messages, cross-site requests, odd JSON."""
 
-
 import httpx
 import pytest
 from serving_cases import MODEL, client_of, post, serving
@@ -162,35 +161,16 @@ def test_pages_of_allowed_origins_may_read_answers_after_a_preflight(allowed):
     assert plain.status_code == 405 and "access-control-allow-origin" not in plain.headers
 
 
-ODD = [
-    None, True, 0, -1, 1, 2**31, 2**32, 2**63, 2**64, 10**400, -(10**400), 0.5, -0.0, 1e308, 1e-320,
-    "", "a", "\ud800", "\u0000", "\n", "nan", "x" * 5000, [], [[]], [None], [0], [-1], [2**63],
-    [10**400], [""], ["\ud800"], [1.5], [True], [{}], {}, {"": None}, {"a": 1}, {"type": "regex"},
-    {"self": 1}, {"3": 10**400}, {"3": 1e308}, {"\ud800": 1}, {"schema": {}}, [["a", 1]],
-]  # fmt: skip
-BASES = {
-    "/v1/completions": {"prompt": "A "},
-    "/v1/chat/completions": {"messages": SAID},
-    "/v1/responses": {"input": "A "},
-    "/v1/infill": {"prefix": "A", "suffix": "."},
-    "/v1/decide": {"prompt": "A", "choices": ["a", "r"]},
-    "/tokenize": {"prompt": "A"},
-    "/detokenize": {"tokens": [1]},
-}
-
-
-def _names(app):
-    """The fields of every endpoint and some of other servers."""
-    from dlm_jax.serving import protocol
-    from dlm_jax.serving.peers import PEERS
-
-    kinds = {
-        "/v1/completions": protocol.Completion, "/v1/chat/completions": protocol.Chat,
-        "/v1/responses": protocol.Responses, "/v1/infill": protocol.Infill,
-        "/v1/decide": protocol.Decide, "/tokenize": protocol.Tokenize,
-        "/detokenize": protocol.Detokenize,
-    }  # fmt: skip
-    settings = list(MODEL.sample.table.settings)
-    for path, kind in kinds.items():
-        more = [*settings, *PEERS] if path == "/v1/completions" else []
-        yield path, [*kind.model_fields, *more]
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "A", "common_ids": {"3": 10**400}}, "common_ids"),
+        ("/v1/completions", {"prompt": "A", "logit_bias": {"3": 10**400}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "A", "temperature": 10**400}, "temperature"),
+        ("/v1/decide", {"prompt": "A", "choices": ["a", "r"], "temperature": 1e-320},
+         "temperature"),
+    ],
+)  # fmt: skip
+def test_numbers_without_bound_are_refused_by_their_names(running, path, body, param):
+    made = post(running, path, body)
+    assert made.status_code == 400 and made.json()["error"]["param"] == param, made.text
