@@ -72,7 +72,7 @@ class Scale(NamedTuple):
     """The divisor ``temperature * n ** length_penalty`` of the log-probability of n tokens.
 
     Attributes:
-      temperature: a number of at least 1e-6.
+      temperature: a number in [1e-6, 1e9).
       length_penalty: the exponent of n. With 0, the divisor does not depend on n. With 1 and a
         temperature of 1, the quotient is the mean log-probability per token.
     """
@@ -219,7 +219,7 @@ def decide(
         one per prompt. Integers are written as digits.
       order: ``left_to_right``, or ``mean`` for the log of the mean probability over all orders of
         at most 8 tokens.
-      temperature: a number of at least 1e-6; 1 uses the probabilities of the model.
+      temperature: a number in [1e-6, 1e9); 1 uses the probabilities of the model.
       length_penalty: a number in [0, 2]; 0 uses the probabilities of the model.
       task: name of a task in `calibration`, whose temperature and length penalty are used.
       calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a mapping from tasks to
@@ -821,7 +821,7 @@ def _check_scale(scale: Scale) -> None:
     temperature, penalty = scale
     if not _is_number(temperature) or not _COLDEST <= temperature < 1e9:
         raise SettingError(
-            "temperature", temperature, f"is not a number of at least {_COLDEST:g}", "use 1.0"
+            "temperature", temperature, f"is not a number in [{_COLDEST:g}, 1e9)", "use 1.0"
         )
     if not _is_number(penalty) or not 0 <= penalty <= 2:
         raise SettingError("length_penalty", penalty, "is not a number in [0, 2]", "use 0.0")

@@ -1036,7 +1036,7 @@ class Planner:
                 functions, is_parallel=bool(asked.parallel_tool_calls),
                 may_talk=asked.tool_choice in (None, "auto"),
             )  # fmt: skip
-        if not shaped:
+        if form is None or not shaped:
             return (asked.model_extra or {}).get("structure") or None
         if has_structure:
             raise refused(

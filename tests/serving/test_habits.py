@@ -103,7 +103,9 @@ def test_an_error_names_the_whole_path_of_a_key(running, messages, key):
     assert key in error["message"] and "\n" not in error["message"], error
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/decide", "/tokenize"]
+)
 def test_an_unknown_model_is_not_found(running, path):
     content = {"messages": SAID} if "chat" in path else {"prompt": "A"}
     made = post(running, path, content | {"model": "other"})
