@@ -23,6 +23,7 @@ def make(probabilities: Sequence[float], **changes: Any) -> Candidates:
         ids=np.arange(logprobs.size, dtype=np.int32),
         logits=logprobs + 1,
         logprobs=logprobs,
+        clean_logprobs=logprobs,
         num_survivors=logprobs.size,
         is_greedy=False,
         uniform=0.5,

@@ -24,7 +24,8 @@ _BOM = b"\xef\xbb\xbf"
 _CONTENTS = ("prompt", "template", "tokens")
 _TEXTS = ("prompt", "template", "draft")
 _INTEGERS = ("gen_length", "max_length", "n", "seed", "steps")
-_KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back")
+_HTTP = ("stop", "stop_token_ids", "response_format")
+_KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back", *_HTTP)
 _MOST_SAMPLES = 1 << 20
 
 
@@ -68,7 +69,8 @@ def read_requests(
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
     is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
-    integers. Other settings are not checked.
+    integers. ``stop``, ``stop_token_ids`` and ``response_format`` are those of the server. Other
+    settings are not checked.
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.

@@ -20,7 +20,15 @@ from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
+from dlm_jax.inference.reader import TextReader, stops_of
+from dlm_jax.inference.request import (
+    Request,
+    make_requests,
+    only_chains_in_use,
+    pattern_of_format,
+    static_of,
+    structured,
+)
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.store.files import own_source
 from dlm_jax.types import Status
@@ -152,13 +160,15 @@ def run_requests(
             tell(result, 0)
             errors += 1
         owners = {
-            engine.submit(request, number=row.number): row
+            engine.submit(request, number=row.number): (row, request)
             for row, request in zip(found, asked, strict=True)
             if row.key in own
         }
         while engine.is_busy:
             for ticket, row in engine.step().finished.items():
-                result = _result(model, owners.pop(ticket), row)
+                asked_row, request = owners.pop(ticket)
+                row, text = _upto_stop(model, asked_row, request, row)
+                result = _result(model, asked_row, row, text)
                 is_error = "error" in result
                 new = 0 if is_error else row.num_generated
                 results.write(result)
@@ -171,11 +181,15 @@ def run_requests(
 
 
 class _Asked(NamedTuple):
-    """A row to run: a line, its sample number, and the number of candidates to read back."""
+    """A row to run: a line, its sample number, the number of candidates to read back, and the stops
+    that end its text.
+    """
 
     line: Line
     sample: int
     read_back: int
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -240,16 +254,46 @@ def _accepted(
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            own = _from_json(line.settings, lists)
+            given = dict(line.settings)
+            stops, stop_ids = stops_of(
+                model.tokenizer, given.pop("stop", None), given.pop("stop_token_ids", None)
+            )
+            own = _from_json(_with_format(model, common, given), lists)
+            if (stops or stop_ids) and own.get("structure"):
+                raise ValueError("stop can truncate a structure; remove one of them")
             host = hosted(common | own)
             size = host["read_back"]
             own |= host | {"read_back": size > 0}
-            asked += make_requests(model, own, common, num_samples=line.num_samples, known=known)
+            made = make_requests(model, own, common, num_samples=line.num_samples, known=known)
+            if (stops or stop_ids) and TextReader(model, made[0]).is_infill:
+                raise ValueError("stop has no effect on an infill; remove it")
+            asked += made
         except ValueError as error:
             refused += [_identified(line, k) | _error(line, error) for k in range(line.num_samples)]
         else:
-            found += [_Asked(line, sample, size) for sample in range(line.num_samples)]
+            found += [
+                _Asked(line, sample, size, stops, stop_ids) for sample in range(line.num_samples)
+            ]
     return found, asked, refused
+
+
+def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a line with its ``response_format`` or ``structure`` as on the server: as a
+    structure, with the defaults that it needs.
+    """
+    form = own.pop("response_format", None)
+    pattern = None if form is None else pattern_of_format(form)
+    if pattern is not None and "structure" in own:
+        raise ValueError("structure is another name of response_format; pass one of them")
+    pattern = own.get("structure") if pattern is None else pattern
+    if not pattern:
+        return own
+    settings = configs.layered(common, own)
+    length = settings.get("gen_length") or settings.get("max_length") or model.max_length
+    needed = structured(model, settings, length)
+    return {name: needed[name] for name in needed if name not in common} | own | {
+        "structure": pattern
+    }  # fmt: skip
 
 
 def _identified(line: Line, sample: int) -> dict[str, Any]:
@@ -291,7 +335,16 @@ def _planned(
     return work, tuple(programs.values())
 
 
-def _result(model: Model, asked: _Asked, row: Row) -> dict[str, Any]:
+def _upto_stop(model: Model, asked: _Asked, request: Request, row: Row) -> tuple[Row, str]:
+    """Truncates a row after its stop, if it has one, and returns it with its text."""
+    if not asked.stops and not asked.stop_ids:
+        return row, model.tokenizer.decode(row.tokens)
+    reader = TextReader(model, request, asked.stops, asked.stop_ids)
+    text, places, _ = reader.whole(row)
+    return row.first(places.stop), model.tokenizer.decode(row.tokens[: reader.start]) + text
+
+
+def _result(model: Model, asked: _Asked, row: Row, text: str) -> dict[str, Any]:
     named, status = _identified(asked.line, asked.sample), {"status": row.status.name.lower()}
     error = row.error
     if row.is_lost and error is not None:
@@ -307,7 +360,7 @@ def _result(model: Model, asked: _Asked, row: Row) -> dict[str, Any]:
         counted["read_back"] = [record.to_json(asked.read_back) for record in row.read_back]
     return {
         **named,
-        "text": model.tokenizer.decode(row.tokens),
+        "text": text,
         "tokens": row.tokens.tolist(),
         "length": int(row.tokens.size),
         "steps": row.steps,

@@ -34,6 +34,7 @@ from dlm_jax.cli.common import (
     Parser,
     add_mesh_flags,
     heads_line,
+    import_module,
     load_model,
     mesh_of,
     naming_flags,
@@ -42,13 +43,15 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
+from dlm_jax.config.schema import settings_of
 from dlm_jax.data import HubTokenizer
 from dlm_jax.inference.decisions import ORDERS, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
+from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
-from dlm_jax.settings import nearest
+from dlm_jax.settings import Rule, nearest
 from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import DEFAULT
 
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from dlm_jax.serving.http import Server
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 
 def seconds(text: str) -> float:
@@ -81,6 +85,9 @@ def make_parser() -> Parser:
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
         help="environment variable that contains the key (DLM_JAX_API_KEY)")  # fmt: skip
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN",
+        help="origin whose web pages may use the server, such as https://example.org; * allows "
+        "any; repeatable")  # fmt: skip
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     add("--one-size", action="store_true",
         help="run all rows in one program with --slots slots: texts are bit-identical under any "
@@ -93,6 +100,8 @@ def make_parser() -> Parser:
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
         help="default value of a request setting; repeatable")  # fmt: skip
+    add("--rules", metavar="MODULE",
+        help="module with custom rules; their settings become fields of requests")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--calibration", metavar="FILE",
         help="file with scales of decisions, written by dlm_jax.evaluate --fit")  # fmt: skip
@@ -143,7 +152,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize), args
         )
         preset = model.preset(args.preset) if args.preset else {}
-        defaults = _defaults(model, preset, args.default)
+        defaults = _defaults(model, preset, args.default, _rules(args.rules))
         limits = Limits(
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
             seconds=args.max_seconds, steps=args.max_steps,
@@ -156,7 +165,8 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
             defaults=defaults, length=_length(model, defaults, args.default),
-            calibration=scales,
+            calibration=scales, origins=_origins(args.allow_origin),
+            hosts=_HOSTS if key is None and args.host in _LOOPBACK else (),
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
             print(f"warning: --host {args.host} without a key: anyone can send requests; set "
@@ -174,8 +184,31 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
     return Listening(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
 
 
-def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """The settings of a preset, overridden by those of ``--default``; the result is validated."""
+def _origins(texts: Sequence[str]) -> tuple[str, ...]:
+    for text in texts:
+        if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+            raise ValueError(
+                f"--allow-origin {text} is not an origin; write https://example.org, without a path"
+            )
+    return tuple(texts)
+
+
+def _rules(module: str | None) -> list[type[Rule]]:
+    """The rules in the module given by ``--rules``."""
+    if module is None:
+        return []
+    rules = list(classes_of(import_module(module, f"--rules {module}")))
+    with_rules(tuple(rules))  # checks them
+    return rules
+
+
+def _defaults(
+    model: Model, settings: dict[str, Any], texts: Sequence[str], rules: Sequence[type[Rule]]
+) -> dict[str, Any]:
+    """The settings of a preset, overridden by those of ``--default``, and the custom rules. The
+    result is validated.
+    """
+    table = with_rules(tuple(rules))
     own: dict[str, str] = {}
     for text in texts:
         name, is_given, value = text.partition("=")
@@ -184,16 +217,17 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
             raise ValueError(f"--default {text} has no value; write --default temperature=0.7")
         if name in own:
             raise ValueError(f"--default {name} is given twice; remove one")
-        known = tuple(model.sample.table.settings)
+        known = tuple(table.settings)
         if name not in known:
             raise ValueError(
                 f"--default {text}: {name!r} is not a setting; {nearest(name, known, value)}"
             )
         own[name] = value
+    settings = settings | ({"rules": list(rules)} if rules else {})
     if not own:
         return settings
     try:
-        settings = layered(settings, sample_settings(own))
+        settings = layered(settings, sample_settings(own, settings_of(table)), table=table)
         settings_of_call(model, settings)
     except ValueError as error:
         why = re.sub("^(command line: )?--", "", str(error))

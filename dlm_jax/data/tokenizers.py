@@ -706,6 +706,12 @@ class HubTokenizer:
         names = (token.content for token in added)
         return frozenset(name for name in names if _SPECIAL.fullmatch(name) and name in text)
 
+    @cached_property
+    def textless_ids(self) -> frozenset[int]:
+        """The special tokens, which `decode` omits."""
+        added = self._marked.get_added_tokens_decoder().items()
+        return frozenset((*self._specials, *(id_ for id_, token in added if token.special)))
+
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
         ids = np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)

@@ -27,6 +27,8 @@ class Candidates(NamedTuple):
       logits: float32 ``[n]``, after the chain.
       logprobs: float32 ``[n]``, log-probability of each candidate in nats, normalised over all
         remaining candidates.
+      clean_logprobs: float32 ``[n]``, log-probability of each candidate in nats under the clean
+        logits, as in ``Texts.logprobs``.
       num_survivors: number of remaining candidates; more than ``n`` if the list is truncated.
       is_greedy: whether the temperature of the row is 0.
       uniform: uniform random number in [0, 1), which depends on the seed of the row, the position
@@ -42,6 +44,7 @@ class Candidates(NamedTuple):
     ids: np.ndarray
     logits: np.ndarray
     logprobs: np.ndarray
+    clean_logprobs: np.ndarray
     num_survivors: int
     is_greedy: bool
     uniform: float

@@ -48,6 +48,9 @@ MOST_JOINT = 4096
 sampled.
 """
 
+_COLDEST = 1e-6
+"""Lowest temperature of probabilities; quotients by lower ones overflow."""
+
 YES_NO = ("yes", "no")
 
 Labels = Sequence[str | int]
@@ -69,7 +72,7 @@ class Scale(NamedTuple):
     """The divisor ``temperature * n ** length_penalty`` of the log-probability of n tokens.
 
     Attributes:
-      temperature: a number above 0.
+      temperature: a number in [1e-6, 1e9).
       length_penalty: the exponent of n. With 0, the divisor does not depend on n. With 1 and a
         temperature of 1, the quotient is the mean log-probability per token.
     """
@@ -216,7 +219,7 @@ def decide(
         one per prompt. Integers are written as digits.
       order: ``left_to_right``, or ``mean`` for the log of the mean probability over all orders of
         at most 8 tokens.
-      temperature: a number above 0; 1 uses the probabilities of the model.
+      temperature: a number in [1e-6, 1e9); 1 uses the probabilities of the model.
       length_penalty: a number in [0, 2]; 0 uses the probabilities of the model.
       task: name of a task in `calibration`, whose temperature and length penalty are used.
       calibration: a file from ``python -m dlm_jax.evaluate --fit``, or a mapping from tasks to
@@ -448,6 +451,78 @@ def logprobs(
     return np.array([_mean_over_orders(value[own]) for own in every])
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities in nats of the n tokens of a text, each given the tokens before it.
+
+    Attributes:
+      ids: int32 ``[n]``, the tokens.
+      logprobs: float32 ``[n]``.
+      top_ids: int32 ``[n, K]``, the most likely ids at each position, most likely first.
+      top_logprobs: float32 ``[n, K]``.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def token_logprobs(
+    model: Model,
+    texts: Sequence[np.ndarray],
+    *,
+    num_top: int = 1,
+    batch_size: int = 32,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of the tokens of each text, given as ids.
+
+    A causal model takes one forward pass per text, and the values sum to the exact likelihood.
+    Other models decode the text from left to right, as in ``decide(order="left_to_right")``: token
+    i is read from the canvas on which token i and all later tokens are MASK, so a text of n tokens
+    takes n forward passes, and the values sum to the likelihood of the text under this order, given
+    n. MASK is excluded, as in the losses, and no id that is never written is among the most likely
+    ones. `goes_on` is as in `answers`.
+    """
+    _check_holes(model)
+    run = compiled(
+        _read_top, model.network, model.compiler_options, mask_id=model.tokenizer.mask_id,
+        banned_ids=model.banned_ids,
+        num_top=min(num_top, model.network.vocab_size - len(model.banned_ids)),
+    )  # fmt: skip
+    canvases: dict[int, list[tuple[int, range]]] = {}
+    for number, ids in enumerate(texts):
+        at = range(len(ids))
+        places = [at] if model.is_causal else [at[place : place + 1] for place in at]
+        size = canvas_size(len(ids), is_shared=True)
+        canvases.setdefault(size, []).extend((number, some) for some in places)
+    parts: list[list[Any]] = [[] for _ in texts]
+    for size, own in sorted(canvases.items()):
+        count = min(batch_size, _power_of_two(len(own)))
+        for first in range(0, len(own), count):
+            if not goes_on():
+                raise Stopped
+            asked = own[first : first + count]
+            tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
+            length = np.ones(count, np.int32)
+            place, wanted = np.zeros((2, size if model.is_causal else 1, count), np.int32)
+            for row, (number, some) in enumerate(asked):
+                ids = texts[number]
+                tokens[row, : len(ids)], length[row] = ids, len(ids)
+                place[: len(some), row] = some
+                wanted[: len(some), row] = ids[some.start : some.stop]
+                if not model.is_causal:
+                    tokens[row, some.start : len(ids)] = model.tokenizer.mask_id
+            found = jax.device_get(run(model.params, tokens, length, place, wanted))
+            for row, (number, some) in enumerate(asked):
+                parts[number].append([values[: len(some), row] for values in found])
+    made = []
+    for ids, own in zip(texts, parts, strict=True):
+        columns = [np.concatenate(column) for column in zip(*own, strict=True)]
+        made.append(TokenLogprobs(np.asarray(ids, np.int32), *columns))
+    return made
+
+
 def _in_order(row: DecodingRow, mask_id: int, canvases: _Canvases) -> list[int]:
     """Returns the indices of the log-probabilities of a row's tokens, one per place."""
     places = np.asarray(row.places)
@@ -577,6 +652,30 @@ def _read(
         return jnp.take_along_axis(logits_BV, ids_BK, axis=1) - norm_B1
 
     return jax.lax.map(at, (place_PB, ids_PBK))
+
+
+def _read_top(
+    network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
+    place_PB: jax.Array, id_PB: jax.Array, *, mask_id: int, banned_ids: tuple[int, ...],
+    num_top: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Returns the log-probabilities ``[P, B]`` of one id per position, and the `num_top` most
+    likely ids with their log-probabilities, ``[P, B, K]``.
+    """
+    hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
+
+    def at(asked: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        place_B, id_B = asked
+        hidden_BD = jnp.take_along_axis(hidden_BLD, place_B[:, None, None], axis=1)[:, 0]
+        logits_BV = positions.logits(network, params, hidden_BD)
+        is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == mask_id
+        logprobs_BV = jax.nn.log_softmax(jnp.where(is_mask_1V, -jnp.inf, logits_BV))
+        written_BV = logprobs_BV.at[:, np.array(banned_ids)].set(-jnp.inf)
+        top_BK, ids_BK = jax.lax.top_k(written_BV, num_top)
+        own_B = jnp.take_along_axis(logprobs_BV, id_B[:, None], axis=1)[:, 0]
+        return own_B, ids_BK, top_BK
+
+    return jax.lax.map(at, (place_PB, id_PB))
 
 
 def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
@@ -723,8 +822,10 @@ def scale_of(task: str, calibration: Mapping[str, Any]) -> Scale:
 
 def _check_scale(scale: Scale) -> None:
     temperature, penalty = scale
-    if not _is_number(temperature) or not 0 < temperature < 1e9:
-        raise SettingError("temperature", temperature, "is not a number above 0", "use 1.0")
+    if not _is_number(temperature) or not _COLDEST <= temperature < 1e9:
+        raise SettingError(
+            "temperature", temperature, f"is not a number in [{_COLDEST:g}, 1e9)", "use 1.0"
+        )
     if not _is_number(penalty) or not 0 <= penalty <= 2:
         raise SettingError("length_penalty", penalty, "is not a number in [0, 2]", "use 0.0")
 
@@ -736,15 +837,7 @@ def _is_number(value: Any) -> bool:
 def _check(
     model: Model, asked: Sequence[Question], order: str, scale: Scale, num_draws: int
 ) -> None:
-    if "scorer" in model.network.heads:
-        raise ValueError(
-            "the model is a sequence scorer, which has no likelihood; load a language model"
-        )
-    if not model.process.is_masked:
-        raise ValueError(
-            "labels are scored in holes, but the model was trained with objective.process="
-            f"{model.process.name!r}; load a model that fills MASK"
-        )
+    _check_holes(model)
     _check_scale(scale)
     if order not in ORDERS:
         raise SettingError("order", order, "is unknown", f"use {' or '.join(ORDERS)}")
@@ -763,6 +856,18 @@ def _check(
                 f"combinations, but the labels have {one.num_tokens} and {one.num_joint}",
                 "use left_to_right",
             )  # fmt: skip
+
+
+def _check_holes(model: Model) -> None:
+    if "scorer" in model.network.heads:
+        raise ValueError(
+            "the model is a sequence scorer, which has no likelihood; load a language model"
+        )
+    if not model.process.is_masked:
+        raise ValueError(
+            "labels are scored in holes, but the model was trained with objective.process="
+            f"{model.process.name!r}; load a model that fills MASK"
+        )
 
 
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:

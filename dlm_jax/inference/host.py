@@ -254,7 +254,7 @@ class HostLoop:
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [slot * num_positions + index for slot, index, _ in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
-        read, logprobs_PK, is_greedy, uniform = jax.device_get(
+        read, logprobs_PK, clean_PK, is_greedy, uniform = jax.device_get(
             _call(self._survivors, params, state, inputs, flat, is_real, size=size)
         )
         ids = read.token_N.copy()
@@ -270,6 +270,7 @@ class HostLoop:
                 ids=read.top_ids_NK[number, :num_survivors],
                 logits=read.top_logits_NK[number, :num_survivors],
                 logprobs=logprobs_PK[number, :num_survivors],
+                clean_logprobs=clean_PK[number, :num_survivors],
                 num_survivors=num_survivors,
                 is_greedy=bool(is_greedy[number]),
                 uniform=float(uniform[number]),
@@ -348,9 +349,10 @@ def _survivors(
     is_real_P: jax.Array,
     *,
     size: int,
-) -> tuple[ReadBack, jax.Array, jax.Array, jax.Array]:
+) -> tuple[ReadBack, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns for each position the token that the device drew and the `size` largest logits after
-    the chain, their log-probabilities ``[P, K]``, whether the row is greedy, and a uniform number.
+    the chain, their log-probabilities ``[P, K]`` after the chain and under the clean logits,
+    whether the row is greedy, and a uniform number.
     """
     at = _at(inputs, places_P, is_real_P)
     clean_PV = inputs.output.logits(program.network, params, places_P)
@@ -362,7 +364,10 @@ def _survivors(
     total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
     host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
     uniform_P = jax.vmap(jax.random.uniform)(host_key_P)
-    return read, read.top_logits_NK - total_P1, chain.is_greedy(at), uniform_P
+    clean_PV = clean_PV.astype(jnp.float32)
+    clean_PK = jnp.take_along_axis(clean_PV, read.top_ids_NK, axis=1, mode="clip")
+    clean_PK -= jax.nn.logsumexp(clean_PV, axis=1, keepdims=True)
+    return read, read.top_logits_NK - total_P1, clean_PK, chain.is_greedy(at), uniform_P
 
 
 def _choose(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax.data import HubTokenizer, Tokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
+from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.types import Status
 
 HOLE = "\N{LIGHT SHADE}"
 """The text of a hole in a displayed canvas."""
 
+MOST_STOPS = 16
+"""Maximum number of stop strings, and of stop ids, of a request."""
+
+_LONGEST_STOP = 1024
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -33,6 +39,53 @@ class NewText(NamedTuple):
     is_last: bool
 
 
+def specials_in(tokenizer: Tokenizer, stop: str) -> list[int]:
+    """Returns the special tokens whose names occur in a stop string. They have no text, so a text
+    never contains them.
+    """
+    if not isinstance(tokenizer, HubTokenizer):
+        return []
+    ids = tokenizer.encode_marked(stop).tolist()
+    return [id_ for id_ in ids if id_ in tokenizer.textless_ids]
+
+
+def stops_of(
+    tokenizer: Tokenizer, stop: Any, stop_token_ids: Any
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns the stop strings and the stop ids of a request.
+
+    Raises:
+      ValueError: `stop` is neither a string nor a list of at most `MOST_STOPS` strings, a string is
+        empty, too long, or has a special token among text (so that it cannot occur), or
+        `stop_token_ids` is not a list of at most `MOST_STOPS` ids of the vocabulary.
+    """
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+        raise SettingError("stop", stop, "is not a string or a list of strings", "use strings")
+    for name, given in (("stop", stops), ("stop_token_ids", stop_token_ids or [])):
+        if isinstance(given, list) and len(given) > MOST_STOPS:
+            raise SettingError(name, UNSET, f"has {len(given)} values", f"use at most {MOST_STOPS}")
+    for text in stops:
+        if not 1 <= len(text) <= _LONGEST_STOP:
+            raise SettingError(
+                "stop", UNSET, f"has a string that is empty or longer than {_LONGEST_STOP}"
+            )
+        specials = specials_in(tokenizer, text)
+        if isinstance(tokenizer, HubTokenizer) and specials:
+            name = tokenizer.token(specials[0])
+            if name != text:
+                raise SettingError(
+                    "stop", text, f"has the special token {name!r} among text", f"use {name!r}"
+                )
+    ids = [] if stop_token_ids is None else stop_token_ids
+    last = tokenizer.vocab_size - 1
+    if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ <= last for id_ in ids):
+        raise SettingError(
+            "stop_token_ids", stop_token_ids, "is not a list of ids", f"use 0 to {last}"
+        )
+    return tuple(stops), tuple(ids)
+
+
 class TextReader:
     """The text of one row while it is decoded.
 
@@ -40,7 +93,9 @@ class TextReader:
     the first hole. In rows that remask or resample, they are the tokens of finished blocks. A
     running row with edits has no settled tokens.
 
-    The text ends at the first of the strings in `stops`, which it includes if `keeps_stop`.
+    The text ends at the first of the strings in `stops`, which it includes if `keeps_stop`. A
+    string that is the name of a special token ends the text at this token, as `stop_ids` do. An
+    infill ends at its last token.
 
     Attributes:
       start: position of the first token that is not given.
@@ -48,12 +103,16 @@ class TextReader:
     """
 
     def __init__(
-        self, model: Model, request: Request, stops: Sequence[str] = (), *, keeps_stop: bool = False
-    ):
+        self, model: Model, request: Request, stops: Sequence[str] = (),
+        stop_ids: Collection[int] = (), *, keeps_stop: bool = False,
+    ):  # fmt: skip
         self._tokenizer, self._eos_ids = model.tokenizer, model.eos_ids
         self._mask_id = model.tokenizer.mask_id
-        self._sample, self._stops = request.sample, tuple(stops)
-        self._keeps_stop = keeps_stop
+        specials = {stop: specials_in(self._tokenizer, stop) for stop in stops}
+        self._stops = tuple(stop for stop in stops if not specials[stop])
+        self._name_of = {ids[0]: stop for stop, ids in specials.items() if ids}
+        self._stop_ids = {*stop_ids, *self._name_of}
+        self._sample, self._keeps_stop = request.sample, keeps_stop
         commit = self._sample.table.commit[self._sample.order]
         self._changes = self._sample.refines or commit.rewrites
         is_free = request.is_open(self._mask_id)
@@ -92,8 +151,8 @@ class TextReader:
         """
         settled = self.settled(row)
         is_over = row.status != Status.RUNNING
-        tokens, is_ended = self._upto_eos(row, settled)
-        text = self._tokenizer.decode(tokens[self.start :])
+        tokens, is_ended = self._upto_end(row, settled)
+        text = self._text(tokens, is_ended=is_ended)
         cut = self._stop(text)
         if cut is not None or is_ended:
             is_over = True
@@ -125,8 +184,8 @@ class TextReader:
         """Returns the text of a row, the positions of its tokens, and whether a stop string or EOS
         ended it.
         """
-        tokens, is_ended = self._upto_eos(row, row.tokens.size)
-        text = self._tokenizer.decode(tokens[self.start :])
+        tokens, is_ended = self._upto_end(row, row.tokens.size)
+        text = self._text(tokens, is_ended=is_ended)
         cut = self._stop(text)
         end = self._covering(tokens, tokens.size, cut)
         return text[:cut], range(self.start, end), is_ended or cut is not None
@@ -177,11 +236,21 @@ class TextReader:
         runs = zip(edges[::2], edges[1::2], strict=True)
         return [self._tokenizer.decode(row.tokens[first:end]) for first, end in runs]
 
-    def _upto_eos(self, row: Row, settled: int) -> tuple[np.ndarray, bool]:
+    def _text(self, tokens: np.ndarray, *, is_ended: bool) -> str:
+        """Returns the text of a row up to its end, which is excluded if it is a stop."""
+        if not is_ended or (last := int(tokens[-1])) not in self._stop_ids:
+            return self._tokenizer.decode(tokens[self.start :])
+        if not self._keeps_stop:
+            return self._tokenizer.decode(tokens[self.start : -1])
+        return self._tokenizer.decode(tokens[self.start :]) + self._name_of.get(last, "")
+
+    def _upto_end(self, row: Row, settled: int) -> tuple[np.ndarray, bool]:
+        """Returns the settled tokens up to the first EOS or stop id, and whether there is one."""
         tokens = row.tokens[:settled]
         if self.is_infill:
             return tokens, False
-        (ends,) = np.nonzero(np.isin(tokens, self._eos_ids) & ~row.is_frozen[:settled])
+        ends_text = np.isin(tokens, [*self._eos_ids, *self._stop_ids])
+        (ends,) = np.nonzero(ends_text & ~row.is_frozen[:settled])
         return (tokens[: ends[0] + 1], True) if ends.size else (tokens, False)
 
     def _ends(self, settled: int) -> list[int]:

@@ -19,7 +19,7 @@ from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
-from dlm_jax.inference.structure import check_structure
+from dlm_jax.inference.structure import check_structure, regex_of_objects, regex_of_schema
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
@@ -565,6 +565,58 @@ def make_requests(
         check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
         made.append(request)
     return made
+
+
+_FORMATS = ("text", "json_object", "json_schema", "regex")
+
+
+def pattern_of_format(form: Any) -> str | None:
+    """Returns the regular expression of a ``response_format`` of OpenAI's protocol; None for text.
+
+    Args:
+      form: ``{"type": "text"}``, ``{"type": "json_object"}``, ``{"type": "json_schema",
+        "json_schema": {"schema": ...}}`` or ``{"type": "regex", "regex": ...}``.
+
+    Raises:
+      ValueError: the format is malformed, or a schema cannot be used.
+    """
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in _FORMATS:
+        raise SettingError(
+            "response_format", UNSET, "has no known type", f"use one of {', '.join(_FORMATS)}"
+        )
+    for name, value in form.items():
+        if value is not None and name not in ("type", kind):
+            raise SettingError(
+                "response_format", UNSET, f"of type {kind} has {name[:60]!r}", "remove it"
+            )
+    if kind in ("json_schema", "regex") and form.get(kind) is None:
+        raise SettingError("response_format", UNSET, f"lacks {kind}", "add it")
+    if kind == "regex":
+        if not isinstance(form["regex"], str):
+            raise SettingError("response_format", UNSET, "has a regex that is not a string")
+        return form["regex"] or None
+    if kind != "json_schema":
+        return regex_of_objects() if kind == "json_object" else None
+    schema = form["json_schema"]
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+        raise SettingError("response_format", UNSET, 'lacks "schema" in json_schema', "add it")
+    return regex_of_schema(dict(schema["schema"]))
+
+
+def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Returns the settings of a request with a structure, with defaults with which it can run.
+
+    `length` is the number of new tokens, or a limit of it.
+    """
+    fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
+    if fill is not None and fill.holds_structure:
+        return {"order": "random_filled", "schedule": "linear", "ignore_eos": False, **settings}
+    block = settings.get("block_length", model.sample.block_length)
+    block = block or model.network.block_length
+    steps = (length // block + 2) * block if block else length
+    needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False, "steps": steps}
+    return {**needed, **settings}
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:

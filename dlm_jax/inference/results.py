@@ -71,7 +71,10 @@ class Row:
         (ends,) = np.nonzero(is_eos & ~self.is_frozen)
         if not ends.size or self.is_frozen[ends[0] :].any():
             return self
-        n = int(ends[0]) + 1
+        return self.first(int(ends[0]) + 1)
+
+    def first(self, n: int) -> Row:
+        """Returns the row with its first n positions."""
         return dataclasses.replace(
             self,
             tokens=self.tokens[:n],
@@ -81,6 +84,20 @@ class Row:
             origin=None if self.origin is None else self.origin[:n],
             read_back=tuple(r for r in self.read_back if r.place < n),
         )
+
+
+def given_row(tokens: np.ndarray) -> Row:
+    """Returns the finished row of a request whose tokens are all given."""
+    size = tokens.size
+    return Row(
+        tokens=tokens,
+        is_frozen=np.ones(size, bool),
+        logprobs=np.zeros(size, np.float32),
+        committed=np.full(size, -1, np.int32),
+        steps=0,
+        block=0,
+        status=Status.DONE,
+    )
 
 
 def since_shown(row: Row, before: np.ndarray | None) -> Row:

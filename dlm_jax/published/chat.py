@@ -64,7 +64,7 @@ class ChatTemplate:
     problem: str = field(default="", kw_only=True)
 
     def text(
-        self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
+        self, messages: Messages, /, *, begins_answer: bool = True, continues: bool = False,
         **more: Any,
     ) -> str:  # fmt: skip
         """The conversation as text, up to the start of the model's answer.
@@ -80,7 +80,7 @@ class ChatTemplate:
         return self._write(given, begins_answer, continues, time.time())
 
     def ids(
-        self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
+        self, messages: Messages, /, *, begins_answer: bool = True, continues: bool = False,
         **more: Any,
     ) -> np.ndarray:  # fmt: skip
         """The token ids of `text` with the same arguments, int32 ``[n]``.
@@ -186,7 +186,7 @@ class TextTemplate(ChatTemplate):
     tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
     text_tokenizer: Tokenizer = field(kw_only=True)
 
-    def ids(self, messages: Messages, **options: Any) -> np.ndarray:
+    def ids(self, messages: Messages, /, **options: Any) -> np.ndarray:
         return self.text_tokenizer.encode(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:

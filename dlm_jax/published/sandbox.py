@@ -58,7 +58,7 @@ def main() -> None:
 def _rendered(source: str, values: dict[str, Any] | None, now: float = 0.0) -> str:
     template, size, parts = _compiled(source), 0, []
     clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
-    for part in () if values is None else template.generate(**clock | values):
+    for part in () if values is None else template.generate(clock | values):
         size += len(part)
         if size > MOST_CHARACTERS:
             raise ValueError(f"its text is longer than {MOST_CHARACTERS:,} characters")

@@ -25,6 +25,8 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -35,13 +37,14 @@ from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
 from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import Row
+from dlm_jax.inference.results import Row, given_row
 from dlm_jax.inference.structure import is_broken
 from dlm_jax.sampling.row import Counters
 from dlm_jax.serving.http import (
     LOGGER,
     Events,
     Json,
+    OwnHost,
     check_key,
     error_response,
     log_answer,
@@ -204,6 +207,8 @@ class Options:
       logs_texts: whether prompts and texts are logged.
       warms_up: whether programs for common requests are compiled at startup.
       calibration: scales or temperatures of decisions, by order and task.
+      hosts: values of ``Host``, without the port, that requests must have; empty allows any.
+      origins: origins whose web pages may read answers; ``*`` allows any.
     """
 
     name: str
@@ -214,6 +219,8 @@ class Options:
     logs_texts: bool = False
     warms_up: bool = False
     calibration: Mapping[str, Mapping[str, Any]] | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
 
 def make_app(
@@ -242,8 +249,15 @@ def make_app(
         Route("/detokenize", server.kept(server.detokenize), methods=["POST"]),
         Route("/props", server.kept(server.props)),
     ]
+    checks = [Middleware(OwnHost, hosts=options.hosts)] if options.hosts else []
+    if options.origins:
+        checks.append(Middleware(
+            CORSMiddleware, allow_origins=options.origins, allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        ))  # fmt: skip
     return Starlette(
         routes=routes,
+        middleware=checks,
         lifespan=server.lifespan,
         exception_handlers={HTTPException: _unknown, Exception: _defect},
     )
@@ -459,14 +473,28 @@ class _Server:
         finally:
             self._num_rows -= count
 
+    async def _score_prompts(self, answer: Answer) -> None:
+        """Computes the log-probabilities of the prompts, if the answer has them."""
+        if not answer.scores_prompts:
+            return
+        is_over = threading.Event()
+        try:
+            async with self._deciding:  # as in `decide`
+                score = self._planner.score_prompts
+                await asyncio.to_thread(score, answer, lambda: not is_over.is_set())
+        finally:
+            is_over.set()
+
     async def _whole(self, answer: Answer) -> list[Done]:
         """Returns all choices of an answer after the last choice has ended."""
+        await self._score_prompts(answer)
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
     async def _stream(self, answer: Answer, emit: Emit) -> list[Done]:
         """Returns all choices of an answer; events are emitted during generation."""
+        await self._score_prompts(answer)
         outbox = Outbox()
 
         async def run(index: int, request: Request) -> Done:
@@ -503,10 +531,10 @@ class _Server:
         raise AssertionError("an event of a finished row")
 
     async def _done(self, answer: Answer, request: Request) -> Done:
-        if not answer.stops:
+        if not answer.stops and not answer.stop_ids and not self._is_given(request):
             row = await self._engine.row(request)
             _check(row)
-            return self._of(request, answer.reader(self._model, request), row)
+            return self._of(answer, request, answer.reader(self._model, request), row)
         async with contextlib.aclosing(self._growing(answer, request)) as growing:
             async for *_, done in growing:
                 if done is not None:
@@ -518,20 +546,28 @@ class _Server:
     ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
         """Yields the current row, its reader, its new text and, at the end, the choice."""
         reader = answer.reader(self._model, request)
+        if self._is_given(request):  # nothing to generate
+            row = given_row(request.tokens)
+            yield row, reader, reader.pieces(row), self._of(answer, request, reader, row)
+            return
         rows = self._engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
             async for row in rows:
                 _check(row)
                 pieces = reader.pieces(row)
                 is_over = bool(pieces) and pieces[-1].is_last
-                yield row, reader, pieces, self._of(request, reader, row) if is_over else None
+                done = self._of(answer, request, reader, row) if is_over else None
+                yield row, reader, pieces, done
 
-    def _of(self, request: Request, reader: TextReader, row: Row) -> Done:
+    def _is_given(self, request: Request) -> bool:
+        return not request.is_open(self._model.tokenizer.mask_id).any()
+
+    def _of(self, answer: Answer, request: Request, reader: TextReader, row: Row) -> Done:
         """Returns a finished choice. The row can still be running."""
         text, places, is_stopped = reader.whole(row)
         if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
             raise ApiError(500, "the text violates its structure", code="structure")
-        if not reader.is_infill:
+        if not reader.is_infill and not answer.is_infill:
             return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
         filled = tuple(reader.filled(row))
         infilled = self._model.tokenizer.decode(row.tokens)

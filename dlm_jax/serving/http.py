@@ -13,15 +13,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pydantic
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_jax.serving.protocol import ApiError, of_fields, refused, stopping
 
@@ -95,6 +96,13 @@ def error_response(error: ApiError) -> Json:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
+    # Any web page can send other types without a preflight.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, f"content-type={kind[:40]!r} is not application/json; send this header and JSON",
+            code="unsupported_media_type",
+        )  # fmt: skip
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
@@ -138,7 +146,7 @@ def parsed(kind: type[M], body: bytes) -> M:
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
-        raise of_fields(error) from None
+        raise of_fields(error, value) from None
 
 
 def check_key(request: Request, key: str | None) -> None:
@@ -149,6 +157,26 @@ def check_key(request: Request, key: str | None) -> None:
     digests = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (key, given)]
     if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
         raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+class OwnHost:
+    """Refuses requests whose ``Host``, without the port, is not one of `hosts`.
+
+    A web page whose name resolves to this machine (DNS rebinding) sends its own name.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            host = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
+            if host not in self._hosts:
+                known = " or ".join(sorted(self._hosts))
+                message = f"host={host[:60]!r} is not this server; use {known}"
+                app = error_response(ApiError(403, message, code="wrong_host"))
+        await app(scope, receive, send)
 
 
 def _depth(body: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Request field names of vLLM, SGLang and llama-server, and how this server handles them.
+"""Request field names of OpenAI, vLLM, SGLang and llama-server, and how this server handles them.
 
 `PEERS` is the table of aliases, ignored fields and rejected names. The server uses it for every
 request, and docs/peers.md is generated from it. Fields with the same name and meaning are declared
@@ -30,7 +30,7 @@ class Peer(NamedTuple):
     """A field of another server.
 
     Attributes:
-      of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
+      of: the servers with this field: ``o`` OpenAI, ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
       ours: the corresponding field or setting, or the closest one.
       does: the documented effect, or the remedy for a rejected name.
       read: function that converts a value to fields of this server; raises `_No` for a value
@@ -45,7 +45,7 @@ class Peer(NamedTuple):
 
 _NO_COUNTERPART = "has no counterpart here"
 
-SERVERS = {"v": "vLLM", "s": "SGLang", "l": "llama-server"}
+SERVERS = {"o": "OpenAI", "v": "vLLM", "s": "SGLang", "l": "llama-server"}
 
 
 def _same(of: str, ours: str) -> Peer:
@@ -127,7 +127,6 @@ PEERS: Mapping[str, Peer] = {
     "n_predict": _same("l", "max_tokens"),
     "no_stop_trim": _same("s", "include_stop_str_in_output"),
     "min_tokens": _neutral("vs", "ignore_eos", 0, "use ignore_eos=true"),
-    "stop_token_ids": _neutral("vs", "stop", [], "pass the texts of the ids as stop"),
     "stop_regex": _refused("s", "stop", "use stop with texts"),
     "truncate_prompt_tokens": _refused("v", "max_length", "shorten the prompt; see /tokenize"),
     "n_keep": _refused("l", "max_length", "prompts are never truncated; shorten the prompt, see "
@@ -162,6 +161,11 @@ PEERS: Mapping[str, Peer] = {
     "chat_template": _refused("v", "--chat-template", "it is a flag of the server"),
     "documents": _refused("v", "chat_template_kwargs", "use chat_template_kwargs"),
     # Execution of requests; these fields do not affect results.
+    "store": _unread("o", "nothing is stored"),
+    "metadata": _unread("o", "nothing is stored"),
+    "service_tier": _unread("o", "all requests have one tier"),
+    "prompt_cache_key": _unread("o", "texts do not depend on it; see `cache`"),
+    "safety_identifier": _unread("o", "as `user`"),
     "cache_prompt": _unread("l", "texts do not depend on it; see `cache`"),
     "cache_salt": _unread("v", "prompts are not shared between requests"),
     "id_slot": _unread("l", "the scheduler assigns slots"),

@@ -13,7 +13,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -28,10 +28,16 @@ from dlm_jax.elsewhere import named_here
 from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.reader import NewText, TextReader
-from dlm_jax.inference.request import Request, make_requests, settings_of_call
+from dlm_jax.inference.own_rules import with_rules
+from dlm_jax.inference.reader import NewText, TextReader, stops_of
+from dlm_jax.inference.request import (
+    Request,
+    make_requests,
+    pattern_of_format,
+    settings_of_call,
+    structured,
+)
 from dlm_jax.inference.results import Row
-from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.published.chat import RESERVED
 from dlm_jax.serving import tools
 from dlm_jax.serving.peers import in_our_names
@@ -56,6 +62,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
+        message = " ".join(message.split())  # a client's own names can contain line ends
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -78,17 +85,36 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
-def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
-    """Converts pydantic's first error to an ApiError; `names` maps this server's names to the
-    client's.
+def of_fields(
+    error: pydantic.ValidationError, given: Any, names: Mapping[str, str] = {}
+) -> ApiError:
+    """Converts the error of pydantic that lies deepest in a request to an ApiError.
+
+    `names` maps this server's names to the client's.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
-    name, *rest = first["loc"] or ("",)
-    name = names.get(str(name), name)
-    # After the name, pydantic appends the attempted union member, which is not a location.
-    places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
-    field = f"{name}{''.join(places)}"
-    return refused(f"{field}: {first['msg']}", str(name) or None)
+    errors = error.errors(include_url=False, include_context=False)
+    deepest = max(errors, key=lambda one: len(_path(given, one)))
+    name, *rest = _path(given, deepest) or [""]
+    inner = [f"[{part}]" if isinstance(part, int) else f".{part[:60]}" for part in rest]
+    # The value of another name has been converted, so its parts are not those of the request.
+    field = names.get(str(name)) or f"{str(name)[:60]}{''.join(inner)}"
+    param = names.get(str(name), str(name)) or None
+    if deepest["type"] == "extra_forbidden":
+        return refused(f"{field} is not a field; remove it", param)
+    return refused(f"{field}: {deepest['msg']}", param)
+
+
+def _path(given: Any, error: Any) -> list[str | int]:
+    """Returns the location of an error without the names of union members, which pydantic adds."""
+    path: list[str | int] = []
+    for part in error["loc"]:
+        try:
+            given = given[part]
+        except (LookupError, TypeError):
+            if error["type"] != "missing" or part is not error["loc"][-1]:
+                continue
+        path.append(part)
+    return path
 
 
 def of_value(
@@ -119,9 +145,6 @@ def _in_fields(message: str) -> str:
     return " ".join(message.split()).replace("gen_length", "max_tokens")
 
 
-MOST_STOPS = 16
-_LONGEST_STOP = 1024
-
 Ids = list[int]
 Stop = str | list[str]
 
@@ -133,9 +156,12 @@ class Fields(pydantic.BaseModel):
 
 
 class StreamOptions(Fields):
-    """Options of a stream. With `include_usage`, a final event contains the usage."""
+    """Options of a stream. With `include_usage`, a final event contains the usage.
+    `include_obfuscation` is ignored.
+    """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchema(Fields):
@@ -186,7 +212,9 @@ class SamplingFields(pydantic.BaseModel):
       max_length: maximum number of tokens per row, including the prompt.
       n: number of rows per prompt.
       seed: seed of the first row; random by default.
-      stop: strings that end the answer and are excluded from it.
+      stop: strings that end the answer and are excluded from it. The name of a special token is
+        that token.
+      stop_token_ids: ids that end the answer and are excluded from it.
       include_stop_str_in_output: whether the answer includes the stop string that ended it.
       return_token_ids: whether the answer contains the ids of its tokens and of the prompt.
       stream: whether the answer is a stream of events.
@@ -210,6 +238,7 @@ class SamplingFields(pydantic.BaseModel):
     n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**32)
     stop: Stop | None = None
+    stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -233,7 +262,7 @@ class SamplingFields(pydantic.BaseModel):
         try:
             made = make(ours)
         except pydantic.ValidationError as error:
-            raise of_fields(error, theirs) from None
+            raise of_fields(error, ours, theirs) from None
         made._theirs = theirs
         return made
 
@@ -251,15 +280,6 @@ class SamplingFields(pydantic.BaseModel):
         """The number of alternatives to return per token; None without log-probabilities."""
         return getattr(self, "logprobs", None)
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(found) > MOST_STOPS:
-            raise refused(f"stop has {len(found)} texts; use at most {MOST_STOPS}", "stop")
-        if any(not 1 <= len(text) <= _LONGEST_STOP for text in found):
-            raise refused(f"stop has a string that is empty or longer than {_LONGEST_STOP}", "stop")
-        return found
-
 
 class Completion(SamplingFields):
     """A request to ``/v1/completions``.
@@ -269,7 +289,9 @@ class Completion(SamplingFields):
       suffix: text after the gap.
       draft: text to refine after the prompt.
       echo: whether the answer begins with the prompt.
-      logprobs: number of alternatives to return per token; 0 returns only the token itself.
+      logprobs: number of alternatives to return per token; 0 returns only the token itself. With
+        `echo`, the tokens of the prompt have the values of `decisions.token_logprobs`.
+      max_tokens: number of new tokens; 0 with `echo` returns only the prompt.
     """
 
     route = "/v1/completions"
@@ -281,11 +303,15 @@ class Completion(SamplingFields):
     draft: str | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: int | None = Field(None, ge=0)
 
 
 class Part(Fields):
+    """A part of a turn; `cache_control` is ignored."""
+
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class Called(Fields):
@@ -296,16 +322,20 @@ class Called(Fields):
 
 
 class ToolCall(Fields):
-    """A call in an earlier answer."""
+    """A call in an earlier answer; `index`, its place in a stream, is ignored."""
 
     id: str
     type: Literal["function"] = "function"
     function: Called
+    index: int | None = None
 
 
 class Message(Fields):
     """A chat turn. Assistant turns can have calls instead of text; tool turns contain the results
     of calls.
+
+    Clients also send the other fields of an earlier answer: they must be null, or are ignored
+    (`reasoning_content`, `annotations` and `cache_control`).
     """
 
     role: str
@@ -313,6 +343,12 @@ class Message(Fields):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning_content: str | None = None
+    annotations: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
 
     @pydantic.model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -346,7 +382,7 @@ class Message(Fields):
             told |= {} if getattr(self, name) is None else {name: getattr(self, name)}
         if self.tool_calls:
             told["tool_calls"] = [
-                one.model_dump() | {"function": {
+                {"id": one.id, "type": one.type, "function": {
                     "name": one.function.name,
                     "arguments": tools.arguments_of(one.function.arguments),
                 }} for one in self.tool_calls
@@ -366,8 +402,11 @@ class Function(Fields):
 
 
 class Tool(Fields):
+    """A function that the model can call; `cache_control` is ignored."""
+
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
 
 
 class FunctionName(Fields):
@@ -439,13 +478,14 @@ class TurnPart(Fields):
 
 
 class Turn(Fields):
-    """A turn of ``/v1/responses``, written by a client or by this server."""
+    """A turn of ``/v1/responses``, written by a client or by this server; `phase` is ignored."""
 
     type: Literal["message"] = "message"
     role: str
     content: str | list[TurnPart]
     id: str | None = None
     status: str | None = None
+    phase: str | None = None
 
 
 class TextFormat(Fields):
@@ -629,7 +669,11 @@ class Planner:
         self.model, self.name, self.limits = model, name, limits
         self._length = length
         self._defaults = dict(defaults or {})
-        self._settings = model.sample.table.settings
+        self._rules = {
+            name: self._defaults.pop(name) for name in ("rules",) if name in self._defaults
+        }
+        self._table = with_rules(tuple(self._rules.get("rules", ())))
+        self._settings = self._table.settings
         self._known: dict[Any, Any] = {}
 
     def answer(self, asked: SamplingFields) -> Answer:
@@ -650,6 +694,11 @@ class Planner:
             raise refused("suffix and draft cannot be combined; pass only one of them", "suffix")
         if asked.echo and asked.suffix is not None:
             raise refused("echo has no effect with a suffix; remove one", "echo")
+        if asked.suffix is not None and asked.stop_token_ids:
+            raise refused("stop_token_ids has no effect with a suffix; remove one",
+                          "stop_token_ids")  # fmt: skip
+        if asked.max_tokens == 0:
+            return self._echo(asked, prompts)
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
@@ -664,6 +713,51 @@ class Planner:
             contents = [content | {"draft": asked.draft} for content in contents]
         echoes = [p if isinstance(p, str) else self.text(p) for p in prompts if asked.echo]
         return self._answer(asked, contents, length, echoes)
+
+    def _echo(self, asked: Completion, prompts: Sequence[str | list[int]]) -> Answer:
+        """Returns an answer that has only the prompts, in rows without holes."""
+        if not asked.echo:
+            raise refused("max_tokens=0 requires echo; use at least 1", "max_tokens")
+        for name in ("draft", "diffusing", "read_back", "response_format", "structure"):
+            if getattr(asked, name, None):
+                raise refused(f"{name} has no effect with max_tokens=0; remove it", name)
+        answer = self._answer(asked, [{"prompt": ""}] * len(prompts), 1)
+        rows, count = [], asked.n or 1
+        for prompt in prompts:
+            ids = self.encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            if not 1 <= len(ids) <= self._room(asked):
+                raise refused(
+                    f"prompt has {len(ids)} tokens; use 1 to {self._room(asked)}", "prompt"
+                )
+            if (mask_id := self.model.tokenizer.mask_id) in ids:
+                raise refused(f"prompt contains MASK ({mask_id}), which is a hole", "prompt")
+            answer.echoes = [*answer.echoes, *[self.text(ids)] * count]
+            rows += [np.asarray(ids, np.int32)] * count
+        answer.requests = [
+            replace(request, tokens=tokens)
+            for request, tokens in zip(answer.requests, rows, strict=True)
+        ]
+        return answer
+
+    def score_prompts(self, answer: Answer, goes_on: Callable[[], bool]) -> None:
+        """Sets the log-probabilities of the prompts of an answer that echoes them.
+
+        `goes_on` is as in `decisions.answers`.
+        """
+        count = answer.asked.n or 1
+        texts = [answer.prompt(index) for index in range(0, len(answer.requests), count)]
+        try:
+            found = decisions.token_logprobs(
+                self.model,
+                [ids for ids in texts if ids.size],
+                num_top=max(1, answer.asked.rivals or 0),
+                goes_on=goes_on,
+            )
+        except ValueError as error:
+            raise refused(f"logprobs with echo: {error}", "logprobs") from None
+        if any(not np.isfinite(one.logprobs).all() for one in found):
+            raise ApiError(500, "the model's logits are not finite", code="non_finite")
+        answer.scores = {one.ids.tobytes(): one for one in found}
 
     def _chat(self, asked: Chat) -> Answer:
         length = _one_length(asked, "max_completion_tokens")
@@ -690,6 +784,9 @@ class Planner:
     def _infill(self, asked: Infill) -> Answer:
         if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
             raise refused("pass prefix and suffix, or a template with <hole:8>", "template")
+        for name in ("stop", "stop_token_ids"):
+            if getattr(asked, name):
+                raise refused(f"{name} has no effect on an infill; remove it", name)
         if asked.template is not None:
             content: dict[str, Any] = {"template": asked.template}
         else:
@@ -780,7 +877,11 @@ class Planner:
                 "chat_template_kwargs",
             )
         if offered:
-            more = more | {"tools": [one.model_dump(exclude_none=True) for one in offered]}
+            more = more | {
+                "tools": [
+                    one.model_dump(exclude={"cache_control"}, exclude_none=True) for one in offered
+                ]
+            }
         said = [one.turn for one in messages]
         try:
             return self.model.chat.ids(
@@ -793,7 +894,7 @@ class Planner:
         """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             raise ApiError(
-                400, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
+                404, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
                 "model_not_found",
             )  # fmt: skip
 
@@ -810,10 +911,9 @@ class Planner:
         if asked.read_back and asked.diffusing:
             raise refused("read_back and diffusing cannot be combined; remove one", "read_back")
         settings = self._own_settings(asked, length)
-        reads = bool(asked.rivals or asked.read_back)
-        if reads and "fill" not in settings:
-            settings["fill"] = "parallel"
-        shape = "tools" if isinstance(asked, Chat) and asked.functions else "response_format"
+        reads = "read_back" if asked.read_back else "logprobs" if asked.rivals else ""
+        shape = "structure" if settings.get("structure") else "response_format"
+        shape = "tools" if isinstance(asked, Chat) and asked.functions else shape
         try:
             pattern = self._pattern(asked)
             structure = None if pattern is None else self.model.structures.automaton(pattern)
@@ -822,7 +922,8 @@ class Planner:
         if shape == "tools" and asked.diffusing:
             raise refused("tools and diffusing cannot be combined; remove one", "diffusing")
         if structure is not None:
-            settings = self._holding(asked, settings) | settings | {"structure": structure}
+            length = asked.max_tokens or self._room(asked)
+            settings = structured(self.model, settings, length) | {"structure": structure}
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -830,26 +931,30 @@ class Planner:
                 f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
                 "send several requests", name,
             )  # fmt: skip
-        stops = asked.stops
-        if structure is not None and stops:
-            raise refused(f"stop can truncate a structure; remove stop or {shape}", "stop")
+        stops, stop_ids = self._stops(asked)
+        if structure is not None and (stops or stop_ids):
+            name = "stop" if stops else "stop_token_ids"
+            raise refused(f"{name} can truncate a structure; remove {name} or {shape}", name)
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
+        common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(reads)}
+        common |= self._rules
+        if reads:
+            settings = self._same_fill(settings)
         requests: list[Request] = []
         for place, content in enumerate(contents):
             requests += self._rows(
                 asked, content | settings, common,
-                (place * count, count, len(contents) * count), shape,
+                (place * count, count, len(contents) * count), shape, reads,
             )  # fmt: skip
         kind = ResponseAnswer if isinstance(asked, Responses) else Answer
         return kind(
-            asked, self.name, self.model.tokenizer, requests, stops, seed,
+            asked, self.name, self.model.tokenizer, requests, stops, stop_ids, seed,
             [text for text in echoes for _ in range(count)],
         )  # fmt: skip
 
     def _rows(
         self, asked: SamplingFields, own: dict[str, Any], common: dict[str, Any],
-        place: tuple[int, int, int], shape: str,
+        place: tuple[int, int, int], shape: str, reads: str,
     ) -> list[Request]:  # fmt: skip
         content = "template" if "template" in own else asked.content
         if len(self._known) > _REMEMBERED:
@@ -857,6 +962,8 @@ class Planner:
         try:
             made = make_requests(self.model, own, common, *place, known=self._known)
         except ValueError as error:
+            if reads and getattr(error, "name", "") == "fill":
+                raise refused(f"{reads}: {error}", reads) from None
             names = {"tokens": content, "prompt": content, "structure": shape}
             raise of_value(error, content, asked.named, **names) from None
         if made[0].sample.steps > self.limits.steps:
@@ -865,6 +972,26 @@ class Planner:
                 "steps",
             )
         return made
+
+    def _same_fill(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Returns the settings with the fill and order of a request without candidates, so that
+        reading candidates does not change the text.
+        """
+        try:
+            sample = settings_of_call(self.model, settings | self._rules)
+        except ValueError:
+            return settings  # `make_requests` reports the error
+        pinned = {"fill": sample.fill}
+        if sample.order != settings.get("order", self.model.sample.order):
+            pinned["order"] = sample.order
+        return settings | pinned
+
+    def _stops(self, asked: SamplingFields) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Returns the stop strings and the stop ids of a request."""
+        try:
+            return stops_of(self.model.tokenizer, asked.stop, asked.stop_token_ids)
+        except ValueError as error:
+            raise of_value(error, "stop", asked.named) from None
 
     def _own_settings(self, asked: SamplingFields, length: int | None) -> dict[str, Any]:
         """Returns the settings of a request by name. Each setting is validated separately."""
@@ -883,7 +1010,7 @@ class Planner:
                 self._settings[name].checked(value)
             except ValueError as error:
                 raise of_value(error, name, asked.named) from None
-        return layered(self._defaults, given)
+        return layered(self._defaults, given, table=self._table)
 
     def _unknown(self, asked: SamplingFields, name: str, value: Any) -> ApiError:
         """Returns the error for a name that is neither a setting nor a field of the endpoint."""
@@ -894,18 +1021,6 @@ class Planner:
             where = " and ".join(others)
             return refused(f"{name!r} is a field of {where}, not of {asked.route}; remove it", name)
         return refused(f"{name!r} is not a field; {nearest(name, known, value)}", name)
-
-    def _holding(self, asked: SamplingFields, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns default settings with which a request with a structure can run."""
-        model, size = self.model, asked.max_tokens or self._room(asked)
-        fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
-        if fill is not None and fill.holds_structure:
-            return {"order": "random_filled", "schedule": "linear", "ignore_eos": False}
-        block = settings.get("block_length", model.sample.block_length)
-        block = block or model.network.block_length
-        steps = (size // block + 2) * block if block else size
-        needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
-        return needed | {"steps": steps}
 
     def _pattern(self, asked: SamplingFields) -> str | None:
         """Returns a regular expression for the answer: for calls, calls or text with ``auto``, or a
@@ -922,17 +1037,13 @@ class Planner:
                 may_talk=asked.tool_choice in (None, "auto"),
             )  # fmt: skip
         if form is None or not shaped:
-            return None
+            return (asked.model_extra or {}).get("structure") or None
         if has_structure:
             raise refused(
                 "structure is another name of response_format; pass only one of them", "structure"
             )
-        missing = {"json_schema": form.json_schema, "regex": form.regex}
-        if missing.get(form.type, "") is None:
-            raise refused(f"response_format lacks {form.type}; add it", "response_format")
-        if form.json_schema is not None:
-            return regex_of_schema(form.json_schema.schema_)
-        return form.regex or regex_of_objects()
+        schema = None if form.json_schema is None else {"schema": form.json_schema.schema_}
+        return pattern_of_format({"type": form.type, "json_schema": schema, "regex": form.regex})
 
     def _room(self, asked: SamplingFields) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
@@ -949,7 +1060,7 @@ class Planner:
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
-        behind = self.encoded(suffix, "suffix")
+        behind = np.asarray(self.encoded(suffix, "suffix"), np.int64)
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
@@ -976,7 +1087,7 @@ class Planner:
     def props(self, slots: int) -> dict[str, Any]:
         """Returns the response body of ``/props``: the model and its defaults."""
         model = self.model
-        sample = settings_of_call(model, self._defaults)
+        sample = settings_of_call(model, self._defaults | self._rules)
         shown = {name: getattr(sample, name, None) for name in self._settings}
         plain = (bool, int, float, str, list, tuple, type(None))
         return {
@@ -1066,7 +1177,7 @@ class Answer:
 
     `requests` has one row per choice, grouped by prompt, and `echoes` the text at the start of each
     choice. `seed` is that of the first row. `created` is in seconds since 1970. ``[DONE]`` ends a
-    stream of the answer if `ends_with_done`.
+    stream of the answer if `ends_with_done`. `scores` has the log-probabilities of echoed prompts.
     """
 
     ends_with_done: ClassVar[bool] = True
@@ -1075,11 +1186,14 @@ class Answer:
     tokenizer: Tokenizer
     requests: Sequence[Request]
     stops: tuple[str, ...]
+    stop_ids: tuple[int, ...]
     seed: int
     echoes: Sequence[str] = ()
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    scores: Mapping[bytes, decisions.TokenLogprobs] = field(default_factory=dict)
     _calls: dict[int, tools.Calls] = field(default_factory=dict)
+    _ends: dict[int, _TextEnd] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
@@ -1087,7 +1201,16 @@ class Answer:
     def reader(self, model: Model, request: Request) -> TextReader:
         """Returns a reader for the text of a choice."""
         keeps_stop = bool(self.asked.include_stop_str_in_output)
-        return TextReader(model, request, self.stops, keeps_stop=keeps_stop)
+        return TextReader(model, request, self.stops, self.stop_ids, keeps_stop=keeps_stop)
+
+    @property
+    def scores_prompts(self) -> bool:
+        return bool(self.echoes) and self.asked.rivals is not None
+
+    def prompt(self, index: int) -> np.ndarray:
+        """Returns the ids of a choice's prompt, the tokens before its first hole."""
+        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
+        return self.requests[index].tokens[: free[0] if free.size else None]
 
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
@@ -1104,7 +1227,11 @@ class Answer:
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
         """Returns the event that echoes the prompt of a choice, if requested."""
         is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
-        return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
+        if not is_told:
+            return []
+        event = self._event(index, self.echoes[index], None, self._logprobs(index, row, range(0)))
+        event["choices"][0] |= self._read_back(row, range(0)) | self._ids(row, range(0))
+        return [event]
 
     def grown(
         self, index: int, row: Row, reader: TextReader, pieces: Sequence[NewText], done: Done | None
@@ -1125,7 +1252,7 @@ class Answer:
     def _piece(
         self, index: int, text: str, row: Row, places: range, reason: str | None
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(row, places)
+        logprobs = self._logprobs(index, row, places)
         parts: list[dict[str, Any]] = []
         if self._may_call:
             calls = self._calls.setdefault(index, tools.Calls())
@@ -1146,11 +1273,9 @@ class Answer:
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         """Returns the ids of a choice's prompt (the tokens before its first hole), if requested."""
-        if not self.asked.return_token_ids or isinstance(self.asked, Infill):
+        if not self.asked.return_token_ids or self.is_infill:
             return {}
-        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
-        tokens = self.requests[index].tokens
-        return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
+        return {"prompt_token_ids": self.prompt(index).tolist()}
 
     def _canvas(
         self, index: int, row: Row, reader: TextReader, done: Done | None
@@ -1191,6 +1316,10 @@ class Answer:
         }
 
     @property
+    def is_infill(self) -> bool:
+        return isinstance(self.asked, Infill)
+
+    @property
     def _is_chat(self) -> bool:
         return isinstance(self.asked, Chat)
 
@@ -1210,9 +1339,9 @@ class Answer:
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": done.finish_reason,
-            "logprobs": self._logprobs(done.row, done.places),
+            "logprobs": self._logprobs(index, done.row, done.places),
         } | self._read_back(done.row, done.places)
-        is_infill = isinstance(self.asked, Infill)
+        is_infill = self.is_infill
         choice |= self._ids(done.row, range(done.row.tokens.size) if is_infill else done.places)
         choice |= {} if self._is_chat else self._prompt_ids(index)
         if self._is_chat:
@@ -1241,26 +1370,59 @@ class Answer:
         texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
         return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
 
-    def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
-        """Returns the log-probabilities of written tokens and, if requested, of their
-        alternatives.
+    def _logprobs(self, index: int, row: Row, places: range) -> dict[str, Any] | None:
+        """Returns the log-probabilities of the tokens at `places` that were written and, if
+        requested, of their alternatives. With an echo, the tokens of the prompt come first.
         """
         if self.asked.rivals is None:
             return None
-        written = [place for place in places if not row.is_frozen[place]]
-        rivals = {record.place: record.candidates for record in row.read_back}
-        told = []
-        for place in written:
-            top = []
-            if place in rivals and self.asked.rivals:
-                shown = rivals[place]
-                pairs = zip(shown.ids.tolist(), shown.logprobs.tolist(), strict=True)
-                top = [self._token(id_, p) for id_, p in list(pairs)[: self.asked.rivals]]
-            token = self._token(int(row.tokens[place]), float(row.logprobs[place]))
-            told.append(token | {"top_logprobs": top})
+        records = {record.place: record.candidates for record in row.read_back}
+        told = [] if index in self._ends else self._echoed(index)
+        end = self._end_of(index, row, places)
+        for place in places:
+            offset = end.add(int(row.tokens[place]))
+            if row.is_frozen[place]:
+                continue
+            tops: list[tuple[int, float]] = []
+            if place in records and self.asked.rivals:
+                found = records[place]
+                tops = list(zip(found.ids.tolist(), found.clean_logprobs.tolist(), strict=True))
+            told.append(
+                self._told(int(row.tokens[place]), float(row.logprobs[place]), tops, offset)
+            )
         if self._is_chat:
-            return {"content": told, "refusal": None}
+            return {"content": [one[0] for one in told], "refusal": None}
         return self._table(told)
+
+    def _echoed(self, index: int) -> list[tuple[dict[str, Any], int]]:
+        """Returns the tokens of an echoed prompt with their log-probabilities and offsets."""
+        if not self.scores_prompts or not self.prompt(index).size:
+            return []
+        scores, end = self.scores[self.prompt(index).tobytes()], _TextEnd(self.tokenizer)
+        told = []
+        for id_, logprob, ids, tops in zip(*(one.tolist() for one in scores), strict=True):
+            pairs = list(zip(ids, tops, strict=True)) if self.asked.rivals else []
+            told.append(self._told(id_, logprob, pairs, end.add(id_)))
+        return told
+
+    def _end_of(self, index: int, row: Row, places: range) -> _TextEnd:
+        """Returns the end of the text of a choice, behind its echo or the text before its gap."""
+        if index not in self._ends:
+            text = self.echoes[index] if self.echoes else ""
+            if self.is_infill and not self.asked.stream:
+                text = self.tokenizer.decode(row.tokens[: places.start])
+            self._ends[index] = _TextEnd(self.tokenizer, len(text))
+        return self._ends[index]
+
+    def _told(
+        self, id_: int, logprob: float, tops: list[tuple[int, float]], offset: int
+    ) -> tuple[dict[str, Any], int]:
+        """Returns a token with its alternatives, most likely first, and its offset."""
+        # The alternatives and the token itself are from one distribution, and so are equal values.
+        logprob = dict(tops).get(id_, logprob)
+        shown = sorted(tops, key=lambda one: -one[1])[: self.asked.rivals]
+        token = self._token(id_, logprob)
+        return token | {"top_logprobs": [self._token(*one) for one in shown]}, offset
 
     def _token(self, id_: int, logprob: float) -> dict[str, Any]:
         text = self.tokenizer.decode([id_])
@@ -1268,19 +1430,47 @@ class Answer:
         data = list(text.encode("utf-8", errors="replace"))
         return {"token": text, "logprob": number, "bytes": data}
 
-    def _table(self, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _table(self, told: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
         """Returns log-probabilities as parallel lists, as in ``/v1/completions``."""
-        offsets, end = [], 0
-        for one in told:
-            offsets.append(end)
-            end += len(one["token"])
-        tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told]
+        tokens = [one for one, _ in told]
+        tops = []
+        for one in tokens:
+            # The token itself is always present. Of others with one text, the most likely one is.
+            shown = {top["token"]: top["logprob"] for top in reversed(one["top_logprobs"])}
+            tops.append(shown | {one["token"]: one["logprob"]})
         return {
-            "tokens": [one["token"] for one in told],
-            "token_logprobs": [one["logprob"] for one in told],
+            "tokens": [one["token"] for one in tokens],
+            "token_logprobs": [one["logprob"] for one in tokens],
             "top_logprobs": tops if self.asked.rivals else None,
-            "text_offset": offsets,
+            "text_offset": [offset for _, offset in told],
         }
+
+
+class _TextEnd:
+    """The end of a text to which tokens are added.
+
+    Tokens are decoded behind the previous ones, because a character can have several tokens, and
+    some tokenizers decode the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int = 0):
+        self._tokenizer, self._size = tokenizer, size
+        self._before: list[int] = []
+        self._new: list[int] = []
+
+    def add(self, id_: int) -> int:
+        """Adds a token and returns the offset at which its text begins."""
+        offset = self._size
+        self._new.append(id_)
+        whole = self._tokenizer.decode([*self._before, *self._new])
+        if not whole.endswith("\N{REPLACEMENT CHARACTER}") or len(self._new) > _MOST_PARTS:
+            self._size += len(whole) - len(self._tokenizer.decode(self._before))
+            self._before, self._new = self._new, []
+        return offset
+
+
+_MOST_PARTS = 4
+"""Maximum number of tokens of a character, which has at most 4 bytes in UTF-8."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The program that serves: what it refuses before it listens, and how it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import httpx
 import published_cases
 import pytest
 import saved_model
+from serving_cases import post, serving
 
 import dlm_jax
 from dlm_jax.cli import server
@@ -127,3 +129,68 @@ def test_it_tells_its_address_asks_for_the_key_and_ends_on_a_signal(run_dir):
         assert json.loads(logged.splitlines()[0])["event"] == (
             "heads: none; fill=parallel, order=left_to_right"
         )
+
+
+RULES = """
+from dlm_jax import LogitTransform, Setting, per_row, rule
+
+@rule
+class Shift(LogitTransform):
+    '''Adds to one logit.'''
+    shift_B: object = per_row(Setting("my_shift", 0.0, "added to the logit of id 3"))
+
+    def apply(self, prepared, logits_NV, at):
+        return logits_NV.at[:, 3].add(self.shift_B[at.row_N])
+"""
+
+
+@pytest.fixture
+def own_rules(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "serve_rules_here.py").write_text(RULES)
+    yield "serve_rules_here"
+    sys.modules.pop("serve_rules_here", None)
+
+
+def test_the_settings_of_own_rules_are_fields_and_defaults_of_requests(run_dir, own_rules):
+    model = server.load_model(str(run_dir))
+    rules = server._rules(own_rules)
+    defaults = server._defaults(model, {}, ["order=left_to_right", "my_shift=1000"], rules)
+    fourth = model.tokenizer.decode([3])
+    asked = {"prompt": "A ", "max_tokens": 4, "steps": 4, "chain": ["temperature", "shift"]}
+    with serving(model, defaults=defaults) as running:
+        texts = [
+            post(running, "/v1/completions", asked | more).json()["choices"][0]["text"]
+            for more in ({}, {"my_shift": -1000.0}, {"logprobs": 2})
+        ]
+        told = httpx.get(f"{running.url}/props").json()["default_generation_settings"]
+        wrong = post(running, "/v1/completions", asked | {"my_shift": "much"}).json()["error"]
+    assert texts[0] == texts[2] == fourth * 4 and fourth not in texts[1]
+    assert told["my_shift"] == 1000.0 and wrong["param"] == "my_shift"
+
+
+def test_rules_and_origins_that_are_none_are_refused(capsys, own_rules, run_dir):
+    flags = ["--checkpoint", str(run_dir), "--port", "0"]
+    assert "--rules nowhere_here" in _refused(capsys, *flags, "--rules", "nowhere_here")
+    for origin in ("example.org", "https://example.org/path", ""):
+        assert "is not an origin" in _refused(capsys, *flags, "--allow-origin", origin)
+
+
+@pytest.mark.parametrize(("key", "are_bound"), [(None, True), ("secret", False)])
+def test_without_a_key_a_server_on_loopback_answers_its_own_hosts(
+    run_dir, monkeypatch, key, are_bound
+):
+    monkeypatch.setattr(server, "start_jax", lambda *args: None)
+    if key is not None:
+        monkeypatch.setenv("DLM_JAX_API_KEY", key)
+    seen = {}
+    monkeypatch.setattr(
+        "dlm_jax.serving.app.make_app", lambda *args, **more: seen.update(o=args[2])
+    )
+    flags = ["--checkpoint", str(run_dir), "--port", "0", "--allow-origin", "https://a.example"]
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(AttributeError):  # there is no app
+            server._served(flags, undo)
+    assert seen["o"].origins == ("https://a.example",)
+    assert seen["o"].hosts == (("127.0.0.1", "[::1]", "localhost") if are_bound else ())

@@ -1,12 +1,14 @@
 """What of a row is told before it has ended: only what will not change, cut at stops."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import toy_model
 
-from dlm_jax.inference.reader import TextReader
+from dlm_jax.data.tokenizers import HubTokenizer, qwen_json
+from dlm_jax.inference.reader import TextReader, stops_of
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.results import Row
 from dlm_jax.types import Status
@@ -123,3 +125,80 @@ def test_canvases_show_holes_and_infills_their_texts():
     row = _row("A cat .", status=Status.DONE)
     row = dataclasses.replace(row, is_frozen=infill.tokens != MASK)
     assert reader.is_infill and reader.filled(row) == ["ca", " "]
+
+
+def _published():
+    """A tokenizer of a published model over the letters of `TOKENIZER`, with two special tokens
+    beside those of the model: ``<|end|>`` has no text, ``<think>`` has.
+    """
+    letters = {"\u0120" if c == " " else c: n for n, c in enumerate(TOKENIZER.characters)}
+    names = ["<|mask|>", "<|pad|>", "<|eos|>", "<|end|>", "<think>"]
+    ids = range(len(letters), len(letters) + len(names))
+    added = [
+        {"id": id_, "content": name, "special": name != "<think>"}
+        for id_, name in zip(ids, names, strict=True)
+    ]
+    return HubTokenizer(qwen_json(letters, [], added), *ids[:3]), ids[3]
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+@pytest.mark.parametrize("block_length", [0, 2])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_text_ends_at_a_special_token_that_is_a_stop(keeps_stop, block_length, by_id):
+    tokenizer, end = _published()
+    model = dataclasses.replace(MODEL, tokenizer=tokenizer)
+    (request,) = make_requests(
+        model, "A ", {"gen_length": 6, "steps": 6, "order": "left_to_right",
+                      "block_length": block_length},
+    )  # fmt: skip
+    stops, ids = stops_of(tokenizer, None if by_id else ["<|end|>", "zz"], [end] if by_id else None)
+    tokens = np.concatenate([tokenizer.encode("A cat"), [end], tokenizer.encode("ra")])
+    row = _row("A catTra")
+    row = dataclasses.replace(row, tokens=tokens.astype(np.int32), block=9, status=Status.DONE)
+    reader = TextReader(model, request, stops, ids, keeps_stop=keeps_stop)
+    expected = "cat" + "<|end|>" * (keeps_stop and not by_id)
+    assert reader.whole(row) == (expected, range(2, 6), True)
+    pieces = reader.pieces(row)
+    assert "".join(piece.text for piece in pieces) == expected
+    assert pieces[-1].is_last and pieces[-1].places.stop == 6
+    # Before the stop is written, the text goes on.
+    open_ = dataclasses.replace(row, tokens=row.tokens.copy(), block=0, status=Status.RUNNING)
+    open_.tokens[5:] = tokenizer.mask_id
+    assert not any(one.is_last for one in TextReader(model, request, stops, ids).pieces(open_))
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_a_text_ends_at_an_id_and_has_its_text_only_if_it_keeps_stops(keeps_stop):
+    stop = int(TOKENIZER.encode("t")[0])
+    reader = TextReader(MODEL, _request(order="left_to_right"), (), [stop], keeps_stop=keeps_stop)
+    whole = reader.whole(_row("t cat ran", given=2))
+    assert whole == ("cat"[: 2 + keeps_stop], range(2, 5), True)
+    assert _told(reader, _row("t ca____"), _row("t catra_"))[-1][-1][1]
+
+
+def test_an_infill_and_given_tokens_have_no_stop_id():
+    stop = int(TOKENIZER.encode("t")[0])
+    reader = TextReader(MODEL, _request(order="left_to_right"), (), [stop])
+    assert reader.whole(_row("ttcarran"))[0] == "carran"
+
+
+@pytest.mark.parametrize(
+    ("stop", "ids", "told"),
+    [
+        (5, None, "stop=5 is not a string or a list"),
+        (["a", 5], None, "stop"),
+        ("", None, "empty"),
+        (["a"] * 17, None, "has 17 values; use at most 16"),
+        (None, list(range(17)), "stop_token_ids has 17 values"),
+        (None, [10**30], "stop_token_ids"),
+        (None, [-1], "is not a list of ids"),
+        (None, [True], "is not a list of ids"),
+        (None, 3, "is not a list of ids"),
+        ("<|end|>\n", None, "has the special token '<|end|>' among text"),
+    ],
+)
+def test_stops_that_cannot_end_a_text_are_refused(stop, ids, told):
+    tokenizer, _ = _published()
+    with pytest.raises(ValueError, match=re.escape(told)):
+        stops_of(tokenizer, stop, ids)
+    assert stops_of(tokenizer, ["<think>", "a"], [0]) == (("<think>", "a"), (0,))

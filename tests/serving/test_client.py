@@ -32,6 +32,10 @@ COMPLETION = {
     "suffix": {"suffix": " a"}, "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5},
     "user": {"user": "me"},
 }  # fmt: skip
+IGNORED = {
+    "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
+    "safety_identifier": "me",
+}  # fmt: skip
 CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
         ("prompt", "echo", "suffix", "logprobs")} | {
     "messages": {"messages": SAID}, "logprobs": {"logprobs": True},
@@ -41,7 +45,7 @@ CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
     "tools": {"tools": TOOLS, "tool_choice": "none"},
     "tool_choice": {"tools": TOOLS, "tool_choice": "none"},
     "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False},
-}  # fmt: skip
+} | {name: {name: value} for name, value in IGNORED.items()}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,6 @@ REFUSED = [
     ({"prompt": "The " * 9}, "prompt"),
     ({"messages": [{"role": "user", "content": "A"}]}, "prompt"),
     ({"num_draws": 1}, "num_draws"),
-    ({"model": "other"}, "model"),
     ({"topk": 3}, "topk"),
 ]  # fmt: skip
 

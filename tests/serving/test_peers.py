@@ -82,7 +82,7 @@ REFUSED = [
     ({"grammar": 'root ::= "x"'}, "grammar", "response_format"),
     ({"min_tokens": 3}, "min_tokens", "ignore_eos"),
     ({"best_of": True}, "best_of", "use n"),
-    ({"stop_token_ids": [3]}, "stop_token_ids", "as stop"),
+    ({"stop_token_ids": [300]}, "stop_token_ids", "use 0 to"),
     ({"chat_template": "{{ x }}"}, "chat_template", "flag of the server"),
     ({"guided_json": "{"}, "guided_json", "is not JSON"),
     ({"guided_json": 5}, "guided_json", "is not a schema"),
@@ -218,3 +218,16 @@ def test_conversations_are_written_as_the_request_asks(running):
             assert response.status_code == 400 and response.json()["error"]["param"] == param
     made = post(running, "/v1/chat/completions", said | asked | {"chat_template_kwargs": {"x": 1}})
     assert made.status_code == 200, made.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_at_a_stop_id(running, stream):
+    plain = {"prompt": "A ", "max_tokens": 20, "seed": 11, "steps": 20, "ignore_eos": True}
+    whole = post(running, "/v1/completions", plain).json()["choices"][0]["text"]
+    ids = MODEL.tokenizer.encode(whole[7]).tolist()
+    answer = post(running, "/v1/completions", plain | {"stop_token_ids": ids, "stream": stream})
+    lines = [one for one in answer.text.splitlines() if one.startswith("data: {")]
+    choices = [json.loads(line[6:])["choices"][0] for line in lines]
+    choices = choices if stream else answer.json()["choices"]
+    assert "".join(one["text"] for one in choices) == whole[: whole.index(whole[7])]
+    assert choices[-1]["finish_reason"] == "stop"

@@ -107,7 +107,8 @@ ANSWERED = {
     "input": "A ", "instructions": "A ", "max_output_tokens": 3, "metadata": {"a": "b"},
     "model": "toy", "store": False, "background": False, "stream": True, "temperature": 0.5,
     "top_p": 0.5, "truncation": "disabled", "user": "me",
-    "text": {"format": {"type": "text"}}, "stream_options": None,
+    "text": {"format": {"type": "text"}}, "stream_options": None, "service_tier": "auto",
+    "prompt_cache_key": "k", "safety_identifier": "me",
 }  # fmt: skip
 
 

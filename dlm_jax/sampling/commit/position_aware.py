@@ -28,7 +28,7 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
     try:
         pairs = value.items() if isinstance(value, Mapping) else value
         found = tuple((int(id_), float(share)) for id_, share in pairs)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
     if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
         raise SettingError(
