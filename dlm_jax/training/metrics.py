@@ -178,8 +178,10 @@ def plot_run(out_dir: Path, held_out: str, unit: str) -> None:
     Raises:
       ValueError: matplotlib is not installed, or the metrics are damaged.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'")
+    try:
+        importlib.import_module("matplotlib")
+    except ModuleNotFoundError:
+        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
     records = read_records(out_dir / METRICS)
     plot_losses(records, out_dir / PICTURE, held_out=held_out, unit=unit)
 
@@ -334,7 +336,7 @@ class Journal:
         The whole metrics file is read, so this is not called during a run.
         """
         if self._is_on:
-            with self._reporting(f"no {PICTURE}"):  # reports any exception
+            with self._reporting(f"{PICTURE} cannot be drawn"):  # reports any exception
                 plot_run(self._out_dir, held_out, unit)
 
     def close(self) -> None:

@@ -315,8 +315,9 @@ def test_a_problem_has_no_samples(tmp_path):
 def test_the_program_ends_with_its_code_where_a_reward_fails(tmp_path, capsys):
     flags = _flags(tmp_path / "run", rl__reward=f"{__name__}:raises")
     arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    with tiny_run.on_devices(1):
-        assert main(arguments) == End.REFUSED
+    with tiny_run.on_devices(1), pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == End.REFUSED
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "no verifier" in one]
     assert "rl.bad_reward=leave_out" in line
     with pytest.raises(SystemExit, match="2"):
