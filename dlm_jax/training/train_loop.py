@@ -36,6 +36,7 @@ from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.training.metrics import STEPS, Journal
+from dlm_jax.training.optimisers import parameter_groups
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOptimizer
@@ -164,6 +165,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         f"model of {sum(parts.values()):,} parameters on {kind}, mesh {mesh}: "
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
+    report(groups_line(run))
     for section, values in configs.differing(run.config).items():
         # The values that the tokenizer determines have been reported above.
         told = configs.keys(Trait.FOUND)
@@ -177,6 +179,22 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
 
 
+def groups_line(run: Run) -> str:
+    """The number of parameters that each optimiser updates, and matrices judged by their shapes."""
+    task = run.task
+    counts = parameter_groups(
+        run.config, task.heads, run.state.params, matrices=task.matrices,
+        is_own=task.own_optimizer is not None,
+    )  # fmt: skip
+    groups = ", ".join(
+        f"{name} {size:,} in {arrays} arrays" for name, (arrays, size) in sorted(counts.items())
+    )
+    if run.network.is_matrix is not None or task.own_optimizer is not None:
+        return f"optimisers: {groups}"
+    named = ", ".join(sorted(task.matrices)) or "none"
+    return f"optimisers: {groups}; matrices by shape, without Network.is_matrix: {named}"
+
+
 def parameters_by_part(params: Params) -> dict[str, int]:
     """Number of parameters in each part of the model, such as ``blocks/mlp``, summed over all
     blocks.
@@ -184,7 +202,7 @@ def parameters_by_part(params: Params) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         names = [str(getattr(key, "key", key)) for key in path]
-        part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
+        part = "/".join(names[:2] if names[0].endswith("blocks") else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes
 
