@@ -429,7 +429,9 @@ class _Loop:
         if not self._is_rate_told:
             self._is_rate_told = True
             say(self._meter.rates(clock))
-        note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
+        # The loss of policy optimisation is near 0 at every step.
+        shown = "loss" if self._run.task.rollouts is None else "reward"
+        note = f"{shown} {means[shown]:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
 
     def _record(self, kind: str, figures: dict[str, Any]) -> None:

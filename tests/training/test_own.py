@@ -16,7 +16,17 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.diffusion.losses import cross_entropy
-from dlm_jax.training import Batch, Example, Head, HeadInputs, Loss, NetworkObjective, Setup, train
+from dlm_jax.training import (
+    Batch,
+    Example,
+    Head,
+    HeadInputs,
+    Loss,
+    NetworkObjective,
+    Setup,
+    problem,
+    train,
+)  # fmt: skip
 from dlm_jax.types import Network, live_positions
 
 WIDTH = 8
@@ -242,3 +252,47 @@ def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
         _train(tmp_path, heads=[left_head(), left_head()])
     with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
         _train(tmp_path, flags={"heads__train_main": "false", "train__init_from": "other"})
+
+
+def _means_of(tmp_path: Path, heads: list[Head]):
+    """The metrics of the losses of a step in which all heads train, and the gradient."""
+    flags = tiny_run.flags(tmp_path / "none", **FLAGS)
+    with tiny_run.on_devices(1):
+        made = problem(configs.load(None, flags), network=network, heads=heads)
+    loss, batch = made.task.loss(made.task.stage(6)), next(made.batches())
+
+    def total(params: Any) -> Any:
+        return loss(params, loss.draw(batch, jax.random.key(1), jnp.int32(6)), jnp.int32(6))
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(made.init(jax.random.key(0)))
+
+
+def _sized_head(name: str, weight: float, **figures: tuple[float, float]) -> Head:
+    def loss(inputs: HeadInputs) -> Loss:
+        pairs = {key: tuple(map(jnp.float32, pair)) for key, pair in figures.items()}
+        return Loss(3 * inputs.params[name]["x"].sum(), jnp.float32(weight), pairs)
+
+    return Head(name, loss, init=lambda key: {"x": jnp.ones(2)})
+
+
+def test_a_loss_is_its_sum_over_its_weight_and_nothing_where_the_weight_is_nothing(tmp_path):
+    weights = {"half_head": 0.5, "empty_head": 0.0, "double_head": 2.0}
+    heads = [_sized_head(name, weight) for name, weight in weights.items()]
+    (_, means), grads = _means_of(tmp_path, heads)
+    assert [float(means[name]) for name in ("half", "empty", "double")] == [12.0, 0.0, 3.0]
+    assert [float(grads[name]["x"][0]) for name in weights] == [6.0, 0.0, 1.5]
+
+
+def test_the_figures_of_a_head_are_metrics_beside_its_loss(tmp_path):
+    (_, means), _ = _means_of(tmp_path, [_sized_head("half_head", 0.5, hits=(3.0, 4.0))])
+    assert float(means["hits"]) == 0.75 and float(means["half"]) == 12.0
+
+
+@pytest.mark.parametrize("name", ["half", "grad_norm", "objective"])
+def test_a_figure_with_the_name_of_another_metric_is_refused(tmp_path, name):
+    heads = [
+        _sized_head("half_head", 1.0, **{name: (1.0, 1.0)}),
+        _sized_head("objective_head", 1.0),
+    ]
+    with pytest.raises(ValueError, match=f"figures of half_head has '{name}', which is already a"):
+        _means_of(tmp_path, heads)
