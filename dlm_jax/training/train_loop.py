@@ -29,7 +29,7 @@ from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
-from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.distributed.partitions import batch_sharding, replicated_by_default, share_of_batch
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
@@ -116,8 +116,8 @@ def train(
     Args:
       config: a `Config`, or the path of a TOML file.
       network: custom model that replaces the Transformer of ``[model]``: a `Network`, or a function
-        of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices
-        `dlm_jax.distributed.partitions.RULES` must match the paths of its matrices.
+        of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices, each has the
+        whole of a parameter whose path no rule of `dlm_jax.distributed.partitions.RULES` matches.
       objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
         (resolved config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a
         `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
@@ -166,6 +166,8 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     report(groups_line(run))
+    if line := replicated_by_default(run.state.params, run.mesh):
+        report(line)
     for section, values in configs.differing(run.config).items():
         # The values that the tokenizer determines have been reported above.
         told = configs.keys(Trait.FOUND)

@@ -15,6 +15,7 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
+from dlm_jax.cli import exporter, sample
 from dlm_jax.diffusion.losses import cross_entropy
 from dlm_jax.training import (
     Batch,
@@ -158,6 +159,46 @@ def test_own_parts_train_and_are_sampled(folder):
     )
     (text,) = dlm_jax.generate(model, num_samples=1, seed=1).texts
     assert len(text) == 16
+
+
+def test_a_run_of_an_own_network_and_its_file_are_loaded_with_that_network(folder, capsys):
+    outcome = _whole(folder)
+    run, file = folder / "whole", folder / "own.safetensors"
+    assert exporter.main(["--checkpoint", str(run), "--out", str(file)]) == 0
+    assert "custom network network; load the file in Python" in capsys.readouterr().err
+    trained = {name: outcome.params[name] for name in ("table", "mix", "out")}
+    for path in (run, file):
+        model = dlm_jax.load(path, network=network)
+        tiny_run.assert_same(model.params, trained)
+        assert model.is_custom and model.config is not None
+        with pytest.raises(ValueError, match="^the model is a custom network, which no"):
+            dlm_jax.export(model, folder / "published")
+        line = f"^{path} was trained with the custom network network; pass it in Python: "
+        with pytest.raises(ValueError, match=line):
+            dlm_jax.load(path)
+        with pytest.raises(SystemExit) as ended:
+            sample.main(["--checkpoint", str(path)])
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert "was trained with the custom network" in err and err.count("\n") == 1
+    with pytest.raises(ValueError, match="quantize='int8' is not supported with a custom network"):
+        dlm_jax.load(run, network=network, quantize="int8")
+
+
+def test_over_devices_a_network_without_sharding_rules_trains_as_on_one(tmp_path):
+    said: list[str] = []
+    flags = FLAGS | {
+        "optim__name": "muon", "optim__warmup_steps": 0, "train__steps": 2, "train__eval_every": 0,
+    }  # fmt: skip
+    for count in (1, 2):
+        config = configs.load(None, tiny_run.flags(tmp_path / str(count), **flags))
+        with tiny_run.on_devices(count):
+            outcome = train(config, network=network, objective=plain_objective, report=said.append)
+        if count == 1:
+            alone = outcome.params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), outcome.params, alone)
+    (line,) = [line for line in said if "without a sharding rule" in line]
+    assert line.endswith("whole on each of 2 devices: mix, out, table")
 
 
 @pytest.mark.slow
