@@ -32,7 +32,7 @@ from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.heads import MAIN
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_optimizer
+from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import Stage, StageLoss, init_state, make_train_step
 
 TOKENIZER = CharacterTokenizer.of(string.ascii_letters + " .\n")
@@ -71,7 +71,8 @@ def training(model: Model) -> Callable[[], None]:
         network=model.network, mixture=Mixture({"elbo": objective}, {"elbo": 1.0}), heads=(),
         stage=Stage((MAIN,)), mask_id=mask_id,
     )  # fmt: skip
-    optimizer, num_rows = make_optimizer(OptimConfig(warmup_steps=1), num_steps=1000), ROWS * STEPS
+    matrices, num_rows = matrices_of(model.network), ROWS * STEPS
+    optimizer = make_optimizer(OptimConfig(warmup_steps=1), num_steps=1000, matrices=matrices)
     state = init_state(model.network, optimizer, mesh, False, jax.random.key(0))
     step = make_train_step(loss, optimizer, state, mesh=mesh, batch_size=num_rows)
     tokens_BL = jax.random.randint(jax.random.key(2), (num_rows, POSITIONS), 0, mask_id)

@@ -145,6 +145,10 @@ class Network:
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
         embedding under the softmax of the logits. None if the network has no signal.
       canvas_length: number of positions in a canvas; 0 for a network without canvases.
+      is_matrix: ``(params) -> tree``, given arrays or shapes: a tree like `params` with True at
+          each matrix ``[..., fan_in, fan_out]`` or stack of matrices, to which Muon and weight
+          decay apply. Parameters under the top-level names that the tree omits, or all if None,
+          are judged by shape (`dlm_jax.training.optimisers.matrices_by_shape`).
     """
 
     init: Callable[[jax.Array], Params]
@@ -159,6 +163,7 @@ class Network:
     behind: Callable[..., jax.Array] | None = None
     signal: Callable[[Params, jax.Array], jax.Array] | None = None
     canvas_length: int = 0
+    is_matrix: Callable[[Params], Params] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", _Hashable(self.heads))

@@ -55,9 +55,8 @@ with tempfile.TemporaryDirectory() as folder:
             "optim.name": "adamw", "optim.learning_rate": "0.003", "train.out_dir": folder,
         },
     )  # fmt: skip
-    outcome = dlm_jax.train(config, network=make_network)
+    dlm_jax.train(config, network=make_network)
+    model = dlm_jax.load(folder, network=make_network)
 
 # %%
-tokenizer = outcome.run.corpus.tokenizer
-model = dlm_jax.Model(outcome.run.network, outcome.params, tokenizer, config.data.seq_len)
 print(dlm_jax.generate(model, ["The "], gen_length=40, steps=40, temperature=0.7).texts[0])

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "heads": {*_LEAVES, "sampling", "distributed", "diffusion"},
     "config": _PURE,
     "model": {*_LEAVES, "config", "distributed", "heads"},
-    "store": {*_LEAVES, "config", "distributed"},
+    "store": {*_LEAVES, "distributed"},
     "data": {*_LEAVES, "store", "config"},
     "published": _CORE,
     "inference": _LIBRARY,

@@ -1,6 +1,7 @@
 """The code of docs/ runs as it stands and does what the text around it says."""
 
 import csv
+import json
 import os
 import re
 import string
@@ -260,3 +261,36 @@ def test_the_table_of_causal_models_that_are_turned_is_that_of_its_data():
     assert len(bound) == 32
     for (kind, begins, step), nats in bound.items():
         assert begins == "fresh" or nats < bound[kind, "fresh", step]
+
+
+def test_the_extras_on_the_first_page_are_those_of_the_package():
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", _text("index.md"), flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert named and named <= extras.keys()
+
+
+@pytest.mark.slow
+def test_the_prompts_of_a_file_are_those_that_are_sampled_and_rewarded(tmp_path, monkeypatch):
+    page = _text("reinforcement.md")
+    (lines,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    (toml,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    (code,) = [block for block in _blocks("reinforcement.md") if "is_short" in block]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    pairs = [line for line in lines.splitlines() for _ in range(8)]
+    unique = [line.replace('": "', f'": "{n}+', 1) for n, line in enumerate(pairs)]
+    Path("prompts.jsonl").write_text("\n".join(unique))
+    Path("config.toml").write_text(toml)
+    Path("judges.py").write_text(code + "\n\nSEEN = []\njudge = is_short\n\n\ndef is_short(p, a):"
+                                 "\n    SEEN.extend(p)\n    return judge(p, a)\n")  # fmt: skip
+    flags = {
+        "model.depth": "1", "model.width": "16", "model.heads": "2", "train.steps": "1",
+        "train.batch_size": "8", "optim.warmup_steps": "0", "train.out_dir": "run",
+        "train.eval_windows": "1",
+    }  # fmt: skip
+    config = configs.load("config.toml", flags)
+    assert dlm_jax.train(config, report=lambda line: None).reason == "finished"
+    seen = set(sys.modules["judges"].SEEN)
+    assert seen and seen <= {json.loads(line)["prompt"] for line in unique}

@@ -85,7 +85,7 @@ def describe_model(model: Model) -> dict[str, Any]:
     """
     tokenizer = model.tokenizer.to_json()
     network: Any = ""
-    if model.config is None:
+    if model.is_custom:
         heads = model.network.heads.values()
         parts = [*vars(model.network).values(), *heads]
         parts += [part for head in heads if not callable(head) for part in vars(head).values()]

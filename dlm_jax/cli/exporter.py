@@ -2,6 +2,7 @@
 
 The file contains the parameters (or their moving average, if the run has one), the config and the
 tokenizer; `dlm_jax.load`, ``sample.py`` and ``python -m dlm_jax.evaluate`` accept it like a run.
+With a custom network, only ``dlm_jax.load(path, network=...)`` accepts it.
 """
 
 from __future__ import annotations
@@ -53,9 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.config is not None:
             _replace(kept, args.config)
         kept |= {name: meta.get(name) for name in ("bound", "step")}
-        kept |= {"run": meta.get("run", "")}
+        kept |= {"run": meta.get("run", ""), "own": meta.get("own") or {}}
         size = save_weights(args.out, params, kept, dtype=args.dtype)
     print(f"{args.out}: {size:,} bytes; {json.dumps(kept['corpus'])}", file=sys.stderr)
+    if name := kept["own"].get("network"):
+        print(
+            f"the model has the custom network {name}; load the file in Python: "
+            "dlm_jax.load(path, network=...)",
+            file=sys.stderr,
+        )
     return End.DONE
 
 

@@ -53,8 +53,8 @@ from dlm_jax.training.metrics import (
     read_records,
     wall_of,
 )
-from dlm_jax.training.plan import Plan, lines, plan
-from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
+from dlm_jax.training.plan import Plan, lines, plan, planned_task
+from dlm_jax.training.run import config_of_run, load_resolved, mesh_config, state_bytes
 from dlm_jax.training.tasks import figure_of
 from dlm_jax.training.train_loop import parse_span
 from dlm_jax.training.train_step import TrainState
@@ -81,7 +81,11 @@ def dry_run(config: Config, topology: str) -> Plan:
         model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)
         config = dataclasses.replace(config, model=model)
     devices = jax.devices() if devices is None else devices
-    mesh = make_mesh(mesh_config(config, devices), devices)
+
+    def num_bytes() -> float:
+        return state_bytes(planned_task(config, make_mesh(config.mesh, devices), tokenizer))
+
+    mesh = make_mesh(mesh_config(config, devices, num_bytes), devices)
     check_parts(config, mesh)
     check_model_fits(config, mesh)
     return plan(config, mesh, tokenizer)

@@ -510,6 +510,27 @@ class SubwordTokenizer:
     def to_json(self) -> dict[str, Any]:
         return {"type": "subword", "tokenizer_json": self.content}
 
+    def published(self) -> HubTokenizer:
+        """The same tokenizer, with the special tokens that were appended written in its file."""
+        data = json.loads(self._tokenizer.to_str())
+        named = {token["content"] for token in data["added_tokens"]} | self._vocabulary.keys()
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        for role in SPECIALS:
+            if role not in self._names:
+                name = f"<|{role}|>"
+                while name in named:
+                    name = f"<{name}>"
+                token = {"id": self._specials[role], "content": name, "special": True}
+                data["added_tokens"].append(token | flags)
+        ids = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
+        made = HubTokenizer(json.dumps(data), *ids)
+        if made.vocab_size != self.vocab_size or not all(map(made.token, ids)):
+            raise ValueError(
+                "the ids of the tokenizer.json have gaps, which its special tokens cannot follow; "
+                "train with a tokenizer.json without gaps"
+            )
+        return made
+
 
 def train_json(text: str, num_tokens: int) -> str:
     """The `tokenizer.json` of a byte-level BPE with at most `num_tokens` ids, trained on `text`."""

@@ -18,7 +18,8 @@ _MAX_ACCELERATOR_LOGITS = 2**26
 
 
 class Loss(NamedTuple):
-    """A loss as two float32 scalars. ``sum / weight`` is its value in nats per token.
+    """A loss as two float32 scalars. ``sum / weight`` is its value in nats per token, or 0 if the
+    weight is 0.
 
     ``figures`` contains additional (sum, weight) pairs, keyed by name, which are used only in
     metrics.

@@ -167,7 +167,9 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(^|/)\w+_head/", P()),
 )
 """(path pattern, partition) pairs; the first match applies. The path of an optimiser moment ends
-with the path of its parameter."""
+with the path of its parameter. Every device has the whole of a parameter without a match."""
+
+_SHOWN = 8
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -214,14 +216,28 @@ def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
 def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """Partition of the parameter at `path` (``a/b/c``).
 
-    A dimension that is not divisible by its mesh axis is replicated.
+    A dimension that is not divisible by its mesh axis is replicated, and so is a parameter that no
+    rule of `RULES` matches (`replicated_by_default`).
     """
-    for pattern, spec in RULES:
-        if re.search(pattern, path):
-            return fitting(spec, shape, mesh)
-    if len(shape) >= 2 and math.prod(shape) > 1 and mesh.size > 1:
-        raise ValueError(f"no sharding rule matches parameter {path!r} of shape {shape}; add one")
-    return P()
+    spec = _rule_of(path)
+    return P() if spec is None else fitting(spec, shape, mesh)
+
+
+def _rule_of(path: str) -> P | None:
+    return next((spec for pattern, spec in RULES if re.search(pattern, path)), None)
+
+
+def replicated_by_default(params: Params, mesh: Mesh) -> str:
+    """A line that names the matrices without a sharding rule; empty if there are none.
+
+    `params` are arrays or shapes. A single device needs no rules.
+    """
+    leaves = named_leaves(params)
+    names = [path for path, leaf in leaves if leaf.ndim > 1 and _rule_of(path) is None]
+    if not names or mesh.size == 1:
+        return ""
+    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return f"without a sharding rule, and therefore whole on each of {mesh.size} devices: {shown}"
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:

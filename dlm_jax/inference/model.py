@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import store
-from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids, prefix_of
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.partitions import make_mesh, partition
+from dlm_jax.distributed.partitions import make_mesh, partition, replicated_by_default
 from dlm_jax.heads import HEADS
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
@@ -56,7 +56,7 @@ class Model:
       sample: default sampling settings.
       max_length: length of the longest training canvas, in tokens.
       is_causal: whether the model is autoregressive and therefore has exact likelihoods.
-      config: the training config; None for a custom network.
+      config: the training config; None if unknown.
       more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
       presets: named sets of settings, such as those for the decoding loops in the reference code
         of a published model. `PRESETS` are available for every model.
@@ -91,6 +91,11 @@ class Model:
         if name not in known:
             raise SettingError("preset", name, "is unknown", f"this model has {', '.join(known)}")
         return dict(known[name])
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the network is custom, and not that of the config."""
+        return self.config is None or self.network is not build(self.config.model)
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -201,6 +206,7 @@ DTYPES = ("float32", "bfloat16", "stored")
 def load(
     path: str | os.PathLike[str] | None = None,
     *,
+    network: Network | Callable[[ModelConfig], Network] | None = None,
     mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -214,6 +220,8 @@ def load(
         (docs/published.md); the name of a model that ships with the package; or a Hub id,
         ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
         precedence over the Hub. The default is ``shakespeare``.
+      network: the custom network that the model was trained with: a `Network`, or a function of the
+        `ModelConfig` of the run, as in `dlm_jax.train`.
       mesh: devices over which the parameters and the sampled rows are sharded, or the number of
         devices along each axis. Each shard of a parameter is read directly onto its device. None
         uses a single device.
@@ -222,8 +230,9 @@ def load(
       quantize: 8-bit format of the matrices of the blocks for sampling and scoring: ``int8``, or
         ``int8_dynamic``, which also rounds the inputs of the matrix products. The matrices of a
         published directory are quantised one at a time as they are read.
-      report: function that is called with one line for each skipped damaged checkpoint, and with
-        one line that lists the recommended settings of a published directory.
+      report: function that is called with one line for each skipped damaged checkpoint, with one
+        line that lists the recommended settings of a published directory, and with one line that
+        names the matrices without a sharding rule.
 
     Raises:
       ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is
@@ -240,25 +249,45 @@ def load(
         given, mesh = mesh.compiler_options, make_mesh(mesh)
         compiler.options("sample", mesh, given)
     path = fetched(path)
+    if network is not None and (quantize is not None or is_published(path)):
+        what, value = ("path", path) if quantize is None else ("quantize", quantize)
+        raise SettingError(what, value, "is not supported with a custom network", "leave one out")
     if is_published(path):
         model = _published(path, mesh, None if dtype == "stored" else dtype, finish, report)
         return dataclasses.replace(model, compiler_options=given)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
-    params, meta = store.load_any(path, _abstract_params, place=place, report=report)
+    made: list[Network] = []
+
+    def abstract(meta: dict[str, Any]) -> Params:
+        made.append(_network_of(meta, network, path))
+        return jax.eval_shape(made[0].init, key_of(0))
+
+    params, meta = store.load_any(path, abstract, place=place, report=report)
+    line = "" if mesh is None else replicated_by_default(params, mesh)
+    if line and report is not None:
+        report(line)
     config = _config_of(meta)
     if quantize is not None:
         params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
-    check_fits(tokenizer, config.model.vocab_size)
+    check_fits(tokenizer, made[0].vocab_size)
     return _model(
-        config, params, tokenizer, untrained=untrained_heads(config, meta.get("step")),
+        config, params, tokenizer, network=made[0],
+        untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
     )  # fmt: skip
 
 
-def _model(config: Config, params: Params, tokenizer: Tokenizer, **more: Any) -> Model:
+def _model(
+    config: Config,
+    params: Params,
+    tokenizer: Tokenizer,
+    *,
+    network: Network | None = None,
+    **more: Any,
+) -> Model:
     return Model(
-        network=build(config.model),
+        network=network or build(config.model),
         params=params,
         tokenizer=tokenizer,
         max_length=config.data.seq_len,
@@ -308,8 +337,25 @@ def _placed(
     return jax.ShapeDtypeStruct(stored.shape, kept, sharding=_sharding(mesh, name, stored.shape))
 
 
-def _abstract_params(meta: dict[str, Any]) -> Params:
-    return jax.eval_shape(build(_config_of(meta).model).init, key_of(0))
+def _network_of(
+    meta: dict[str, Any],
+    given: Network | Callable[[ModelConfig], Network] | None,
+    path: str | os.PathLike[str],
+) -> Network:
+    """The network of a saved model, given the argument of `load`.
+
+    Raises:
+      CustomNetworkError: the model needs a custom network, and none is given.
+    """
+    name = (meta.get("own") or {}).get("network")
+    if given is None and name:
+        raise store.CustomNetworkError(
+            f"{path} was trained with the custom network {name}; pass it in Python: "
+            "dlm_jax.load(path, network=...)"
+        )
+    if isinstance(given, Network):
+        return given
+    return (given or build)(_config_of(meta).model)
 
 
 def _config_of(meta: dict[str, Any]) -> Config:
@@ -332,13 +378,13 @@ def export(
     atomically.
 
     Args:
-      model: a published model, or a run initialised from one, as loaded by `dlm_jax.load`.
+      model: a model loaded by `dlm_jax.load` whose ``[model]`` a published family can express.
       path: path of the directory, which must not exist yet.
       family: output family (`docs/published.md`). None selects the family of the loaded model. If
         the model has no family, the first family that can express all its settings is selected.
       max_shard_bytes: maximum size in bytes of a weights file.
     """
-    if model.config is None:
+    if model.config is None or model.is_custom:
         raise ValueError("the model is a custom network, which no published family can describe")
     if is_quantized(model.params):
         raise ValueError(

@@ -12,12 +12,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.partitions import PLACES, fitting
-from dlm_jax.model.layers import GATES, Linear, unit_norm
+from dlm_jax.distributed.partitions import PLACES, fitting, pin
+from dlm_jax.model.layers import GATES, Linear, Matrix, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
@@ -33,7 +34,9 @@ class GatedMlp(nnx.Module):
         self.down = Linear(inner, width, scale=0.0, bias=False, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return self.down(GATES[self.activation](self.gate(x_BLD)) * self.up(x_BLD))
+        gate = checkpoint_name(self.gate(x_BLD), "gate")
+        up = checkpoint_name(self.up(x_BLD), "up")
+        return self.down(pin(GATES[self.activation](gate) * up, "inner"))
 
 
 class Experts(nnx.Module):
@@ -46,13 +49,13 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = dataclasses.replace(config)
         width, inner, num = config.width, config.expert_width, config.experts
-        self.router = Linear(width, num, scale=1.0, bias=False, rngs=rngs)
+        self.router = Linear(width, num, scale=1.0, bias=False, rngs=rngs, is_matrix=False)
         has_bias = config.router_bias != "none"
         self.router_bias = nnx.Param(jnp.zeros(num, jnp.float32)) if has_bias else None
 
-        def drawn(fan_in: int, fan_out: int, scale: float) -> nnx.Param:
+        def drawn(fan_in: int, fan_out: int, scale: float) -> Matrix:
             draw = jax.random.normal(rngs.params(), (num, fan_in, fan_out), jnp.float32)
-            return nnx.Param(draw * (scale * fan_in**-0.5))
+            return Matrix(draw * (scale * fan_in**-0.5))
 
         self.expert_gate = drawn(width, inner, 1.0)
         self.expert_up = drawn(width, inner, 1.0)
@@ -85,13 +88,13 @@ class Experts(nnx.Module):
         ids_NK, weights_NK = route(self.config, logits_NE, bias_E)
         if self.output_scale is not None:
             weights_NK *= self.output_scale[...].astype(jnp.float32)[ids_NK]
-        kernels = tuple(
+        gate, up, down = (
             kernel[...].astype(x_BLD.dtype)
             for kernel in (self.expert_gate, self.expert_up, self.expert_down)
         )
         lead = x_BLD.shape[:2]
         arrays = (x_BLD, ids_NK.reshape(*lead, -1), weights_NK.reshape(*lead, -1))
-        y_BLD = over_devices(kernels, arrays, activation=self.config.activation)
+        y_BLD = over_devices((gate, up, down), arrays, activation=self.config.activation)
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 
 

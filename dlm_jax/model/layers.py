@@ -20,16 +20,33 @@ from dlm_jax.model.quantized import product
 from dlm_jax.types import Params
 
 
+class Matrix(nnx.Param):
+    """A matrix ``[..., fan_in, fan_out]`` or a stack of matrices, to which Muon and weight decay
+    apply (`Network.is_matrix`).
+    """
+
+
 class Linear(nnx.Module):
     """A linear map, ``x @ kernel (+ bias)``.
 
     The initial kernel is normal with standard deviation ``scale / sqrt(fan_in)``. Projections into
-    the residual stream have a ``scale`` of 0, so that every block starts as the identity.
+    the residual stream have a ``scale`` of 0, so that every block starts as the identity. The
+    kernel is a `Matrix` unless `is_matrix` is False, as for maps to logits.
     """
 
-    def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        fan_in: int,
+        fan_out: int,
+        *,
+        scale: float,
+        bias: bool,
+        rngs: nnx.Rngs,
+        is_matrix: bool = True,
+    ):
         draw = jax.random.normal(rngs.params(), (fan_in, fan_out), jnp.float32)
-        self.kernel = nnx.Param(draw * (scale * fan_in**-0.5))
+        make = Matrix if is_matrix else nnx.Param
+        self.kernel = make(draw * (scale * fan_in**-0.5))
         self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -18,7 +18,8 @@ from dlm_jax.types import Params
 
 GROUP = "adapters"
 _SALT = 0x6C6F7261
-_STACKS = ("dense_blocks", "blocks", "full_blocks")
+STACKS = ("dense_blocks", "blocks", "full_blocks")
+"""Top-level names of the stacks of blocks, in order."""
 
 
 def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
@@ -27,7 +28,7 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
         return params
     made: dict[str, Any] = {}
     key = jax.random.fold_in(key, _SALT)
-    for stack in _STACKS:
+    for stack in STACKS:
         for part, maps in params.get(stack, {}).items():
             for name in maps if isinstance(maps, dict) else ():
                 if name in config.lora_targets and "kernel" in maps[name]:
@@ -57,7 +58,7 @@ def stacks(params: Params) -> list[Params]:
     own = params.get(GROUP, {})
     return [
         params[name] | ({GROUP: own[name]} if name in own else {})
-        for name in _STACKS
+        for name in STACKS
         if name in params
     ]
 
@@ -84,8 +85,8 @@ def merged(params: Params, config: ModelConfig) -> Params:
     """The parameters of an equivalent model without adapters."""
     if GROUP not in params:
         return params
-    whole = {name: tree for name, tree in params.items() if name not in (GROUP, *_STACKS)}
-    names = [name for name in _STACKS if name in params]
+    whole = {name: tree for name, tree in params.items() if name not in (GROUP, *STACKS)}
+    names = [name for name in STACKS if name in params]
     return whole | {
         name: applied(blocks, config) for name, blocks in zip(names, stacks(params), strict=True)
     }

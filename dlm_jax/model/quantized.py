@@ -12,7 +12,6 @@ blocks raise it by 0.13%.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.distributed.partitions import map_named
 from dlm_jax.model.kernels import cpu
+from dlm_jax.model.lora import STACKS
 from dlm_jax.pytree import pytree
 from dlm_jax.settings import SettingError, nearest
 from dlm_jax.types import Params
@@ -33,8 +33,7 @@ KINDS = ("int8", "int8_dynamic")
 
 _MOST = 127
 
-_MATRICES = r"(^|/)(dense_)?blocks/(attention|mlp)/(query|key|value|out|gate|up|down)/kernel$"
-_KEPT = r"(^|/)(embedding$|head/kernel$|(\w+_)?norm/|\w+_head/)|/bias$"
+_KEPT = ("embedding", "head", "norm", "self_conditioning")
 
 
 @pytree
@@ -93,18 +92,21 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
     """A function ``(path, parameter) -> parameter`` that quantises the matrices of the blocks.
 
     Raises:
-      SettingError: if a parameter has no rule; the message names the parameter.
+      SettingError: if a parameter has no rule, as in the experts and in custom networks; the
+        message names the parameter.
     """
     check_kind(kind)
 
     def of_leaf(path: str, leaf: Any) -> Any:
-        if re.search(_MATRICES, path):
+        stack, last = path.split("/")[0], path.split("/")[-1]
+        is_in_block, is_expert = stack in STACKS, last.startswith("expert_")
+        if is_in_block and last == "kernel":
             return _in_place(leaf, kind == "int8_dynamic")
-        if re.search(_KEPT, path):
+        if stack in _KEPT or stack.endswith("_head") or (is_in_block and not is_expert):
             return leaf
         raise SettingError(
             "quantize", kind, f"has no rule for the parameter {path!r}",
-            "remove quantize, or use a model without experts",
+            f"remove quantize, or use a model {'without experts' if is_expert else 'of [model]'}",
         )  # fmt: skip
 
     return of_leaf

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import pin
+from dlm_jax.distributed.partitions import map_named, named_leaves, pin
 from dlm_jax.heads import HEADS, BuiltInHead
 from dlm_jax.model.attention import (
     apart,
@@ -31,8 +31,8 @@ from dlm_jax.model.cached import cached_trunk, one_later, shifted
 from dlm_jax.model.canvas import Canvases, stacks_of
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.layers import GATES, Linear, Norm, embed, rematerialised, unit_norm
-from dlm_jax.model.lora import applied, stacks, with_adapters
+from dlm_jax.model.layers import GATES, Linear, Matrix, Norm, embed, rematerialised, unit_norm
+from dlm_jax.model.lora import GROUP, applied, stacks, with_adapters
 from dlm_jax.randomness import key_of
 from dlm_jax.types import Inside, Network, Params
 
@@ -264,7 +264,9 @@ class Transformer(nnx.Module):
         self.head = (
             None
             if config.tied_head
-            else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
+            else Linear(
+                config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs, is_matrix=False
+            )
         )
         has_signal = config.self_conditioning
         self.self_conditioning = SelfConditioning(config, rngs=rngs) if has_signal else None
@@ -298,6 +300,13 @@ def build(config: ModelConfig) -> Network:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
         return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
 
+    def is_matrix(params: Params) -> Params:
+        model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=key_of(0))))
+        named = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        matrices = {path for path, _ in named_leaves(nnx.to_pure_dict(nnx.state(model, Matrix)))}
+        known = {name: tree for name, tree in params.items() if name in (*named, GROUP)}
+        return map_named(lambda path, _: path in matrices, known)
+
     def vectors_of(params: Params, ids: jax.Array) -> jax.Array:
         vectors = embed(params, ids).astype(dtype)
         if config.embedding_scaled:
@@ -328,14 +337,15 @@ def build(config: ModelConfig) -> Network:
     if config.attention_type == "canvas":
         return Network(
             init=init, embed=embed, readout=readout, vocab_size=config.vocab_size,
-            logits_of=logits_of, **_canvases(config, vectors_of, module_of, final_norm).functions(),
+            logits_of=logits_of, is_matrix=is_matrix,
+            **_canvases(config, vectors_of, module_of, final_norm).functions(),
         )  # fmt: skip
     cached = None
     if config.mode == "language_model":
         cached = cached_trunk(config, vectors_of, module_of, final_norm)
     return Network(
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
-        cached=cached,
+        cached=cached, is_matrix=is_matrix,
         inside=_inside_of(config, vectors_of, module_of, final_norm),
         heads={head.key: _head_function(head, config, readout) for head in HEADS
                if head.is_added(config)},

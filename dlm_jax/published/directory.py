@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
-from dlm_jax.data import HubTokenizer, check_fits, qwen_json
+from dlm_jax.data import HubTokenizer, SubwordTokenizer, check_fits, qwen_json
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
 from dlm_jax.published.families import family_for, family_of
@@ -420,7 +420,7 @@ def write_published(
       path: a directory that does not exist yet.
       config: the model's config; its recommended settings are written to generation_config.json.
       params: the model's parameters; heads other than the LM head are not written.
-      tokenizer: a `HubTokenizer`.
+      tokenizer: a `HubTokenizer` or a `SubwordTokenizer`.
       family: target family; None means the first family that can express all settings.
       chat: the model's chat template.
       more_eos_ids: ids that end a generation, besides the tokenizer's EOS.
@@ -432,12 +432,23 @@ def write_published(
     target = Path(path)
     if target.exists():
         raise ValueError(f"{target} exists already; choose a new directory")
+    if not config.model.experts or config.model.dense_layers or config.model.experts_beside:
+        # A width of 0 stands for a width that only this library knows.
+        model = dataclasses.replace(config.model, mlp_width=config.model.inner_width)
+        config = dataclasses.replace(config, model=model)
+    found = family_for(config.model, family)
+    if config.objective.process != found.process:
+        raise ValueError(
+            f"the model was trained with objective.process={config.objective.process!r}, but "
+            f"programs of the family {found.name} sample {found.process!r} models"
+        )
+    if isinstance(tokenizer, SubwordTokenizer):
+        tokenizer = tokenizer.published()
     if not isinstance(tokenizer, HubTokenizer):
         raise ValueError(
-            "the tokenizer of the model is not from a published model; use train.init_from to "
-            "train with such a tokenizer"
+            f"the model has a {tokenizer.to_json()['type']} tokenizer, which no tokenizer.json can "
+            "describe; train with data.tokenizer=bpe:N or the path of a tokenizer.json"
         )
-    found = family_for(config.model, family)
     kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}
     abstract = jax.eval_shape(lambda: kept)
     pieces = pieces_of(found.sources(config.model), abstract, layers=config.model.layers)

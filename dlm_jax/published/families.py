@@ -213,6 +213,13 @@ def _causal(name: str, architecture: str, **settings: bool) -> Family:
     )
 
 
+def _num_experts(fields: FileFields) -> int:
+    number = fields.take("num_experts", int)
+    if number < 1:
+        raise fields.refuse("num_experts", number, "leaves no experts; use a family without them")
+    return number
+
+
 def _read_moe(fields: FileFields) -> ModelConfig:
     fields.must(
         hidden_act="silu", attention_bias=False, clip_qkv=None, moe_router_score_function="softmax",
@@ -232,7 +239,7 @@ def _read_moe(fields: FileFields) -> ModelConfig:
     return ModelConfig(
         mlp_width=max(fields.take("dense_intermediate_size", int, -1), 0),
         qk_norm=fields.take("qk_layernorm", bool, False),
-        experts=fields.take("num_experts", int),
+        experts=_num_experts(fields),
         experts_per_token=fields.take("num_experts_per_tok", int),
         expert_width=fields.take("expert_intermediate_size", int),
         shared_width=max(fields.take("shared_expert_intermediate_size", int, 0), 0),
@@ -269,7 +276,7 @@ def _read_sdar_moe(fields: FileFields) -> ModelConfig:
     block_length = fields.take("block_size", int, 4)
     return _read_qwen(
         fields, qk_norm=True, attention_type="block_causal", block_length=block_length,
-        experts=fields.take("num_experts", int),
+        experts=_num_experts(fields),
         experts_per_token=fields.take("num_experts_per_tok", int),
         expert_width=fields.take("moe_intermediate_size", int),
         router_normalised=fields.take("norm_topk_prob", bool, False),
@@ -306,7 +313,7 @@ def _read_llada2(fields: FileFields) -> ModelConfig:
         rotary_share=share,
         attention_type="block_causal",
         block_length=fields.take("block_length", int, 32),
-        experts=fields.take("num_experts", int),
+        experts=_num_experts(fields),
         experts_per_token=num_each,
         expert_width=expert_width,
         shared_width=expert_width * num_shared,
@@ -491,23 +498,37 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """The first family whose config.json can express all settings of a model."""
+    """The first family whose config.json can express all settings of a model.
+
+    Raises:
+      ValueError: there is no such family; the message names the settings that the nearest one
+        requires.
+    """
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
+    ours, others, refused = comparable(model), [], ""
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
         try:
-            said = family.read(FileFields(family.write(model), "config"))
-        except ValueError:  # the family does not support the model
+            said = comparable(family.read(FileFields(family.write(model), "config")))
+        except ValueError as error:  # the family does not support the model
+            refused = str(error)
             continue
-        if comparable(said) == comparable(model):
+        differing = {key: value for key, value in said.items() if value != ours[key]}
+        if not differing:
             return family
-    raise ValueError(
-        "model: no published family has this combination of settings; docs/published.md lists the "
-        "settings of each"
+        others.append((family.name, differing))
+    what = (
+        "no published family has this combination of settings of [model]"
         if name is None
-        else f"family={name!r} cannot express all settings of the model; docs/published.md lists "
-        "the settings of each family"
+        else f"family={name!r} cannot express all settings of the model"
     )
+    if not others:
+        raise ValueError(f"{what} ({refused})")
+    nearest, differing = min(others, key=lambda other: len(other[1]))
+    needed = ", ".join(
+        f"model.{key}={value!r}, not {ours[key]!r}" for key, value in differing.items()
+    )
+    raise ValueError(f"{what}; {'it' if name else f'the nearest, {nearest},'} requires {needed}")
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:

@@ -256,6 +256,25 @@ def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
             )
 
 
+class CustomNetworkError(ValueError):
+    """A saved model needs a custom network, which only its user has."""
+
+
+def without_custom_heads(saved: Leaves, wanted: Leaves, meta: dict[str, Any]) -> Leaves:
+    """The saved arrays without custom heads of the run that are not in `wanted`.
+
+    Custom heads train a model but are not part of its network.
+    """
+    if not (meta.get("own") or {}).get("heads"):
+        return saved
+    known = {part for name in wanted for part in name.split("/")}
+
+    def is_extra(name: str) -> bool:
+        return any(part.endswith("_head") and part not in known for part in name.split("/"))
+
+    return {name: leaf for name, leaf in saved.items() if not is_extra(name)}
+
+
 def spell(leaf: list[Any] | None) -> str:
     """Describes an array in a message: its dtype and shape, ``float32[2,16]``, or ``absent``."""
     return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")

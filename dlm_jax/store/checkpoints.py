@@ -66,6 +66,7 @@ from dlm_jax.store.checkpoint_files import (
     plain,
     prune,
     step_path,
+    without_custom_heads,
 )
 from dlm_jax.store.files import AnyPath, is_remote, sync
 from dlm_jax.store.weights import SUFFIX, load_weights, path_of_model, read_meta
@@ -489,7 +490,8 @@ def load_params(
         })  # fmt: skip
     else:
         wanted = {entry: abstract_params(meta)}
-        check_same_leaves(describe(wanted, "abstract_params"), saved, path)
+        leaves = describe(wanted, "abstract_params")
+        check_same_leaves(leaves, without_custom_heads(saved, leaves, meta), path)
     if place is not None:
         wanted = {entry: map_named(place, wanted[entry])}
     return _read_arrays(path, wanted, partial=True)[entry], meta

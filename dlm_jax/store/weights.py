@@ -23,7 +23,15 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import named_leaves
-from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
+from dlm_jax.store.checkpoint_files import (
+    CustomNetworkError,
+    Place,
+    check_not_quantised,
+    describe,
+    nested,
+    spell,
+    without_custom_heads,
+)
 from dlm_jax.store.files import crc_of, refused_unless_full, write_whole
 
 SUFFIX = ".safetensors"
@@ -91,7 +99,9 @@ def load_weights(
         found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
         nested(found)
         if make_abstract is not None:
-            _check_shapes(describe(make_abstract(meta), "params"), found)
+            wanted = describe(make_abstract(meta), "params")
+            found = without_custom_heads(found, wanted, meta)
+            _check_shapes(wanted, found)
         return nested({name: _placed(file, name, place) for name in found}), meta
 
 
@@ -114,6 +124,8 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]
             if not isinstance(meta, dict):
                 raise ValueError("its metadata is not an object")
             yield file, meta
+    except CustomNetworkError:
+        raise
     except FileNotFoundError:
         raise ValueError(f"weights file {path} does not exist; check the path") from None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +28,11 @@ from optax import contrib
 
 from dlm_jax import devices
 from dlm_jax.config import Config, HeadsConfig, OptimConfig
-from dlm_jax.distributed.partitions import map_named, named_leaves, partition
+from dlm_jax.distributed.partitions import map_named, named_leaves, partition, path_name
 from dlm_jax.heads import MAIN, Head
+from dlm_jax.randomness import key_of
 from dlm_jax.training.train_step import KEPT, Stage, group_of
+from dlm_jax.types import Network, Params
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration on the singular values (Jordan et al. 2024)."""
@@ -79,7 +80,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
 
     Args:
       updates: matrices ``[..., fan_in, fan_out]`` with norm at most 1, stacked by layers and
-        optionally by experts. `dlm_jax.distributed.partitions.RULES` must match their paths.
+        optionally by experts.
       mesh: the devices in use.
     """
     flat = named_leaves(updates)
@@ -188,12 +189,51 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
     )
 
 
-def is_matrix(path: str) -> bool:
-    """Returns whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
+def matrices_of(network: Network, heads: Sequence[Head] = ()) -> frozenset[str]:
+    """The paths of the parameters to which Muon and weight decay apply (`Network.is_matrix`).
 
-    The matrices of experts are stacked by layers and experts, and all other matrices by layers.
+    Custom heads are judged by their shapes, including their maps to logits.
     """
-    return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
+    shapes = jax.eval_shape(network.init, key_of(0))
+    declared = {} if network.is_matrix is None else network.is_matrix(shapes)
+    like = {name: shapes.get(name, ()) for name in declared}
+    if jax.tree.structure(declared) != jax.tree.structure(like):
+        raise ValueError(
+            "Network.is_matrix returns a tree that differs from the parameters of Network.init; "
+            "return a bool for each parameter, or omit the top-level names to judge by shape"
+        )
+    rest = {name: tree for name, tree in shapes.items() if name not in declared}
+    own = {head.name: rest.pop(head.name) for head in heads if head.name in rest}
+    return (
+        frozenset(path for path, is_one in named_leaves(declared) if is_one)
+        | matrices_by_shape(rest, vocab_size=network.vocab_size)
+        | matrices_by_shape(own)
+    )
+
+
+def matrices_by_shape(params: Params, *, vocab_size: int = 0) -> frozenset[str]:
+    """The paths of the parameters with at least two axes besides those that number layers.
+
+    The first axis numbers layers where all parameters under a name have it in common and one of
+    them has more than two axes. Embeddings and maps to logits, which have an axis of
+    `vocab_size`, are not matrices.
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    under: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+    for path, leaf in leaves:
+        for end in range(1, len(path)):
+            under[path[:end]].append(leaf.shape)
+
+    def is_stack(shapes: list[tuple[int, ...]]) -> bool:
+        return len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
+
+    stacks = {path for path, shapes in under.items() if is_stack(shapes)}
+    found = set()
+    for path, leaf in leaves:
+        num_axes = leaf.ndim - any(path[:end] in stacks for end in range(1, len(path)))
+        if num_axes >= 2 and vocab_size not in leaf.shape:
+            found.add(path_name(path))
+    return frozenset(found)
 
 
 def _over_paths(params: Any, value: Callable[[str], Any]) -> Any:
@@ -210,37 +250,44 @@ def rate_of(
 
 
 def make_optimizer(
-    config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None = None
+    config: OptimConfig,
+    *,
+    num_steps: int,
+    matrices: Collection[str],
+    schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """Returns the gradient transformation for a run of `num_steps` steps.
 
     Gradients are clipped to a global norm of ``clip``. With ``muon`` (Jordan et al. 2024), Muon
-    updates the matrices of the blocks, including those of each expert, and Adam updates the other
+    updates the parameters at the paths `matrices` (see `matrices_of`), and Adam updates the other
     parameters, each with its own peak learning rate. With ``adamw`` (Loshchilov and Hutter 2019),
-    AdamW updates all parameters. Weight decay is decoupled and applies only to the matrices of the
-    blocks. `schedule` maps a step to a factor that scales the peak rates, and replaces the warm-up
-    and cosine.
+    AdamW updates all parameters. Weight decay is decoupled and applies only to the matrices.
+    `schedule` maps a step to a factor that scales the peak rates, and replaces the warm-up and
+    cosine.
     """
     at = functools.partial(rate_of, config=config, num_steps=num_steps, schedule=schedule)
     rate = at(config.learning_rate)
 
     def decays(params: Any) -> Any:
-        return _over_paths(params, is_matrix)
+        return _over_paths(params, lambda path: path in matrices)
 
     if config.name == "adamw":
         update = optax.adamw(
             rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays
         )
     else:
-        update = _muon(config, rate, at(config.adam_learning_rate))
+        update = _muon(config, rate, at(config.adam_learning_rate), matrices)
     return optax.chain(optax.clip_by_global_norm(config.clip), update)
 
 
 def _muon(
-    config: OptimConfig, rate: optax.Schedule, adam_rate: optax.Schedule
+    config: OptimConfig,
+    rate: optax.Schedule,
+    adam_rate: optax.Schedule,
+    matrices: Collection[str],
 ) -> optax.GradientTransformation:
     """Like ``optax.contrib.muon``, with the matrices distributed over the devices."""
-    matrices = optax.chain(
+    whole = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
         # The identity replaces optax's shape-dependent scale, so the state keeps optax's structure.
         optax.identity(),
@@ -249,8 +296,8 @@ def _muon(
     )
     rest = optax.adamw(adam_rate, b1=config.b1, b2=config.b2, weight_decay=0.0, nesterov=True)
     return optax.partition(
-        {"muon": matrices, "adam": rest},
-        lambda params: _over_paths(params, lambda path: "muon" if is_matrix(path) else "adam"),
+        {"muon": whole, "adam": rest},
+        lambda params: _over_paths(params, lambda path: "muon" if path in matrices else "adam"),
     )
 
 
@@ -281,11 +328,12 @@ def make_grouped_optimizer(
     stage: Stage,
     *,
     num_steps: int,
+    matrices: Collection[str],
     own: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """Returns the gradient transformation of a stage, with one group for the model and one per
-    head.
+    head. `matrices` are as in `make_optimizer`; in the main group, heads have none.
 
     The main group contains the model and the heads with `joins_main`. This group uses
     `make_optimizer`, or a custom optimiser whose updates are multiplied by the schedule. Every
@@ -295,7 +343,8 @@ def make_grouped_optimizer(
     and with adapters only the adapters have an optimiser state. The state has the same structure in
     every stage. The state and parameters of groups that do not train are unchanged.
     """
-    main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
+    trunk = _without_heads(matrices, heads)
+    main = own or make_optimizer(optim, num_steps=num_steps, matrices=trunk, schedule=schedule)
     if own is not None and schedule is not None:
         main = optax.chain(own, optax.scale_by_schedule(schedule))
     apart = [head for head in heads if head.group != MAIN]
@@ -307,7 +356,7 @@ def make_grouped_optimizer(
     groups[MAIN] = main if settings.train_main else kept
     for head in apart:
         left = max(1, num_steps - head.start)
-        make = head.optimizer or functools.partial(_head_optimizer, optim, settings)
+        make = head.optimizer or functools.partial(_head_optimizer, optim, settings, matrices)
         groups[head.name] = make(left)
     transforms: dict[Hashable, optax.GradientTransformation] = {
         name: group if stage.trains(name) or group is kept else _frozen(group)
@@ -319,6 +368,38 @@ def make_grouped_optimizer(
             params, lambda path: group_of(path.split("/")[0], heads, adapts=stage.adapts)
         ),
     )
+
+
+def _without_heads(matrices: Collection[str], heads: Sequence[Head]) -> frozenset[str]:
+    """The matrices in the main group. Heads, which map to logits or scores, have none there."""
+    names = {head.name for head in heads}
+    return frozenset(path for path in matrices if path.split("/")[0] not in names)
+
+
+def parameter_groups(
+    config: Config,
+    heads: Sequence[Head],
+    params: Params,
+    *,
+    matrices: Collection[str],
+    is_own: bool = False,
+) -> dict[str, tuple[int, int]]:
+    """The numbers of arrays and of parameters by the transformation that updates them.
+
+    `matrices` are as in `make_grouped_optimizer`; `is_own` is True for a custom optimiser.
+    """
+    optim, adapts, trunk = config.optim, config.model.lora_rank > 0, _without_heads(matrices, heads)
+    names = {"muon": ("muon", "adam"), "adamw": ("adamw with decay", "adamw without decay")}
+    counts: dict[str, tuple[int, int]] = {}
+    for path, leaf in named_leaves(params):
+        group = group_of(path.split("/")[0], heads, adapts=adapts)
+        if group == KEPT or (group == MAIN and not config.heads.train_main):
+            group = "frozen"
+        elif group == MAIN:
+            group = "custom" if is_own else names[optim.name][path not in trunk]
+        arrays, size = counts.get(group, (0, 0))
+        counts[group] = arrays + 1, size + leaf.size
+    return counts
 
 
 def learning_rates(
@@ -360,10 +441,10 @@ def _head_rate(optim: OptimConfig, settings: HeadsConfig, num_steps: int) -> opt
 
 
 def _head_optimizer(
-    optim: OptimConfig, settings: HeadsConfig, num_steps: int
+    optim: OptimConfig, settings: HeadsConfig, matrices: Collection[str], num_steps: int
 ) -> optax.GradientTransformation:
     def decays(params: Any) -> Any:
-        return _over_paths(params, lambda path: path.endswith("/kernel"))
+        return _over_paths(params, lambda path: path in matrices)
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip),

@@ -96,18 +96,22 @@ class Plan:
         return self.flops / (self.chip.flops * found.seconds)
 
 
-def lowered_step(
-    config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
-) -> tuple[jax.stages.Lowered, Task]:
-    """The lowered training step of `plan`, which has the same arguments, and its task."""
+def planned_task(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Task:
+    """The task of `plan`, which has the same arguments."""
     if tokenizer is None:
         mask_id = config.model.vocab_size - 1
         tokenizer = cast(Tokenizer, SimpleNamespace(
             vocab_size=config.model.vocab_size, mask_id=mask_id, pad_id=mask_id - 1,
             eos_id=mask_id - 2, banned_ids=(mask_id,),
         ))  # fmt: skip
-    setup = Setup(config, tokenizer, mesh)
-    task, train = make_task(setup), config.train
+    return make_task(Setup(config, tokenizer, mesh))
+
+
+def lowered_step(
+    config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
+) -> tuple[jax.stages.Lowered, Task]:
+    """The lowered training step of `plan`, which has the same arguments, and its task."""
+    task, train = planned_task(config, mesh, tokenizer), config.train
     stage, state = task.stage(train.steps), task.abstract_state()
     step = make_train_step(
         task.loss(stage), task.optimizer(stage), state, mesh=mesh, batch_size=train.batch_size,

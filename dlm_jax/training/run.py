@@ -49,7 +49,6 @@ from dlm_jax.distributed.partitions import (
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP
-from dlm_jax.model.transformer import build
 from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import UNSET, SettingError
@@ -323,11 +322,14 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
+def mesh_config(
+    config: Config, devices: Sequence[Any], num_bytes: Callable[[], float] | None = None
+) -> MeshConfig:
     """Returns the mesh of `config` for the devices of all processes.
 
-    A value of 0 for ``mesh.fsdp`` is resolved from the size of the model, so ``model.vocab_size``
-    must be set.
+    A value of 0 for ``mesh.fsdp`` is resolved from the size of the training state, which
+    `num_bytes` computes (see `state_bytes`). Without `num_bytes`, it is left unresolved if it
+    depends on this size.
     """
     mesh = config.mesh
     memory = device_bytes(devices[0])
@@ -336,20 +338,22 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
     num_slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
     inner = mesh.tensor * mesh.expert * mesh.context * num_slices
     if mesh.data == -1:
+        if num_bytes is None:
+            return mesh
         split = max(1, len(devices) // inner)
-        fsdp = fsdp_for(state_bytes(config) / mesh.tensor, memory, split)
+        fsdp = fsdp_for(num_bytes() / mesh.tensor, memory, split)
     else:
         # `fsdp` must cover the devices that the other axes leave, so that the mesh contains all.
         fsdp = max(1, len(devices) // (mesh.tensor * mesh.expert * mesh.context * mesh.data))
     return dataclasses.replace(mesh, fsdp=fsdp)
 
 
-def state_bytes(config: Config) -> float:
-    """The size in bytes of the parameters and the optimiser state of the model in the config."""
-    shapes = jax.eval_shape(build(config.model).init, key_of(0))
-    num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    copies = 3 + (config.optim.ema_decay > 0)
-    return 4.0 * copies * num_parameters
+def state_bytes(task: Task) -> int:
+    """The size in bytes of the training state of a task on all devices: parameters, optimiser,
+    moving average, teacher and behaviour copies.
+    """
+    leaves = jax.tree.leaves(task.abstract_state())
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 TEACHER = "objective.teacher"
@@ -626,10 +630,11 @@ def prepare(
     clock = clock or WallClock()
     asked, mesh = config, _checked_mesh(config)
     clock.charge("devices")
-    setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
+    parts = network, objective, heads, optimizer, schedule
+    setup, corpus = _setup_of(config, mesh, *parts, report=report)
     clock.charge("data")
     config = setup.config
-    task = make_task(setup, network, objective, heads, optimizer, schedule, report)
+    task = make_task(setup, *parts, report)
     meta = {
         "run": "",
         "config": configs.to_dict(config),
@@ -672,20 +677,33 @@ def prepare(
             best.begin()
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    parts = setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best
-    return Run(*parts, clock, local)
+    made = setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best
+    return Run(*made, clock, local)
 
 
 def _setup_of(
-    config: Config, mesh: Mesh, *, is_own: bool, report: Callable[[str], None]
+    config: Config,
+    mesh: Mesh,
+    network: Network | MakeNetwork | None,
+    *parts: Any,
+    report: Callable[[str], None],
 ) -> tuple[Setup, Corpus]:
-    """The setup of a run, and its corpus. A custom network is not checked against the mesh."""
+    """The setup of a run, and its corpus. A custom network is not checked against the mesh.
+
+    `network` and `parts` are arguments of `make_task`.
+    """
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
-    if not is_own:
-        mesh = make_mesh(mesh_config(config, list(mesh.devices.flat)))
-        check_model_fits(config, mesh)
-    return Setup(config, corpus.tokenizer, mesh), corpus
+    setup = Setup(config, corpus.tokenizer, mesh)
+    if network is not None:
+        return setup, corpus
+
+    def num_bytes() -> float:
+        return state_bytes(make_task(setup, network, *parts))
+
+    resolved = make_mesh(mesh_config(config, list(mesh.devices.flat), num_bytes))
+    check_model_fits(config, resolved)
+    return dataclasses.replace(setup, mesh=resolved), corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -774,7 +792,7 @@ def problem(
             "use dlm_jax.train, or remove it",
         )  # fmt: skip
     mesh = _checked_mesh(config)
-    setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
+    setup, corpus = _setup_of(config, mesh, network, objective, heads, report=report)
     task = make_task(setup, network, objective, heads)
     if task.mixture.needs_teacher:
         name = next(iter(config.objective.distilled), "")
@@ -880,9 +898,7 @@ def _checked_mesh(config: Config) -> Mesh:
     """The mesh of a config, after all checks that do not need data."""
     check_same_everywhere(facts_of(config))
     check_settings()
-    # The split of the parameters over `fsdp` is resolved later, if it depends on the vocabulary.
-    is_later = config.mesh.data == -1
-    mesh = make_mesh(config.mesh if is_later else mesh_config(config, jax.devices()))
+    mesh = make_mesh(mesh_config(config, jax.devices()))
     compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)

@@ -29,7 +29,12 @@ from dlm_jax.heads import HEADS, MAIN, Head, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.settings import SettingError
-from dlm_jax.training.optimisers import by_update, learning_rates, make_grouped_optimizer
+from dlm_jax.training.optimisers import (
+    by_update,
+    learning_rates,
+    make_grouped_optimizer,
+    matrices_of,
+)
 from dlm_jax.training.train_step import (
     Stage,
     StageLoss,
@@ -88,6 +93,11 @@ class Task:
     schedule: optax.Schedule | None = None
     rollouts: Rollouts | None = None
 
+    @functools.cached_property
+    def matrices(self) -> frozenset[str]:
+        """The paths of the parameters to which Muon and weight decay apply."""
+        return matrices_of(self.network, self.heads)
+
     @property
     def figure(self) -> str:
         """Name of the evaluation metric that selects the best model."""
@@ -119,7 +129,8 @@ class Task:
         config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         made = make_grouped_optimizer(
             config.optim, config.heads, self.heads, stage,
-            num_steps=config.train.steps, own=self.own_optimizer, schedule=schedule,
+            num_steps=config.train.steps, matrices=self.matrices, own=self.own_optimizer,
+            schedule=schedule,
         )  # fmt: skip
 
         def trained(params: Params) -> Params:

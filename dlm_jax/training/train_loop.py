@@ -29,13 +29,14 @@ from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
-from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.distributed.partitions import batch_sharding, replicated_by_default, share_of_batch
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.training.metrics import STEPS, Journal
+from dlm_jax.training.optimisers import parameter_groups
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.tasks import (
@@ -121,8 +122,8 @@ def train(
     Args:
       config: a `Config`, or the path of a TOML file.
       network: custom model that replaces the Transformer of ``[model]``: a `Network`, or a function
-        of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices
-        `dlm_jax.distributed.partitions.RULES` must match the paths of its matrices.
+        of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices, each has the
+        whole of a parameter whose path no rule of `dlm_jax.distributed.partitions.RULES` matches.
       objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
         (resolved config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a
         `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
@@ -170,6 +171,9 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         f"model of {sum(parts.values()):,} parameters on {kind}, mesh {mesh}: "
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
+    report(groups_line(run))
+    if line := replicated_by_default(run.state.params, run.mesh):
+        report(line)
     for section, values in configs.differing(run.config).items():
         # The values that the tokenizer determines have been reported above.
         told = configs.keys(Trait.FOUND)
@@ -187,6 +191,22 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
             report(f"step {run.first_step} was saved by another program: {_program(there)}")
 
 
+def groups_line(run: Run) -> str:
+    """The number of parameters that each optimiser updates, and matrices judged by their shapes."""
+    task = run.task
+    counts = parameter_groups(
+        run.config, task.heads, run.state.params, matrices=task.matrices,
+        is_own=task.own_optimizer is not None,
+    )  # fmt: skip
+    groups = ", ".join(
+        f"{name} {size:,} in {arrays} arrays" for name, (arrays, size) in sorted(counts.items())
+    )
+    if run.network.is_matrix is not None or task.own_optimizer is not None:
+        return f"optimisers: {groups}"
+    named = ", ".join(sorted(task.matrices)) or "none"
+    return f"optimisers: {groups}; matrices by shape, without Network.is_matrix: {named}"
+
+
 def parameters_by_part(params: Params) -> dict[str, int]:
     """Number of parameters in each part of the model, such as ``blocks/mlp``, summed over all
     blocks.
@@ -194,7 +214,7 @@ def parameters_by_part(params: Params) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         names = [str(getattr(key, "key", key)) for key in path]
-        part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
+        part = "/".join(names[:2] if names[0].endswith("blocks") else names[:1])
         sizes[part] = sizes.get(part, 0) + leaf.size
     return sizes
 
@@ -430,7 +450,9 @@ class _Loop:
         if not self._is_rate_told:
             self._is_rate_told = True
             say(self._meter.rates(clock))
-        note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
+        # The loss of policy optimisation is near 0 at every step.
+        shown = "loss" if self._run.task.rollouts is None else "reward"
+        note = f"{shown} {means[shown]:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
 
     def _record(self, kind: str, figures: dict[str, Any]) -> None:

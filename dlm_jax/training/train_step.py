@@ -7,7 +7,7 @@ cost. Within a stage, only the weights of the losses change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ from dlm_jax.sampling.positions import returned
 from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
+# Metrics of every step.
+_TAKEN = ("loss", "grad_norm", "param_norm")
 KEPT = "kept"
 """The group of parameters that are never trained and have no optimiser state."""
 
@@ -123,7 +125,8 @@ class StageLoss:
     def __call__(
         self, params: Params, drawn: NoisedBatch, step: jax.Array, reference: Params | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The total loss, and the loss of each objective and head, for a batch or a part of it.
+        """The total loss, and the loss and the figures of each objective and head, for a batch or a
+        part of it.
 
         The unit of the loss is nats per token if the objectives and heads use this unit.
         `reference` is as in `anchored`; objectives with a teacher read it.
@@ -131,6 +134,7 @@ class StageLoss:
         example, noise = drawn
         hidden_BLD = self._hidden(params, example)
         means: dict[str, jax.Array] = {}
+        figures: list[tuple[str, Mapping[str, Any]]] = []
         total = jnp.zeros(())
         if self.stage.trains(MAIN):
             reads = hidden_BLD if self.mixture.reads_trunk else None
@@ -138,15 +142,24 @@ class StageLoss:
                 self.network, params, example, reads, mask_id=self.mask_id,
                 teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
             )  # fmt: skip
+            figures = [(name, loss.figures) for name, loss in found.items()]
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
-            for loss in found.values():
-                means |= {name: _mean(Loss(*figure), name) for name, figure in loss.figures.items()}
         for head in self.trained_heads:
             inputs = self._inputs(head, params, example, noise[head.name], hidden_BLD)
-            mean = _mean(head.loss(inputs), head.name)
+            loss = head.loss(inputs)
+            mean = _mean(loss, head.name)
             means[head.metric] = mean
+            figures.append((head.name, loss.figures))
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
+        for owner, own in figures:
+            for name, figure in own.items():
+                if name in means or name in _TAKEN:
+                    raise ValueError(
+                        f"Loss.figures of {owner} has {name!r}, which is already a metric; "
+                        "rename it"
+                    )
+                means[name] = _mean(Loss(*figure), name)
         return total, means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
@@ -185,7 +198,8 @@ class StageLoss:
 def _mean(loss: Loss, name: str) -> jax.Array:
     returned(loss.sum, name, "loss(...).sum", "", (), float)
     returned(loss.weight, name, "loss(...).weight", "", (), float)
-    return loss.sum / jnp.maximum(loss.weight, 1.0)
+    has_weight = loss.weight != 0
+    return jnp.where(has_weight, loss.sum / jnp.where(has_weight, loss.weight, 1.0), 0.0)
 
 
 class TrainState(NamedTuple):

@@ -18,7 +18,7 @@ from dlm_jax.distributed.partitions import (
     share_of_batch,
 )
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_optimizer
+from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import abstract_state
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
@@ -99,7 +99,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tensor(shape, name):
     network = build(toy.config(**SHAPES[shape]))
-    optimizer = make_optimizer(OptimConfig(name=name), num_steps=100)
+    matrices = matrices_of(network)
+    optimizer = make_optimizer(OptimConfig(name=name), num_steps=100, matrices=matrices)
     state = abstract_state(network, optimizer, make_mesh(CUBE))
     split = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:

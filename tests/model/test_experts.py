@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, ModelConfig
 from dlm_jax.distributed.partitions import make_mesh, shardings
-from dlm_jax.model.experts import mixture
+from dlm_jax.model.experts import GatedMlp, mixture
 from dlm_jax.model.transformer import build
 
 CONFIG = ModelConfig(
@@ -92,3 +94,18 @@ def test_a_part_of_the_experts_adds_what_its_own_say_and_nothing_else():
     own = tuple(jnp.float32(kernel[2:4]) for kernel in (gate, up, down))
     found = mixture(*given, own, first=jnp.int32(2))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_shared_expert_constrains_and_names_its_activations_like_an_mlp():
+    mlp = GatedMlp(8, 16, activation="swiglu", rngs=nnx.Rngs(params=jax.random.key(0)))
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+
+    def run(x_BLD):
+        with devices.used(mesh):
+            return mlp(x_BLD)
+
+    program = jax.make_jaxpr(run)(jnp.zeros((4, 2, 8)))
+    named = {str(one.params.get("name")) for one in program.eqns if one.primitive.name == "name"}
+    assert named == {"gate", "up"}
+    (pinned,) = [one for one in program.eqns if one.primitive.name == "sharding_constraint"]
+    assert pinned.params["sharding"].spec == P("data", None, "tensor")

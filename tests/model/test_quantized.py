@@ -27,6 +27,7 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.model.lora import merged
 from dlm_jax.model.quantized import (
     KINDS,
+    Quantized,
     product,
     quantized,
     quantized_kernel,
@@ -138,6 +139,30 @@ def test_a_row_does_not_depend_on_its_neighbours(kind):
     np.testing.assert_array_equal(together[1, :5], alone[1, :5])
 
 
+def test_every_stack_of_a_model_with_full_blocks_is_quantised():
+    """The output is that of the float model with the rounded matrices."""
+    network = build(toy.config(
+        attention_type="canvas", block_length=8, attention_window=16, start_id=0, depth=4,
+        full_every=2, activation="geglu", layer_scales=True, self_conditioning=True,
+    ))  # fmt: skip
+    params = toy.random_params(network)
+    small = quantized(params, "int8")
+    for stack in ("blocks", "full_blocks"):
+        kernels = [
+            small[stack]["attention"]["query"]["kernel"],
+            small[stack]["mlp"]["up"]["kernel"],
+        ]
+        assert all(isinstance(kernel, Quantized) for kernel in kernels)
+    whole = jax.tree.map(
+        lambda x: x.values * x.scales[..., None, :] if isinstance(x, Quantized) else x, small,
+        is_leaf=lambda x: isinstance(x, Quantized),
+    )  # fmt: skip
+    trunk = jax.jit(lambda p: network.trunk(p, TOKENS, LENGTHS, None)[0])
+    wanted, found = trunk(whole), trunk(small)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(found[row, :length], wanted[row, :length], atol=1e-4)
+
+
 def test_a_float_matrix_has_the_program_of_before():
     x, kernel = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5))
 
@@ -230,9 +255,14 @@ def test_adapters_are_added_before_the_matrix_is_rounded(tmp_path):
                 ).init,
                 jax.random.key(0),
             ),
-            "quantize='int8' has no rule for the parameter 'blocks/mlp/expert_down'",
+            "quantize='int8' has no rule for the parameter 'blocks/mlp/expert_down'; "
+            "remove quantize, or use a model without experts",
         ),
-        ("int8", lambda: {"mine": jnp.ones((2, 2))}, "has no rule for the parameter 'mine'"),
+        (
+            "int8",
+            lambda: {"mine": jnp.ones((2, 2))},
+            "has no rule for the parameter 'mine'; remove quantize, or use a model of [model]",
+        ),
     ],
 )
 def test_what_has_no_rule_is_refused_by_name(kind, params, message):

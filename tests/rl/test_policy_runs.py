@@ -20,6 +20,7 @@ from dlm_jax.cli.train import main
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import NetworkObjective
+from dlm_jax.progress import Progress
 from dlm_jax.rl import Rollouts, objective_of
 from dlm_jax.rl.rollouts import Judge, RewardError
 from dlm_jax.training import problem, train
@@ -76,9 +77,21 @@ TRACED = {"rl__loss": "trace", "rl__updates": 2, "rl__kl": 0.1, "train__accumula
 ASYNCHRONOUS = TRACED | {"rl__asynchronous": True}
 
 
+_NOTES: list[str] = []
+"""The progress notes of `_whole`."""
+
+
 @functools.cache
 def _whole(folder: Path):
-    return _train(folder / "whole", **TRACED)
+    update = Progress.update
+
+    def noted(bar: Progress, *args: Any, note: str = "", **more: Any) -> None:
+        _NOTES.extend([note] * bool(note))
+        update(bar, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "update", noted)
+        return _train(folder / "whole", **TRACED)
 
 
 def _lines(out_dir: Path) -> list[dict]:
@@ -323,3 +336,8 @@ def test_the_program_ends_with_its_code_where_a_reward_fails(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--rl.group", "1"])
     assert "--rl.group 1" in capsys.readouterr().err
+
+
+def test_the_progress_line_shows_the_reward(folder):
+    rewards = [line["reward"] for line in _lines(_whole(folder).run.out_dir)]
+    assert [note.split(",")[0] for note in _NOTES] == [f"reward {x:.3f}" for x in rewards]

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.store import Checkpoints, checkpoint_files, files, load_params
 from dlm_jax.store.checkpoints import quiet_orbax
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 META = {"config": {"model": {"depth": 2}}, "tokenizer": "byte", "data": {"next": [1, 2]}}
 
 

@@ -16,12 +16,14 @@ import tiny_run
 
 import dlm_jax.config as configs
 from dlm_jax.heads import MAIN, Stage
+from dlm_jax.model.transformer import build
 from dlm_jax.training import problem, train
 from dlm_jax.training.optimisers import (
     learning_rate,
     learning_rates,
     make_grouped_optimizer,
     make_optimizer,
+    matrices_of,
 )
 
 FLAGS = {
@@ -148,7 +150,9 @@ def _plain(folder: Path):
 @pytest.mark.slow
 def test_the_config_s_own_optimiser_passed_in_trains_as_that_of_the_config(folder):
     def made(setup):
-        return make_optimizer(setup.config.optim, num_steps=setup.config.train.steps)
+        matrices = matrices_of(build(setup.config.model))
+        steps = setup.config.train.steps
+        return make_optimizer(setup.config.optim, num_steps=steps, matrices=matrices)
 
     same = _train(folder / "same", flags=PLAIN, optimizer=made)
     tiny_run.assert_same(same.params, _plain(folder).params)
@@ -176,8 +180,9 @@ def _close(left, right, rtol=1e-5, atol=1e-7):
 def test_a_schedule_is_a_factor_on_the_peaks_in_place_of_warm_up_and_cosine(name):
     config = configs.OptimConfig(name=name, warmup_steps=1, weight_decay=0.1)
     factor = learning_rate(1.0, config, num_steps=3)
-    plain = _updates(make_optimizer(config, num_steps=3))
-    _close(_updates(make_optimizer(config, num_steps=3, schedule=factor)), plain)
+    make = functools.partial(make_optimizer, config, num_steps=3, matrices=["blocks/mlp/up/kernel"])
+    plain = _updates(make())
+    _close(_updates(make(schedule=factor)), plain)
     rates = [
         learning_rates(configs.Config(optim=config, train=configs.TrainConfig(steps=3)), (),
                        Stage((MAIN,)), 2, num_steps=3, schedule=schedule)
@@ -189,8 +194,8 @@ def test_a_schedule_is_a_factor_on_the_peaks_in_place_of_warm_up_and_cosine(name
 def test_a_schedule_multiplies_the_updates_of_an_own_optimiser():
     own = optax.sgd(1.0)
     made = make_grouped_optimizer(
-        configs.OptimConfig(), configs.HeadsConfig(), (), Stage((MAIN,)), num_steps=3, own=own,
-        schedule=lambda step: 0.5**step,
+        configs.OptimConfig(), configs.HeadsConfig(), (), Stage((MAIN,)), num_steps=3,
+        matrices=(), own=own, schedule=lambda step: 0.5**step,
     )  # fmt: skip
     expected = [jax.tree.map(lambda x, n=n: 0.5**n * x, one) for n, one in enumerate(_updates(own))]
     _close(_updates(made), expected)
@@ -202,7 +207,8 @@ def test_a_loop_of_ones_own_takes_the_steps_of_the_run(folder):
     with tiny_run.on_devices(1):
         made = problem(_config(folder / "none", **PLAIN))
     assert not (folder / "none").exists()
-    optimizer = make_optimizer(made.setup.config.optim, num_steps=3)
+    matrices = matrices_of(made.network)
+    optimizer = make_optimizer(made.setup.config.optim, num_steps=3, matrices=matrices)
     params = made.init(jax.random.split(jax.random.key(0))[0])
     state, losses = optimizer.init(params), []
 

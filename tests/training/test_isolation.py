@@ -14,7 +14,7 @@ import stage_cases as cases
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
+from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer, matrices_of
 from dlm_jax.training.train_step import Stage, TrainState, make_train_step
 from dlm_jax.types import Network
 
@@ -83,7 +83,8 @@ def test_with_the_sampler_head_the_model_trains_bit_for_bit_as_without(name, cha
         weight_decay=0.1,
         sampler_reveal=0.5,
     )
-    optimizer = make_optimizer(optim, num_steps=STEPS)
+    matrices = matrices_of(cases.model(**cases.WITH_HEADS, **changes))
+    optimizer = make_optimizer(optim, num_steps=STEPS, matrices=matrices)
     begun = _begun(cases.main_of(cases.params(**changes)), optimizer)
     plain = _step(cases.model(**changes), optimizer, begun, (MAIN,))
     expected, seen = _trained(begun, plain, STEPS)
@@ -92,7 +93,7 @@ def test_with_the_sampler_head_the_model_trains_bit_for_bit_as_without(name, cha
     def grouped(*groups: str):
         stage, network = Stage(groups), cases.model(**cases.WITH_HEADS, **changes)
         optimizer = make_grouped_optimizer(
-            optim, heads, cases.records(heads), stage, num_steps=STEPS
+            optim, heads, cases.records(heads), stage, num_steps=STEPS, matrices=matrices
         )
         fresh = _begun(cases.params(**changes), optimizer)
         return fresh, _step(network, optimizer, fresh, groups, heads)
@@ -123,8 +124,9 @@ def test_without_the_model_the_heads_train_alone_and_the_model_stays():
     optim, groups = OptimConfig(warmup_steps=1, weight_decay=0.1), (SAMPLER,)
     network = cases.model(add_sampler_head=True)
     optimizer = make_grouped_optimizer(
-        optim, heads, cases.records(heads, add_sampler_head=True), Stage(groups), num_steps=STEPS
-    )
+        optim, heads, cases.records(heads, add_sampler_head=True), Stage(groups), num_steps=STEPS,
+        matrices=matrices_of(network),
+    )  # fmt: skip
     fresh = _begun({k: v for k, v in cases.params().items() if k != CRITIC}, optimizer)
     state, seen = _trained(fresh, _step(network, optimizer, fresh, groups, heads), 30)
     _assert_same_bits(cases.main_of(state.params), cases.main_of(fresh.params))

@@ -16,16 +16,18 @@ from dlm_jax.distributed.partitions import path_name
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import (
-    is_matrix,
     learning_rate,
     make_grouped_optimizer,
     make_optimizer,
+    matrices_by_shape,
+    matrices_of,
 )
 from dlm_jax.training.train_step import Stage
 
 CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
 STEPS = 24
 NAMES = ["muon", "adamw"]
+MATRICES = matrices_of(toy.network())
 
 
 def _random(tree, seed, scale=1.0):
@@ -39,7 +41,7 @@ def _random(tree, seed, scale=1.0):
 
 @functools.cache
 def _compiled(config: OptimConfig):
-    optimizer = make_optimizer(config, num_steps=STEPS)
+    optimizer = make_optimizer(config, num_steps=STEPS, matrices=MATRICES)
 
     def last_update(many_grads):
         state = optimizer.init(toy.params())
@@ -56,12 +58,75 @@ MIXTURE = toy.config(
 )  # fmt: skip
 
 
-def test_the_matrices_of_a_mixture_are_all_that_its_blocks_have_but_scales_and_biases():
-    shapes = jax.eval_shape(build(MIXTURE).init, jax.random.key(0))
+CANVASES = toy.config(
+    attention_type="canvas", block_length=8, attention_window=16, start_id=0, depth=4, full_every=2,
+    activation="geglu", layer_scales=True, self_conditioning=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [toy.config(), MIXTURE, CANVASES], ids=["toy", "mixture", "full"]
+)
+def test_matrices_are_all_parameters_of_two_axes_in_a_layer_but_tables_heads_and_routers(config):
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))
+    expected = set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
         name = path_name(path)
-        is_vector = name.endswith(("scale", "bias")) or "blocks/" not in name
-        assert is_matrix(name) == (not is_vector), (name, leaf.shape)
+        num_axes = leaf.ndim - ("blocks" in name)
+        if num_axes >= 2 and name not in ("embedding", "head/kernel") and "router" not in name:
+            expected.add(name)
+    assert matrices_of(build(config)) == expected
+    if config.full_every:
+        assert sum(name.startswith("full_blocks/") for name in expected) == 7
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda shape: jnp.zeros(shape), tree, is_leaf=lambda x: type(x) is tuple)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "matrices"),
+    [
+        ({"blocks": {"w": (3, 8, 8), "bias": (3, 8), "gain": (3,)}}, {"blocks/w"}),
+        ({"blocks": {"mlp": {"w": (3, 8, 6)}, "norm": {"scale": (3, 8)}}}, {"blocks/mlp/w"}),
+        ({"layers": [{"w": (8, 6), "bias": (6,)}] * 2}, {"layers/0/w", "layers/1/w"}),
+        ({"embedding": (12, 8), "w": (8, 8), "out": {"kernel": (8, 12)}}, {"w"}),
+        ({"taps": (9, 8, 8), "norm": (8,)}, {"taps"}),
+    ],
+)  # fmt: skip
+def test_the_matrices_of_an_undeclared_network_have_two_axes_besides_the_layers(shapes, matrices):
+    assert matrices_by_shape(_shapes(shapes), vocab_size=12) == matrices
+
+
+def test_the_matrices_of_a_network_are_those_that_it_declares():
+    params = _shapes({"table": {"w": (6, 8), "v": (6, 8)}, "other": (8, 8)})
+
+    def declared(is_matrix):
+        network = toy.network()
+        return dataclasses.replace(network, init=lambda key: params, is_matrix=is_matrix)
+
+    own = {"table": {"w": False, "v": True}}
+    assert matrices_of(declared(lambda shapes: own)) == {"table/v", "other"}
+    with pytest.raises(ValueError, match=r"^Network\.is_matrix returns a tree that differs"):
+        matrices_of(declared(lambda shapes: {"table": {"w": True}}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_matrices_of_full_blocks_decay_and_under_muon_have_one_moment(name):
+    network = build(CANVASES)
+    params = jax.jit(network.init)(jax.random.key(0))
+    config = OptimConfig(name=name, warmup_steps=0, learning_rate=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(config, num_steps=STEPS, matrices=matrices_of(network))
+    state = optimizer.init(params)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    updates = jax.jit(optimizer.update)(grads, state, params)[0]
+    query = "attention", "query", "kernel"
+    for stack in ("blocks", "full_blocks"):
+        update, kernel = (tree[stack]["attention"]["query"]["kernel"] for tree in (updates, params))
+        np.testing.assert_allclose(update, -0.05 * kernel, rtol=1e-5)
+    moments = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    kept = [path for path in moments if path.endswith("/".join(("full_blocks", *query)))]
+    assert len(kept) == (1 if name == "muon" else 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +138,7 @@ def test_each_expert_decays_and_under_muon_is_a_matrix_of_its_own(name):
     other = jax.tree.map(lambda x: x.at[1, 2].multiply(7.0), grads)
 
     def update(config, grads):
-        optimizer = make_optimizer(config, num_steps=STEPS)
+        optimizer = make_optimizer(config, num_steps=STEPS, matrices=["blocks/mlp/expert_up"])
         found, _ = optimizer.update(grads, optimizer.init(params), params)
         return found["blocks"]["mlp"]["expert_up"]
 
@@ -118,12 +183,12 @@ def _with_singular_values(matrices, low: float, high: float):
 
 def test_muon_makes_the_update_of_a_block_matrix_orthogonal_and_no_other():
     grads = jax.tree_util.tree_map_with_path(
-        lambda path, x: _with_singular_values(x, 1, 10) if is_matrix(path_name(path)) else x,
+        lambda path, x: _with_singular_values(x, 1, 10) if path_name(path) in MATRICES else x,
         _random(toy.params(), 1),
     )
     updates = _updates(OptimConfig(warmup_steps=0), [grads])
     for path, update in updates.items():
-        if not is_matrix(path):
+        if path not in MATRICES:
             continue
         singular = np.linalg.svd(np.asarray(update), compute_uv=False)
         assert singular.shape[0] == 2, "one matrix for each layer"
@@ -140,7 +205,7 @@ def test_muon_treats_each_layer_as_a_matrix_of_its_own():
     # No clipping, which looks at all gradients together.
     config = OptimConfig(warmup_steps=0, clip=1e9)
     ours, theirs = _updates(config, [grads]), _updates(config, [other])
-    for path in filter(is_matrix, ours):
+    for path in MATRICES:
         np.testing.assert_allclose(ours[path], theirs[path], atol=2e-5)
 
 
@@ -149,7 +214,7 @@ def test_muon_trains_the_rest_with_adam_at_its_own_rate():
     plain = _updates(OptimConfig(warmup_steps=0), [grads])
     config = OptimConfig(warmup_steps=0, learning_rate=0.04, adam_learning_rate=3 * 3e-3)
     for path, update in _updates(config, [grads]).items():
-        factor = 2 if is_matrix(path) else 3
+        factor = 2 if path in MATRICES else 3
         np.testing.assert_allclose(update, factor * plain[path], rtol=1e-4, err_msg=path)
 
 
@@ -174,7 +239,7 @@ def test_weight_decay_shrinks_block_matrices_and_nothing_else(name):
     decayed = _updates(OptimConfig(**config, weight_decay=0.5), [grads])
     flat = jax.tree_util.tree_flatten_with_path(toy.params())[0]
     for path, param in ((path_name(path), leaf) for path, leaf in flat):
-        expected = -0.1 * 0.5 * param if is_matrix(path) else jnp.zeros_like(param)
+        expected = -0.1 * 0.5 * param if path in MATRICES else jnp.zeros_like(param)
         np.testing.assert_allclose(decayed[path] - plain[path], expected, atol=1e-5, err_msg=path)
 
 
@@ -237,8 +302,9 @@ def _place_in_groups(path: str) -> int:
 @functools.cache
 def _grouped(stage: frozenset[str], heads: HeadsConfig = HEADS):
     optimizer = make_grouped_optimizer(
-        OPTIM, heads, cases.records(heads), Stage(tuple(stage)), num_steps=STEPS
-    )
+        OPTIM, heads, cases.records(heads), Stage(tuple(stage)), num_steps=STEPS,
+        matrices=["blocks/up/kernel", f"{SAMPLER}/inner/kernel", f"{CRITIC}/out/kernel"],
+    )  # fmt: skip
     return optimizer.init, jax.jit(optimizer.update)
 
 

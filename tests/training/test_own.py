@@ -15,8 +15,19 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
+from dlm_jax.cli import exporter, sample
 from dlm_jax.diffusion.losses import cross_entropy
-from dlm_jax.training import Batch, Example, Head, HeadInputs, Loss, NetworkObjective, Setup, train
+from dlm_jax.training import (
+    Batch,
+    Example,
+    Head,
+    HeadInputs,
+    Loss,
+    NetworkObjective,
+    Setup,
+    problem,
+    train,
+)  # fmt: skip
 from dlm_jax.types import Network, live_positions
 
 WIDTH = 8
@@ -150,6 +161,46 @@ def test_own_parts_train_and_are_sampled(folder):
     assert len(text) == 16
 
 
+def test_a_run_of_an_own_network_and_its_file_are_loaded_with_that_network(folder, capsys):
+    outcome = _whole(folder)
+    run, file = folder / "whole", folder / "own.safetensors"
+    assert exporter.main(["--checkpoint", str(run), "--out", str(file)]) == 0
+    assert "custom network network; load the file in Python" in capsys.readouterr().err
+    trained = {name: outcome.params[name] for name in ("table", "mix", "out")}
+    for path in (run, file):
+        model = dlm_jax.load(path, network=network)
+        tiny_run.assert_same(model.params, trained)
+        assert model.is_custom and model.config is not None
+        with pytest.raises(ValueError, match="^the model is a custom network, which no"):
+            dlm_jax.export(model, folder / "published")
+        line = f"^{path} was trained with the custom network network; pass it in Python: "
+        with pytest.raises(ValueError, match=line):
+            dlm_jax.load(path)
+        with pytest.raises(SystemExit) as ended:
+            sample.main(["--checkpoint", str(path)])
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert "was trained with the custom network" in err and err.count("\n") == 1
+    with pytest.raises(ValueError, match="quantize='int8' is not supported with a custom network"):
+        dlm_jax.load(run, network=network, quantize="int8")
+
+
+def test_over_devices_a_network_without_sharding_rules_trains_as_on_one(tmp_path):
+    said: list[str] = []
+    flags = FLAGS | {
+        "optim__name": "muon", "optim__warmup_steps": 0, "train__steps": 2, "train__eval_every": 0,
+    }  # fmt: skip
+    for count in (1, 2):
+        config = configs.load(None, tiny_run.flags(tmp_path / str(count), **flags))
+        with tiny_run.on_devices(count):
+            outcome = train(config, network=network, objective=plain_objective, report=said.append)
+        if count == 1:
+            alone = outcome.params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), outcome.params, alone)
+    (line,) = [line for line in said if "without a sharding rule" in line]
+    assert line.endswith("whole on each of 2 devices: mix, out, table")
+
+
 @pytest.mark.slow
 def test_a_stopped_run_of_own_parts_continues_bit_for_bit(folder):
     for step in (1, 3):
@@ -242,3 +293,47 @@ def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
         _train(tmp_path, heads=[left_head(), left_head()])
     with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
         _train(tmp_path, flags={"heads__train_main": "false", "train__init_from": "other"})
+
+
+def _means_of(tmp_path: Path, heads: list[Head]):
+    """The metrics of the losses of a step in which all heads train, and the gradient."""
+    flags = tiny_run.flags(tmp_path / "none", **FLAGS)
+    with tiny_run.on_devices(1):
+        made = problem(configs.load(None, flags), network=network, heads=heads)
+    loss, batch = made.task.loss(made.task.stage(6)), next(made.batches())
+
+    def total(params: Any) -> Any:
+        return loss(params, loss.draw(batch, jax.random.key(1), jnp.int32(6)), jnp.int32(6))
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(made.init(jax.random.key(0)))
+
+
+def _sized_head(name: str, weight: float, **figures: tuple[float, float]) -> Head:
+    def loss(inputs: HeadInputs) -> Loss:
+        pairs = {key: tuple(map(jnp.float32, pair)) for key, pair in figures.items()}
+        return Loss(3 * inputs.params[name]["x"].sum(), jnp.float32(weight), pairs)
+
+    return Head(name, loss, init=lambda key: {"x": jnp.ones(2)})
+
+
+def test_a_loss_is_its_sum_over_its_weight_and_nothing_where_the_weight_is_nothing(tmp_path):
+    weights = {"half_head": 0.5, "empty_head": 0.0, "double_head": 2.0}
+    heads = [_sized_head(name, weight) for name, weight in weights.items()]
+    (_, means), grads = _means_of(tmp_path, heads)
+    assert [float(means[name]) for name in ("half", "empty", "double")] == [12.0, 0.0, 3.0]
+    assert [float(grads[name]["x"][0]) for name in weights] == [6.0, 0.0, 1.5]
+
+
+def test_the_figures_of_a_head_are_metrics_beside_its_loss(tmp_path):
+    (_, means), _ = _means_of(tmp_path, [_sized_head("half_head", 0.5, hits=(3.0, 4.0))])
+    assert float(means["hits"]) == 0.75 and float(means["half"]) == 12.0
+
+
+@pytest.mark.parametrize("name", ["half", "grad_norm", "objective"])
+def test_a_figure_with_the_name_of_another_metric_is_refused(tmp_path, name):
+    heads = [
+        _sized_head("half_head", 1.0, **{name: (1.0, 1.0)}),
+        _sized_head("objective_head", 1.0),
+    ]
+    with pytest.raises(ValueError, match=f"figures of half_head has '{name}', which is already a"):
+        _means_of(tmp_path, heads)

@@ -3,16 +3,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 import tiny_run
 import toy
 
 import dlm_jax.config as configs
 import dlm_jax.training.run
-from dlm_jax.config import Config, MeshConfig, TrainConfig
+from dlm_jax.config import (
+    Config,
+    MeshConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RLConfig,
+    SampleConfig,
+)
 from dlm_jax.distributed.mesh import CHIPS, device_bytes
-from dlm_jax.training.plan import model_flops
+from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.training.plan import model_flops, planned_task
 from dlm_jax.training.run import mesh_config, prepare, state_bytes
 
 
@@ -56,17 +63,21 @@ class _Chip:
     platform, device_kind, slice_index = "tpu", "TPU v5 lite", 0
 
 
+def _size(config: Config) -> int:
+    return state_bytes(planned_task(config, make_mesh(MeshConfig(), jax.devices()[:1])))
+
+
 def test_a_model_is_split_over_as_few_chips_as_leave_room_unless_the_config_says_how():
     def chosen(width: int, **mesh) -> int:
         model = toy.config(width=width, heads=width // 64, vocab_size=1024)
         config = Config(model=model, mesh=MeshConfig(**mesh))
-        return mesh_config(config, [_Chip()] * 16).fsdp
+        return mesh_config(config, [_Chip()] * 16, lambda: _size(config)).fsdp
 
     assert chosen(256) == 1
     assert chosen(256, fsdp=8) == 8
     assert chosen(256, data=4) == 4
     big = chosen(8192)
-    bytes_ = state_bytes(Config(model=toy.config(width=8192, heads=128, vocab_size=1024)))
+    bytes_ = _size(Config(model=toy.config(width=8192, heads=128, vocab_size=1024)))
     limit = CHIPS["TPU v5 lite"].memory / 4
     assert bytes_ / big <= limit < bytes_ / (big / 2)
 
@@ -87,13 +98,8 @@ def test_the_memory_of_a_gpu_is_that_of_a_local_one_of_its_kind(monkeypatch):
 
 def test_a_cpu_has_no_known_memory_and_splits_nothing():
     assert device_bytes(jax.devices()[0]) == 0
-    assert mesh_config(Config(model=toy.config()), jax.devices()).fsdp == 0
-
-
-def test_the_state_counts_parameters_moments_and_the_average():
-    config = Config(model=toy.config(), train=TrainConfig())
-    params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(toy.params()))
-    assert state_bytes(config) == pytest.approx(12 * params)
+    config = Config(model=toy.config())
+    assert mesh_config(config, jax.devices(), lambda: _size(config)).fsdp == 0
 
 
 @pytest.fixture
@@ -124,3 +130,32 @@ def test_devices_that_mesh_data_leaves_are_those_of_fsdp(tmp_path, accelerators)
     kernels = [x for x in jax.tree.leaves(run.state.params) if x.ndim > 2]
     assert kernels and not any(kernel.is_fully_replicated for kernel in kernels)
     run.checkpoints.close()
+
+
+DISTILLED = {"objective": ObjectiveConfig(sdtt_share=0.5, teacher="another run")}
+POLICY = {
+    "rl": RLConfig(reward="dlm_jax.tasks:arithmetic", kl=0.1, asynchronous=True),
+    "sample": SampleConfig(gen_length=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "copies"),
+    [
+        ("adamw", {}, 0),
+        ("muon", {}, 0),
+        ("muon", {"optim": {"ema_decay": 0.9}}, 1),
+        ("muon", DISTILLED, 1),
+        ("muon", POLICY, 2),
+    ],
+    ids=["adamw", "muon", "average", "teacher", "reference and behaviour"],
+)
+def test_the_state_is_parameters_moments_and_copies(name, changes, copies):
+    """One moment for each matrix under muon and two for the rest, besides a few counters."""
+    optim = OptimConfig(name=name, **changes.get("optim", {}))
+    config = Config(model=toy.config(), **(changes | {"optim": optim}))
+    leaves = jax.tree_util.tree_flatten_with_path(toy.params())[0]
+    total = sum(leaf.size for _, leaf in leaves)
+    matrices = sum(leaf.size for path, leaf in leaves if "kernel" in str(path[-1]))
+    moments = 2 * total - (matrices if name == "muon" else 0)
+    assert 0 <= _size(config) - 4 * (total * (1 + copies) + moments) < 64

@@ -24,7 +24,7 @@ from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.heads.critic import _waves
 from dlm_jax.sampling.propose import Parallel, SamplerReadout, Wavefront
 from dlm_jax.store import load_meta
-from dlm_jax.training.optimisers import make_grouped_optimizer
+from dlm_jax.training.optimisers import make_grouped_optimizer, matrices_of
 from dlm_jax.training.train_step import (
     Stage,
     StageLoss,
@@ -342,10 +342,12 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
 
 def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():
     heads = HeadsConfig()
+    network = cases.model(**cases.WITH_HEADS)
     optimizer = make_grouped_optimizer(
-        OptimConfig(), heads, cases.records(heads), Stage(ALL), num_steps=100
-    )
-    state = abstract_state(cases.model(**cases.WITH_HEADS), optimizer, cases.mesh("cube"))
+        OptimConfig(), heads, cases.records(heads), Stage(ALL), num_steps=100,
+        matrices=matrices_of(network),
+    )  # fmt: skip
+    state = abstract_state(network, optimizer, cases.mesh("cube"))
     places = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         head, *rest = path_name(path).rpartition("sampler_head/inner/kernel")[::-1]

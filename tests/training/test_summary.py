@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import tiny_run
 
 import dlm_jax.config as configs
+from dlm_jax.model.transformer import build
+from dlm_jax.training.optimisers import matrices_of
 from dlm_jax.training.run import prepare
 from dlm_jax.training.train_loop import describe, parameters_by_part
 
 
 def test_the_blocks_are_counted_together_and_every_other_part_by_itself():
     block = {"attention": {"query": {"kernel": np.zeros((3, 2, 2))}}, "norm": np.zeros((3, 2))}
-    params = {"embedding": np.zeros((5, 2)), "blocks": block, "head": {"kernel": np.zeros((2, 5))}}
+    params = {
+        "embedding": np.zeros((5, 2)), "blocks": block, "full_blocks": block,
+        "head": {"kernel": np.zeros((2, 5))},
+    }  # fmt: skip
     assert parameters_by_part(params) == {
-        "blocks/attention": 12, "blocks/norm": 6, "embedding": 10, "head": 10,
+        "blocks/attention": 12, "blocks/norm": 6, "full_blocks/attention": 12,
+        "full_blocks/norm": 6, "embedding": 10, "head": 10,
     }  # fmt: skip
 
 
@@ -32,5 +40,30 @@ def test_the_summary_tells_the_parts_and_what_is_not_the_default(tmp_path):
     assert model.startswith(f"model of {total:,} parameters on cpu, ")
     for name, size in parts.items():
         assert f"{name} {size:,}" in model
+    (groups,) = [line for line in said if line.startswith("optimisers: ")]
+    counts = [int(part.split()[1].replace(",", "")) for part in groups.split(": ")[1].split(", ")]
+    matrices = sum(
+        size for name, size in parts.items() if name in ("blocks/attention", "blocks/mlp")
+    )
+    # Besides matrices, these parts contain the two norms of attention.
+    assert groups.startswith(f"optimisers: adam {total - counts[1]:,} in ")
+    assert f"muon {matrices - 2 * 2 * 8:,} in 6 arrays" in groups
     (line,) = [line for line in said if line.startswith("not default: [model]")]
     assert line == "not default: [model] depth=2 width=16 heads=2"
+
+
+def test_the_summary_names_the_matrices_of_a_network_that_does_not_declare_them(tmp_path):
+    said: list[str] = []
+
+    def network(config):
+        return dataclasses.replace(build(config), is_matrix=None)
+
+    flags = tiny_run.flags(tmp_path / "run", optim__name="adamw")
+    with tiny_run.on_devices(1):
+        run = prepare(configs.load(None, flags), network=network, report=said.append)
+    with run.checkpoints:
+        describe(run, said.append)
+    (groups,) = [line for line in said if line.startswith("optimisers: adamw with decay ")]
+    named = groups.split("matrices by shape, without Network.is_matrix: ")[1].split(", ")
+    declared = matrices_of(build(run.config.model))
+    assert set(named) == declared
