@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import TOLERANCE
 from dlm_jax.sampling.positions import place_of_largest
 
 METHODS = ("inverse_cdf", "gumbel")
@@ -20,9 +19,9 @@ METHODS = ("inverse_cdf", "gumbel")
 def argmax(logits_NV: Array) -> Array:
     """Ids `[N]` (int32) of the largest logits: the lowest id on ties, 0 where all logits are -inf.
 
-    Logits that differ only by rounding are treated as ties (see `TOLERANCE`).
+    Logits that differ only by rounding are treated as ties (see `vocab.TOLERANCE`).
     """
-    return vocab.argmax(logits_NV.astype(jnp.float32), TOLERANCE)
+    return vocab.argmax(logits_NV.astype(jnp.float32), vocab.TOLERANCE)
 
 
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:

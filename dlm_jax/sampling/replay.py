@@ -311,7 +311,13 @@ def _read(
     chain, key_B = chain_now(state), step_keys(state)[0]
     prepared = chain.prepare(state.chain_state, context)
     writer = CandidateWriter(
-        chain, prepared, key_B, None, num_positions, lambda _, logprob_N: logprob_N, program.draw
+        chain=chain,
+        prepared=prepared,
+        key_B=key_B,
+        own_BL=None,
+        num_positions=num_positions,
+        measure=lambda _, logprob_N: logprob_N,
+        method=program.draw,
     )
     reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
     # In each row, the requested positions come first, in order.

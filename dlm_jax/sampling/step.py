@@ -121,8 +121,9 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
         filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
         commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + extra_B
     return StepInputs(
-        is_open_BL, is_read_BL, commit, context, output, cache, forwards_B, positions_B,
-        draw_key_B, remask_key_B, filled,
+        is_open_BL=is_open_BL, is_read_BL=is_read_BL, commit=commit, context=context,
+        output=output, cache=cache, forwards_B=forwards_B, positions_B=positions_B,
+        draw_key_B=draw_key_B, remask_key_B=remask_key_B, filled=filled,
     )  # fmt: skip
 
 
@@ -137,14 +138,14 @@ def write(
     is_hole_BL = inputs.commit.is_hole_BL
 
     # Commit.
-    step_B = state.step_B
+    step_B, seen = state.step_B, with_memory(state, inputs)
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
     state = _renewed(program, state, inputs, is_committed_BL)
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
         # The last step of a block fills every hole.
-        chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
+        chance_B = rules.commit.log_chance(seen, inputs.filled.proposal, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
     # Edit.
@@ -234,11 +235,17 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
     if rules.commit.rewrites:
         written_BL = jnp.where(is_free_BL & is_visible_BL, tokens_BL, -1)
     return CommitContext(
-        is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
-        is_visible_BL, written_BL,
-        preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
-        state.memory, standing(program, state, key_B) if rules.commit.renews else None,
-    )  # fmt: skip
+        is_hole_BL=is_free_BL & ~is_closed_BL,
+        first_holes_B=block.first_holes_B,
+        step_B=block.step_B,
+        steps_B=block.steps_B,
+        key_B=key_B,
+        is_token_BL=is_visible_BL,
+        written_BL=written_BL,
+        preference_BL=preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
+        memory=state.memory,
+        standing=standing(program, state, key_B) if rules.commit.renews else None,
+    )
 
 
 def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
@@ -288,8 +295,7 @@ def _renewed(
     if not rule.renews:
         return state
     others_BL = inputs.is_open_BL & ~is_committed_BL & filled.is_finite_B[:, None]
-    memory = state.memory._replace(places=filled.kept)
-    new_BL = rule.renewed(inputs.commit._replace(memory=memory), filled.proposal)
+    new_BL = rule.renewed(with_memory(state, inputs), filled.proposal)
     new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
     return overwritten(program, state, others_BL & (new_BL != state.canvas.tokens_BL), new_BL)
 
@@ -438,24 +444,37 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             return returned(sure_N, commit, "measure", "N", logprob_N.shape, jnp.float32)
 
         writer = CandidateWriter(
-            chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
-            measure, program.draw, program.banned_ids, commit.weighed,
-            None if kept is None else commit.observe, kept,
-            state.canvas.tokens_BL if commit.renews else None,
-            None if signal is None else functools.partial(signal, params),
-        )  # fmt: skip
+            chain=chain,
+            prepared=chain.prepare(state.chain_state, context),
+            key_B=key_B,
+            own_BL=own_BL,
+            num_positions=is_open_BL.shape[1],
+            measure=measure,
+            method=program.draw,
+            banned_ids=program.banned_ids,
+            weighed=commit.weighed,
+            observe=None if kept is None else commit.observe,
+            kept=kept,
+            standing_BL=state.canvas.tokens_BL if commit.renews else None,
+            signal=None if signal is None else functools.partial(signal, params),
+        )
         is_seen_BL = is_token(program, state)
         if commit.renews:  # the blocks behind the current one are noise
             place_1L = jnp.arange(is_open_BL.shape[1])[None]
             is_seen_BL &= state.canvas.frozen_BL | (place_1L < state.block.begin_B[:, None])
         wanted = Wanted(
-            is_open_BL, is_seen_BL, context.tokens_BL, context.length_B,
-            is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
-            kept,
-            state.canvas.frozen_BL,
-            program.num_traced > 0,
-            state.signal_BLD,
-        )  # fmt: skip
+            is_open_BL=is_open_BL,
+            is_seen_BL=is_seen_BL,
+            tokens_BL=context.tokens_BL,
+            length_B=context.length_B,
+            is_scored_BL=is_scored_BL,
+            keeps_best=edit is not None and edit.reads_likeliest,
+            preference_BL=preference_BL,
+            kept=kept,
+            is_given_BL=state.canvas.frozen_BL,
+            is_traced=program.num_traced > 0,
+            signal_BLD=state.signal_BLD,
+        )
         # The number of open positions is at most the number of hidden vectors.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
@@ -474,13 +493,18 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
     return filled
 
 
+def with_memory(state: State, inputs: StepInputs) -> CommitContext:
+    """The context of the commit rule with the observations of this step."""
+    return inputs.commit._replace(memory=state.memory._replace(places=inputs.filled.kept))
+
+
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
     """The state after the commits, and the committed positions. This function ends no row."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
-    memory = state.memory._replace(places=filled.kept)
-    context = inputs.commit._replace(memory=memory)
+    context = with_memory(state, inputs)
+    memory = context.memory
     chosen_BL = returned(
         rules.commit.select(context, filled.proposal), rules.commit, "select", "B, L",
         tokens_BL.shape, bool,
@@ -558,10 +582,17 @@ def edited(
         beside(may_edit_BL) & is_token(program, state),
     )  # fmt: skip
     context = EditContext(
-        before, snapshot, may_edit_BL, state.step_B + is_stepping(state), state.row.steps_B,
-        past.capacity_B, past.target_B, program.mask_id, program.space_id,
-        inputs.commit.preference_BL,
-    )  # fmt: skip
+        cells=before,
+        snapshot=snapshot,
+        is_open_BL=may_edit_BL,
+        step_B=state.step_B + is_stepping(state),
+        steps_B=state.row.steps_B,
+        capacity_B=past.capacity_B,
+        target_B=past.target_B,
+        mask_id=program.mask_id,
+        space_id=program.space_id,
+        preference_BL=inputs.commit.preference_BL,
+    )
     trial_forwards_B = jnp.zeros_like(state.step_B)
     if rule.num_trials:
         found, trial_forwards_B = tried(program, params, context, rule)

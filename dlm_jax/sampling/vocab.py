@@ -23,6 +23,12 @@ from jax import Array
 from dlm_jax.devices import platform
 from dlm_jax.sampling.positions import place_of_largest
 
+TOLERANCE = 1e-5
+"""Relative tolerance: scores and logits that differ by less are treated as equal.
+
+The same number differs by about 3e-7 between shapes, devices and compilers. The error of a sum or
+difference is relative to its terms.
+"""
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
 _USUAL_WIDTH = 1024

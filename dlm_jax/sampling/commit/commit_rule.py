@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
-from dlm_jax.sampling.vocab import ordered
+from dlm_jax.sampling.vocab import TOLERANCE, ordered
 from dlm_jax.settings import Rule, SettingError, require_head
 
 
@@ -239,9 +239,11 @@ class CommitRule(Rule):
                 "define it, or use order='random'",
             )  # fmt: skip
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
-        ``context.key_B``.
+        ``context.key_B``. The context and the proposal are those that `select` received.
 
         A rule that does not use this key returns 0 (see `dlm_jax.certain`). Random tie-breaking is
         not included. Traces require this method.
@@ -249,8 +251,12 @@ class CommitRule(Rule):
         raise NotImplementedError
 
 
-def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
-    """The ``log_chance`` of a rule without random choices, as in ``log_chance = certain``."""
+def certain(self: Any, *inputs: jax.Array | tuple[Any, ...]) -> jax.Array:
+    """The ``log_chance`` of a commit rule or remask rule without random choices, as in
+    ``log_chance = certain``.
+    """
+    is_chosen_BL = inputs[-1]
+    assert isinstance(is_chosen_BL, jax.Array)
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
 
 
@@ -274,12 +280,6 @@ def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Arra
     return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
 
-TOLERANCE = 1e-5
-"""Relative tolerance: scores that differ by less are treated as equal.
-
-The same score differs by about 3e-7 between shapes, devices and compilers. The error of a sum or
-difference is relative to its terms; `scale` is the smallest magnitude assumed for these terms.
-"""
 _TIES_SALT = 0x74696573
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
-    TOLERANCE,
     CommitContext,
     CommitRule,
     Proposal,
@@ -71,7 +70,7 @@ class Credit(CommitRule):
     ) -> tuple[Any, jax.Array]:
         ids_NK, credit_NK = kept
         logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
-        best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
+        best_id_N1 = vocab.argmax(logprob_NV, vocab.TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[row_N][:, None] * credit_NK
         # The credit is written to the slot of the id, or else to the slot with the least credit.

@@ -275,7 +275,9 @@ class RandomOrder(QuotaRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         return context.is_hole_BL
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         return log_subset(context.is_hole_BL, is_chosen_BL)
 
 
@@ -298,7 +300,9 @@ class RandomFilled(QuotaRule):
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         return log_subset(context.is_hole_BL, is_chosen_BL)
 
 

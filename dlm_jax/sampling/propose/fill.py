@@ -211,7 +211,7 @@ def no_candidates(wanted: Wanted) -> Filled:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateWriter:
     """Draws candidates from clean logits and writes them to their positions.
 

@@ -1,5 +1,7 @@
 """The published decoders against plain Python, one row at a time, and what they keep."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ IS_HOLE = RNG.random((ROWS, LENGTH)) < 0.6
 IS_HOLE[:, 3] = True
 KEYS = jax.vmap(jax.random.key)(jnp.arange(ROWS))
 COMMON = {1: 0.3, 4: 0.1}
-FACTS = ModelFacts(VOCAB)
+FACTS = ModelFacts(vocab_size=VOCAB)
 
 
 def _rule(order, **columns):
@@ -222,7 +224,7 @@ def test_what_reads_attention_maps_needs_a_network_that_shows_them():
         ValueError, match="order='dawn' requires attention maps, which this network"
     ):
         rule.check_model(row, FACTS)
-    rule.check_model(row, FACTS._replace(shows_maps=True))
+    rule.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
     with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
         SampleConfig(order="dawn", cache="prefix")
 
