@@ -100,12 +100,13 @@ def choose_with(
 
 def log_prob(logits_NV: Array, ids_N: Array, sums: tuple[Array, Array] | None = None) -> Array:
     """Log-probability `[N]` in nats of one id per position under `softmax(logits)`, given the
-    `vocab.exp_columns` of the logits, if they are known.
+    `vocab.exp_columns` of the logits, if they are known. The result is accurate also where the
+    probability rounds to 1.
     """
     logits_NV = logits_NV.astype(jnp.float32)
-    max_N, weight_NC = vocab.exp_columns(logits_NV) if sums is None else sums
+    max_N, rest_N = vocab.max_and_rest(logits_NV, sums)
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
-    return chosen_N - max_N - jnp.log(weight_NC.sum(-1))
+    return chosen_N - max_N - jnp.log1p(rest_N)
 
 
 def _inverse_cdf(

@@ -19,6 +19,7 @@ from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
+    CommitRule,
     Proposal,
     RuleMemory,
     Standing,
@@ -43,7 +44,7 @@ from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Rea
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
 from dlm_jax.sampling.remask.renoise import random_ids
 from dlm_jax.sampling.row import TIES, Counters
-from dlm_jax.sampling.state import EDITED, Records, State, work
+from dlm_jax.sampling.state import EDITED, Records, State, start_remask_memory, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Params, Status, live_positions
@@ -165,19 +166,22 @@ def write(
             is_open_BL=is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
             is_fresh_BL=is_fresh_BL,
             num_free_B=jnp.sum(is_free_BL, axis=1),
-            probability_BL=jnp.exp(state.logprob_BL),
+            logprob_BL=state.logprob_BL,
             wrong_BL=_wrongness(program, params, state, candidate_BL, goes_on_B),
             key_B=inputs.remask_key_B,
+            memory=state.remask_memory,
         )
         chosen_BL = returned(
             rules.remask.select(context), rules.remask, "select", "B, L", tokens_BL.shape, bool
         )
-        state = remasked(program, state, context.is_open_BL & chosen_BL)
+        chosen_BL &= context.is_open_BL
         if choice_B is not None:
-            choice_B += rules.remask.log_chance(context, context.is_open_BL & chosen_BL)
+            choice_B += rules.remask.log_chance(context, chosen_BL)
+        state = _with_remask_memory(state, rules.remask.remember(context, chosen_BL), steps_B)
+        state = remasked(program, state, chosen_BL)
 
     if state.records is not None and choice_B is not None:
-        new = _seen(inputs, is_committed_BL, choice_B)
+        new = _seen(rules.commit, inputs, is_committed_BL, choice_B)
         state = state._replace(records=state.records.with_step(step_B, steps_B, new))
 
     # End of the step, the block and the row.
@@ -187,10 +191,13 @@ def write(
     return _ended(program, state, steps_B, is_finite_B, still_B), is_committed_BL
 
 
-def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -> Records:
+def _seen(
+    commit: CommitRule, inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array
+) -> Records:
     """The records of one step, ``[B, L]`` and ``[B]``."""
     filled, is_open_BL = inputs.filled, inputs.is_open_BL & inputs.filled.is_finite_B[:, None]
     drawn, proposal = filled.drawn, filled.proposal
+    shown_BL = commit.shown(proposal.confidence_BL)
     assert drawn is not None, "the program is traced"
 
     def at_open(x_BL: jax.Array) -> jax.Array:
@@ -198,7 +205,7 @@ def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -
 
     return Records(
         inputs.context.tokens_BL, jnp.where(is_open_BL, proposal.tokens_BL, -1), is_committed_BL,
-        at_open(drawn.logprob_BL), at_open(drawn.entropy_BL), at_open(proposal.confidence_BL),
+        at_open(drawn.logprob_BL), at_open(drawn.entropy_BL), at_open(shown_BL),
         drawn.level_BL, choice_B,
     )  # fmt: skip
 
@@ -543,26 +550,32 @@ def committed(
     ), is_committed_BL
 
 
-def _require_memory(rows: Any, before: Any, rule: Any) -> None:
-    """Raises ValueError if `CommitRule.remember` returns another structure than `start_memory`."""
-    found, kept = jax.tree.structure(rows), jax.tree.structure(before)
+def _require_memory(new: Any, before: Any, rule: Any, what: str = "the per-row arrays") -> None:
+    """Raises ValueError if `remember` returns another structure than `start_memory`."""
+    found, kept = jax.tree.structure(new), jax.tree.structure(before)
     if found != kept:
         raise ValueError(
-            f"{type(rule).__name__}.remember returned {found}; return the per-row arrays of "
+            f"{type(rule).__name__}.remember returned {found}; return {what} of "
             f"start_memory, {kept}"
         )
 
 
-def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """The commit rule's memory, moved to the new positions."""
+def _with_remask_memory(state: State, new: RuleMemory, steps_B: jax.Array) -> State:
+    """The state with the memory that the remask rule returned, in the rows that take a step."""
+    old = state.remask_memory
+    _require_memory(new, old, state.rules.remask, "the arrays")
+    return state._replace(remask_memory=choose(steps_B, new, old))
+
+
+def _moved_memory(memory: RuleMemory, start: RuleMemory, position_map: PositionMap) -> RuleMemory:
+    """The memory of a rule, moved to the new positions; as at the `start` at inserted ones."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
         move = jax.vmap(moved, in_axes=(None, 2, 2), out_axes=2)
         return move(position_map, x.reshape(shape), fresh.reshape(shape)).reshape(x.shape)
 
-    fresh = state.rules.commit.start_memory(*state.canvas.tokens_BL.shape).places
-    return state.memory._replace(places=jax.tree.map(one, state.memory.places, fresh))
+    return memory._replace(places=jax.tree.map(one, memory.places, start.places))
 
 
 def edited(
@@ -618,7 +631,12 @@ def edited(
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
-        memory=_moved_memory(state, position_map),
+        memory=_moved_memory(
+            state.memory, state.rules.commit.start_memory(*before.tokens_BL.shape), position_map
+        ),
+        remask_memory=_moved_memory(
+            state.remask_memory, start_remask_memory(state.rules, before.tokens_BL), position_map
+        ),
         edits=past._replace(
             inserted_BL=after.inserted_BL,
             # A row that has ended retains the marks of its last edits.
@@ -646,9 +664,15 @@ def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State
         is_fresh = is_remasked_BL.reshape(*is_remasked_BL.shape, *[1] * (kept.ndim - 2))
         return jnp.where(is_fresh, fresh, kept)
 
-    fresh = state.rules.commit.start_memory(*is_remasked_BL.shape).places
-    places = jax.tree.map(forgotten, state.memory.places, fresh)
-    return state._replace(memory=state.memory._replace(places=places))
+    def without(memory: RuleMemory, start: RuleMemory) -> RuleMemory:
+        return memory._replace(places=jax.tree.map(forgotten, memory.places, start.places))
+
+    start = state.rules.commit.start_memory(*is_remasked_BL.shape)
+    start_remask = start_remask_memory(state.rules, is_remasked_BL)
+    return state._replace(
+        memory=without(state.memory, start),
+        remask_memory=without(state.remask_memory, start_remask),
+    )
 
 
 def _wrongness(
