@@ -328,7 +328,7 @@ def _read(
     def scored(source: Source) -> jax.Array:
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
             ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
-            at = writer.at(places_N, is_real_N)
+            at = writer.at(places_N, is_real_N, is_real_N if source.is_grown else None)
             policy_N = writer.policy(source.logits(places_N), ids_N, at)
             return jnp.where(is_real_N, policy_N, 0.0)
 

@@ -260,11 +260,14 @@ class CommitRule(Rule):
         raise NotImplementedError
 
 
-def certain(self: Any, *inputs: jax.Array | tuple[Any, ...]) -> jax.Array:
+_Input = jax.Array | tuple[Any, ...]
+
+
+def certain(self: Any, *inputs: _Input, **named: _Input) -> jax.Array:
     """The ``log_chance`` of a commit rule or remask rule without random choices, as in
     ``log_chance = certain``.
     """
-    is_chosen_BL = inputs[-1]
+    is_chosen_BL = (*inputs, *named.values())[-1]
     assert isinstance(is_chosen_BL, jax.Array)
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
 

@@ -49,6 +49,7 @@ class Speculative(FillRule):
     hole, because the last step of a block would write all remaining holes without verification.
     """
 
+    drawn = "as drafts that it verifies"
     about = "a draft, verified token by token by a block-causal model"
     forwards = 1
 

@@ -273,7 +273,7 @@ class Wavefront(FillRule):
         chunk = head_chunk(reader)
         return (
             Source(is_drawn_BL & (level_BL == 0), reader.chunk, reader.logits),
-            Source(is_drawn_BL & (level_BL > 0), chunk, beside),
+            Source(is_drawn_BL & (level_BL > 0), chunk, beside, is_grown=True),
         )
 
 
