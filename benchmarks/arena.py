@@ -330,7 +330,10 @@ def setup_of(source: str, decoder: str) -> Setup:
         net, mask_id, banned, canvas, pad_id = network(), MASK, (MASK, PAD), LONGEST, PAD
         params = parameters(sources()[source])
     facts = ModelFacts(
-        net.vocab_size, banned, noise=LINEAR, heads=("sampler",) if decoder in HEAD else ()
+        vocab_size=net.vocab_size,
+        banned_ids=banned,
+        noise=LINEAR,
+        heads=("sampler",) if decoder in HEAD else (),
     )
     length = len(next(iter(sources()[source])))
     advance = advance_of(net, mask_id, pad_id, (mask_id, pad_id))

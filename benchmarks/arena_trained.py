@@ -10,6 +10,7 @@ those of the network and of the decoder together. A stopped run continues where 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -85,7 +86,8 @@ def setup_of(model: dlm_jax.Model, source: str) -> Setup:
     return Setup(
         arena.advance_of(net, tokenizer.mask_id, tokenizer.pad_id, banned), model.params,
         len(next(iter(arena.sources()[source]))), arena.LONGEST + 1, tokenizer.mask_id,
-        model.facts._replace(banned_ids=banned), tokenizer.pad_id, token_of, tokenizer.eos_id,
+        dataclasses.replace(model.facts, banned_ids=banned), tokenizer.pad_id, token_of,
+        tokenizer.eos_id,
     )  # fmt: skip
 
 

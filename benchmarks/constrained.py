@@ -127,7 +127,7 @@ def draws(
     sample = SampleConfig(**asked | settings)
     if pattern:
         sample = dataclasses.replace(sample, structure=KNOWN.automaton(pattern))
-    facts = ModelFacts(LETTERS.vocab_size, LETTERS.banned_ids, (EOS,))
+    facts = ModelFacts(vocab_size=LETTERS.vocab_size, banned_ids=LETTERS.banned_ids, eos_ids=(EOS,))
     one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
     packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)

@@ -83,10 +83,15 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
             chain = state.rules.chain
             _, is_scored_BL, own_BL = scored_positions(program, state, seen.is_open_BL)
             writer = CandidateWriter(
-                chain, chain.prepare(state.chain_state, seen.context), seen.draw_key_B,
-                own_BL, tokens_BL.shape[1], state.rules.commit.measure, program.draw,
-                program.banned_ids,
-            )  # fmt: skip
+                chain=chain,
+                prepared=chain.prepare(state.chain_state, seen.context),
+                key_B=seen.draw_key_B,
+                own_BL=own_BL,
+                num_positions=tokens_BL.shape[1],
+                measure=state.rules.commit.measure,
+                method=program.draw,
+                banned_ids=program.banned_ids,
+            )
             wanted = Wanted(
                 seen.is_open_BL, is_token(program, state), tokens_BL, seen.context.length_B,
                 is_scored_BL if reads else None, reads and is_lead,

@@ -112,7 +112,9 @@ def advance() -> Advance:
 def write(settings: dict[str, Any], number: int, seed: int, *, rows: int = ROWS) -> Texts:
     """Writes `number` texts, a multiple of `rows`, with consecutive seeds from `seed` on."""
     sample = SampleConfig(chain=("temperature",), **settings)
-    facts = ModelFacts(markov.MASK + 1, (markov.MASK,), noise=LINEAR, heads=("sampler",))
+    facts = ModelFacts(
+        vocab_size=markov.MASK + 1, banned_ids=(markov.MASK,), noise=LINEAR, heads=("sampler",)
+    )
     one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
     packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)

@@ -79,7 +79,7 @@ def chain_program(names: list[str]) -> tuple[Callable[..., Any], tuple[Any, ...]
     """A function that draws through these transforms, and its arguments."""
     settings = {key: value for name in names for key, value in ON[name].items()}
     sample = SampleConfig(chain=tuple(names), **settings)
-    chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(VOCAB))
+    chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(vocab_size=VOCAB))
 
     def draw(chain, logits_NV, at):
         return chain.draw_and_score(chain.prepare(chain.init(ROWS), scene()), logits_NV, at)

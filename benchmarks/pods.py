@@ -221,7 +221,12 @@ def sampling_step(
     split, whole = NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, P())
     program = Program(network, mask, chunk=256, rows=split, banned_ids=(mask,))
     keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})
-    facts = ModelFacts(model.vocab_size, (mask,), has_cache=True, block_length=network.block_length)
+    facts = ModelFacts(
+        vocab_size=model.vocab_size,
+        banned_ids=(mask,),
+        has_cache=True,
+        block_length=network.block_length,
+    )
 
     def make(params: Any) -> Any:
         tokens_BL = jnp.full((rows, positions), mask, jnp.int32)

@@ -43,7 +43,7 @@ def by_chunks(fn: Callable[..., jax.Array], num: int) -> Callable[..., jax.Array
 
 def chain_of(**settings: Any) -> Chain:
     """The default chain with one setting for all rows."""
-    return BUILT_IN.pack_chain([SampleConfig(**settings)] * ROWS, ModelFacts(VOCAB))
+    return BUILT_IN.pack_chain([SampleConfig(**settings)] * ROWS, ModelFacts(vocab_size=VOCAB))
 
 
 def run_chain(num: int) -> Callable[..., jax.Array]:

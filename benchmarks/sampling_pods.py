@@ -222,7 +222,7 @@ def rest(
         chain=("temperature",), block_length=BLOCK, steps=128, order="low_confidence"
     )
     keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})
-    facts = ModelFacts(network.vocab_size, (mask,))
+    facts = ModelFacts(vocab_size=network.vocab_size, banned_ids=(mask,))
 
     def make() -> State:
         tokens_BL = jnp.full((step.rows, POSITIONS), mask, jnp.int32)

@@ -63,7 +63,14 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
         prepared = chain.prepare(chain.init(rows), context)
         num_positions = is_open_BL.shape[1]
         writer = CandidateWriter(
-            chain, prepared, keys, None, num_positions, sampled, "inverse_cdf", (mask,)
+            chain=chain,
+            prepared=prepared,
+            key_B=keys,
+            own_BL=None,
+            num_positions=num_positions,
+            measure=sampled,
+            method="inverse_cdf",
+            banned_ids=(mask,),
         )
         chunk = chunk_size(network.vocab_size)
         reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)

@@ -35,13 +35,13 @@ def choices(name: str) -> tuple[str, ...]:
 ORDERS, REMASKS = choices("order"), choices("remask")
 SCHEDULES, CONFIDENCES = choices("schedule"), choices("confidence")
 FACTS = ModelFacts(
-    toy.VOCAB_SIZE,
-    toy.BANNED,
-    (toy.EOS,),
-    toy.SPACE,
-    LINEAR,
-    True,
-    True,
+    vocab_size=toy.VOCAB_SIZE,
+    banned_ids=toy.BANNED,
+    eos_ids=(toy.EOS,),
+    space_id=toy.SPACE,
+    noise=LINEAR,
+    heads=("sampler", "critic"),
+    has_cache=True,
     process=Uniform(),
     shows_maps=True,
 )

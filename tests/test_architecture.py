@@ -135,6 +135,13 @@ def test_no_modules_import_each_other_and_no_two_share_a_name():
     assert not tree.repeated_classes()
 
 
+@pytest.mark.parametrize("name", ["vocab", "draw", "positions"])
+def test_passes_over_the_vocabulary_import_no_rules(name):
+    tree = ast.parse((PACKAGE / "sampling" / f"{name}.py").read_text())
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [one for one in modules if one.startswith("dlm_jax.sampling.commit")]
+
+
 def _functions() -> list[tuple[Path, ast.FunctionDef]]:
     return [
         (path, node)

@@ -367,7 +367,7 @@ def _generated(
     args: argparse.Namespace,
     settings: dict[str, Any],
     heads: str,
-) -> dlm_jax.Result:
+) -> dlm_jax.Texts:
     """Samples the texts with a progress line, and prints the line `heads` after the first step.
 
     An error before the first step, such as a lack of memory, must print only one line.

@@ -134,7 +134,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
     host = {name: value for name, value in host.items() if value is not None}
     with refusals(), naming_flags():
         # Checked once, because these errors do not depend on the line.
-        sample = settings_of_call(model, settings, needs_host=bool(host))
+        sample = settings_of_call(model, settings | host)
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).settings

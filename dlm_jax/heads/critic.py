@@ -231,9 +231,15 @@ def _fill_rows(
     chain = _bans(setup.banned_ids, num_rows)
     key_B = jax.vmap(key_of)(seed_B)
     writer = CandidateWriter(
-        chain, chain.prepare(chain.init(num_rows), context), key_B, None, num_positions,
-        sampled, "inverse_cdf", setup.banned_ids,
-    )  # fmt: skip
+        chain=chain,
+        prepared=chain.prepare(chain.init(num_rows), context),
+        key_B=key_B,
+        own_BL=None,
+        num_positions=num_positions,
+        measure=sampled,
+        method="inverse_cdf",
+        banned_ids=setup.banned_ids,
+    )
     reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk_size(network.vocab_size))
     preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
     wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B, preference_BL=preference_BL)

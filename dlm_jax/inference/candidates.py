@@ -16,6 +16,9 @@ import numpy as np
 class Candidates(NamedTuple):
     """Candidates at one position after the device part of the chain, most likely first.
 
+    They come from the head that drew the token: the sampler head in waves, and otherwise the LM
+    head.
+
     Attributes:
       row: index of the row in the result, or in the batch of a custom loop.
       index: position on the canvas.
@@ -77,7 +80,8 @@ class Written(NamedTuple):
     Attributes:
       candidates: the candidates at the position.
       token: id of the token that was written.
-      probability: probability of the token after the whole chain.
+      probability: probability of the token after the whole chain, under the distribution that the
+        token was drawn from.
       place: position of the token in the returned row, which can differ from ``candidates.index``
         after edits; -1 for a deleted token.
     """
@@ -86,6 +90,16 @@ class Written(NamedTuple):
     token: int
     probability: float
     place: int
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the token in nats after the whole chain, equal to its entry in
+        ``candidates.logprobs``.
+        """
+        (places,) = np.nonzero(self.candidates.ids == self.token)
+        if places.size:
+            return float(self.candidates.logprobs[places[0]])
+        return float(np.log(max(self.probability, np.finfo(np.float32).tiny)))
 
     def to_json(self, size: int) -> dict[str, Any]:
         """Returns a JSON object with the `size` most likely candidates. The keys are step, index,

@@ -28,8 +28,9 @@ from dlm_jax.inference.candidates import Candidates, HostSampler, Written, calle
 from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
-from dlm_jax.sampling.positions import put
+from dlm_jax.sampling.positions import at_places, put
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose.fill import FillRule, Proposed, Reader
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.step import StepInputs, chain_now, is_stepping, look, renoised, write
 from dlm_jax.sampling.transforms.transform import At
@@ -146,8 +147,13 @@ class HostLoop:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)
         state = renoised(self.program, state)
-        # The trunk splits the rows of a cache over the devices, and groups of rows must match.
-        return state, look(dataclasses.replace(self.program, rows=split), params, state)
+        # The trunk splits the rows of a cache over the devices, and groups of rows must match. A
+        # program with traces keeps the order of the draws, which their distributions depend on.
+        fill, num_traced = state.rules.fill, self.program.num_traced
+        if not fill.allows_host and type(fill).sources is not FillRule.sources:
+            num_traced = max(num_traced, 1)
+        program = dataclasses.replace(self.program, rows=split, num_traced=num_traced)
+        return state, look(program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
         """Returns the bytes of temporary memory in the first half of a step, without its arguments.
@@ -353,21 +359,54 @@ def _survivors(
     """Returns for each position the token that the device drew and the `size` largest logits after
     the chain, their log-probabilities ``[P, K]`` after the chain and under the clean logits,
     whether the row is greedy, and a uniform number.
+
+    The logits are those that the token was drawn from.
     """
     at = _at(inputs, places_P, is_real_P)
-    clean_PV = inputs.output.logits(program.network, params, places_P)
+    drawable_PV, is_grown_P = _drawable(program, params, state, inputs, places_P)
+    at = at._replace(is_grown_N=None if is_grown_P is None else is_grown_P & is_real_P)
     chain = chain_now(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
-    final_PV = chain.apply(prepared, clean_PV, at)
+    final_PV = chain.apply(prepared, drawable_PV, at)
     drawn_P = inputs.filled.proposal.tokens_BL.reshape(-1)[places_P]
     read = read_back(final_PV, drawn_P, size=size)
-    total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
+    max_P, rest_P = vocab.max_and_rest(final_PV)
+    logprob_PK = (read.top_logits_NK - max_P[:, None]) - jnp.log1p(rest_P)[:, None]
     host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
     uniform_P = jax.vmap(jax.random.uniform)(host_key_P)
-    clean_PV = clean_PV.astype(jnp.float32)
+    clean_PV = drawable_PV.astype(jnp.float32)
     clean_PK = jnp.take_along_axis(clean_PV, read.top_ids_NK, axis=1, mode="clip")
     clean_PK -= jax.nn.logsumexp(clean_PV, axis=1, keepdims=True)
-    return read, read.top_logits_NK - total_P1, clean_PK, chain.is_greedy(at), uniform_P
+    return read, logprob_PK, clean_PK, chain.is_greedy(at), uniform_P
+
+
+def _drawable(
+    program: Program, params: Params, state: State, inputs: StepInputs, places_P: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the logits before the chain that the candidates were drawn from, and True where the
+    sampler head computed them; None if the LM head computed all.
+    """
+    fill, drawn = state.rules.fill, inputs.filled.drawn
+    if drawn is None:
+        return inputs.output.logits(program.network, params, places_P), None
+    is_drawn_BL = inputs.is_open_BL
+    proposed = Proposed(
+        canvas_BL=inputs.context.tokens_BL,
+        tokens_BL=jnp.where(is_drawn_BL, inputs.filled.proposal.tokens_BL, -1),
+        is_read_BL=is_drawn_BL,
+        level_BL=drawn.level_BL,
+        order_BL=inputs.context.order_BL,
+        step_B=state.step_B,
+    )
+    chunk = min(program.chunk, inputs.output.num_vectors)
+    reader = Reader(program.network, params, inputs.output, chunk)
+    found_PV = jnp.zeros((places_P.size, program.network.vocab_size), jnp.float32)
+    is_grown_P = jnp.zeros(places_P.size, bool)
+    for source in fill.sources(reader, proposed):
+        is_from_P = at_places(source.is_from_BL, places_P)
+        found_PV = jnp.where(is_from_P[:, None], source.logits(places_P), found_PV)
+        is_grown_P |= is_from_P & source.is_grown
+    return found_PV, is_grown_P
 
 
 def _choose(

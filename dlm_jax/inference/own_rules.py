@@ -249,8 +249,8 @@ def _kind(cls: type[Rule]) -> str:
             "is_active() and is_used()"
         )
     for fact in (meta["fact"] for meta in fields if "fact" in meta):
-        if fact not in ModelFacts._fields:
-            advice = nearest(fact, ModelFacts._fields)
+        if fact not in (known := [field.name for field in dataclasses.fields(ModelFacts)]):
+            advice = nearest(fact, known)
             raise ValueError(f"rule {cls.__name__} requires the fact {fact!r}; {advice}")
     return kind
 

@@ -20,6 +20,7 @@ from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.inference.structure import check_structure, regex_of_objects, regex_of_schema
+from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
@@ -549,7 +550,7 @@ def make_requests(
         key = None if known is None or rules.rows else _key(layers[1], host)
         sample = None if key is None or known is None else known.get(key)
         if sample is None:
-            sample = _settings(model, rules, settings, needs_host=any(host.values()))
+            sample = _settings(model, rules, settings, host)
             if key is not None and known is not None:
                 known[key] = sample
         given = make_canvas(
@@ -620,59 +621,71 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """Returns a key for the settings of a prompt, which includes their types and whether the host
-    reads its rows. The key is None if a setting is not a plain value.
+    """Returns a key for the settings of a prompt, which includes their types and what the host
+    does with its rows. The key is None if a setting is not a plain value.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
         return None
     # `repr` distinguishes 1, 1.0 and True, which are equal.
-    return any(host.values()), tuple(sorted((name, repr(value)) for name, value in own.items()))
+    return _needs(host), tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
-def settings_of_call(
-    model: Model, settings: Mapping[str, Any], *, needs_host: bool = False
-) -> SampleConfig:
-    """Returns the settings of the first row of a call.
-
-    `needs_host` is True if the rows have a host sampler or read-back.
-    """
+def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
+    """Returns the settings of the first row of a call."""
     asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
     rules = own_rules(asked, num_rows=1)
-    return _settings(model, rules, of_row(rules, 0), needs_host=needs_host)
+    return _settings(model, rules, of_row(rules, 0), settings)
+
+
+def _needs(host: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether a row has a host sampler, and whether it has read-back."""
+    return host.get("host_sampler") is not None, bool(host.get("read_back"))
 
 
 def _settings(
-    model: Model, rules: OwnRules, settings: dict[str, Any], *, needs_host: bool
+    model: Model, rules: OwnRules, settings: dict[str, Any], host: Mapping[str, Any]
 ) -> SampleConfig:
-    """Returns the settings of a row, resolved and checked against the model."""
+    """Returns the settings of a row, resolved and checked against the model.
+
+    `host` contains ``host_sampler`` and ``read_back``, if they are given. A host sampler draws the
+    tokens itself and therefore replaces a recommended fill in waves. Read-back changes no token.
+    """
+    is_hosted, is_read = _needs(host)
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
     own = (name for name in rules.table.transforms if name not in BUILT_IN.transforms)
     recommended["chain"] += tuple(name for name in own if name not in recommended["chain"])
     if not model.process.is_masked and recommended["order"] == "random":
         settings = {"order": "posterior"} | settings
     if settings.get("fill", recommended["fill"]) == AUTO:
-        settings = settings | _auto_fill(model, recommended, settings, needs_host=needs_host)
+        settings = settings | _auto_fill(model, recommended, settings, is_hosted=is_hosted)
     sample = resolve(recommended, settings, table=rules.table)
-    if needs_host and not rules.table.fill[sample.fill].allows_host:
+    if is_hosted and not rules.table.fill[sample.fill].allows_host:
         if "fill" in settings:
             raise SettingError(
                 "fill",
                 sample.fill,
-                f"draws tokens {rules.table.fill[sample.fill].drawn}, which host samplers and "
-                f"read-back cannot read",
+                f"draws tokens {rules.table.fill[sample.fill].drawn}, which host samplers cannot "
+                f"replace",
                 "use fill='parallel'",
             )
         _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)
         sample = replace(sample, fill="parallel")
-    if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
+    used = rules.table.named("fill", sample)
+    if is_read and used.sources is FillRule.sources:
+        raise SettingError(
+            "fill", used.name,
+            f"draws tokens {used.drawn}, so that read-back cannot give the candidates of a token",
+            "remove read_back, or use fill='parallel'",
+        )  # fmt: skip
+    if is_hosted and getattr(sample, "confidence_of", "clean") != "clean":
         raise SettingError(
             "confidence_of",
             sample.confidence_of,
-            "requires state that host samplers and read-back do not keep",
+            "requires state that host samplers do not keep",
             "use confidence_of='clean'",
         )
-    if needs_host and rules.table.commit[sample.order].renews:
+    if (is_hosted or is_read) and rules.table.commit[sample.order].renews:
         raise SettingError(
             "order",
             sample.order,
@@ -689,7 +702,7 @@ def _settings(
 
 
 def _auto_fill(
-    model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
+    model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, is_hosted: bool
 ) -> dict[str, Any]:
     """Returns the fill and order for a model without a recommended fill.
 
@@ -698,7 +711,7 @@ def _auto_fill(
     """
     if not model.fills_in_waves:
         return {"fill": "parallel"}
-    if needs_host:
+    if is_hosted:
         _warn_of_parallel("default 'wavefront'", stacklevel=7)
         return {"fill": "parallel"}
     if "order" not in given and recommended["order"] == "random":
@@ -708,8 +721,7 @@ def _auto_fill(
 
 def _warn_of_parallel(replaced: str, *, stacklevel: int) -> None:
     warnings.warn(
-        f"fill='parallel' replaces the {replaced}, whose draws host samplers and read-back cannot "
-        f"read",
+        f"fill='parallel' replaces the {replaced}, whose draws host samplers cannot replace",
         stacklevel=stacklevel,
     )
 

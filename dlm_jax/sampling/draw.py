@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import TOLERANCE
 from dlm_jax.sampling.positions import place_of_largest
 
 METHODS = ("inverse_cdf", "gumbel")
@@ -20,9 +19,9 @@ METHODS = ("inverse_cdf", "gumbel")
 def argmax(logits_NV: Array) -> Array:
     """Ids `[N]` (int32) of the largest logits: the lowest id on ties, 0 where all logits are -inf.
 
-    Logits that differ only by rounding are treated as ties (see `TOLERANCE`).
+    Logits that differ only by rounding are treated as ties (see `vocab.TOLERANCE`).
     """
-    return vocab.argmax(logits_NV.astype(jnp.float32), TOLERANCE)
+    return vocab.argmax(logits_NV.astype(jnp.float32), vocab.TOLERANCE)
 
 
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
@@ -101,12 +100,13 @@ def choose_with(
 
 def log_prob(logits_NV: Array, ids_N: Array, sums: tuple[Array, Array] | None = None) -> Array:
     """Log-probability `[N]` in nats of one id per position under `softmax(logits)`, given the
-    `vocab.exp_columns` of the logits, if they are known.
+    `vocab.exp_columns` of the logits, if they are known. The result is accurate also where the
+    probability rounds to 1.
     """
     logits_NV = logits_NV.astype(jnp.float32)
-    max_N, weight_NC = vocab.exp_columns(logits_NV) if sums is None else sums
+    max_N, rest_N = vocab.max_and_rest(logits_NV, sums)
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
-    return chosen_N - max_N - jnp.log(weight_NC.sum(-1))
+    return chosen_N - max_N - jnp.log1p(rest_N)
 
 
 def _inverse_cdf(

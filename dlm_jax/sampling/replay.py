@@ -311,7 +311,13 @@ def _read(
     chain, key_B = chain_now(state), step_keys(state)[0]
     prepared = chain.prepare(state.chain_state, context)
     writer = CandidateWriter(
-        chain, prepared, key_B, None, num_positions, lambda _, logprob_N: logprob_N, program.draw
+        chain=chain,
+        prepared=prepared,
+        key_B=key_B,
+        own_BL=None,
+        num_positions=num_positions,
+        measure=lambda _, logprob_N: logprob_N,
+        method=program.draw,
     )
     reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
     # In each row, the requested positions come first, in order.
@@ -322,7 +328,7 @@ def _read(
     def scored(source: Source) -> jax.Array:
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
             ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
-            at = writer.at(places_N, is_real_N)
+            at = writer.at(places_N, is_real_N, is_real_N if source.is_grown else None)
             policy_N = writer.policy(source.logits(places_N), ids_N, at)
             return jnp.where(is_real_N, policy_N, 0.0)
 

@@ -36,7 +36,8 @@ from dlm_jax.settings import (
 )
 
 
-class ModelFacts(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
     """Properties of a model that rules read through fields declared with `fact`.
 
     Attributes:

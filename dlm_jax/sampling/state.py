@@ -34,7 +34,7 @@ class Records(NamedTuple):
       logprob_BSL: `logprob_BL` of `propose.fill.Drawn`; 0 where no candidate was drawn, as in the
         next two fields.
       entropy_BSL: `Drawn.entropy_BL`.
-      confidence_BSL: float32 confidence of the commit rule.
+      confidence_BSL: float32 confidence of the commit rule, as `CommitRule.shown` reports it.
       level_BSL: `Drawn.level_BL`.
       choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
         choice is deterministic.
@@ -80,6 +80,7 @@ class State(NamedTuple):
       step_B: int32, number of steps taken.
       status_B: int32, a `Status`.
       memory: state of the commit rule.
+      remask_memory: state of the remask rule.
       records: records of every step; None in a loop without traces.
       signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
         that step was in the same block; values at other positions are outdated. None for a network
@@ -99,6 +100,7 @@ class State(NamedTuple):
     step_B: jax.Array
     status_B: jax.Array
     memory: RuleMemory = RuleMemory()
+    remask_memory: RuleMemory = RuleMemory()
     records: Records | None = None
     signal_BLD: jax.Array | None = None
 
@@ -165,10 +167,16 @@ def start(
         step_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
         memory=rules.commit.start_memory(*tokens_BL.shape),
+        remask_memory=start_remask_memory(rules, tokens_BL),
         records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
     # `advance` donates the state, so all buffers must be distinct and not shared with other arrays.
     return jax.tree.map(jnp.copy, state)
+
+
+def start_remask_memory(rules: Rules, tokens_BL: jax.Array) -> RuleMemory:
+    """The memory of the remask rule before the first step; empty without such a rule."""
+    return RuleMemory() if rules.remask is None else rules.remask.start_memory(*tokens_BL.shape)
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:

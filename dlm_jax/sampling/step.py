@@ -19,6 +19,7 @@ from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
+    CommitRule,
     Proposal,
     RuleMemory,
     Standing,
@@ -43,7 +44,7 @@ from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Rea
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
 from dlm_jax.sampling.remask.renoise import random_ids
 from dlm_jax.sampling.row import TIES, Counters
-from dlm_jax.sampling.state import EDITED, Records, State, work
+from dlm_jax.sampling.state import EDITED, Records, State, start_remask_memory, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Params, Status, live_positions
@@ -121,8 +122,9 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
         filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
         commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + extra_B
     return StepInputs(
-        is_open_BL, is_read_BL, commit, context, output, cache, forwards_B, positions_B,
-        draw_key_B, remask_key_B, filled,
+        is_open_BL=is_open_BL, is_read_BL=is_read_BL, commit=commit, context=context,
+        output=output, cache=cache, forwards_B=forwards_B, positions_B=positions_B,
+        draw_key_B=draw_key_B, remask_key_B=remask_key_B, filled=filled,
     )  # fmt: skip
 
 
@@ -137,14 +139,14 @@ def write(
     is_hole_BL = inputs.commit.is_hole_BL
 
     # Commit.
-    step_B = state.step_B
+    step_B, seen = state.step_B, with_memory(state, inputs)
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
     state = _renewed(program, state, inputs, is_committed_BL)
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
         # The last step of a block fills every hole.
-        chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
+        chance_B = rules.commit.log_chance(seen, inputs.filled.proposal, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
     # Edit.
@@ -164,19 +166,22 @@ def write(
             is_open_BL=is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
             is_fresh_BL=is_fresh_BL,
             num_free_B=jnp.sum(is_free_BL, axis=1),
-            probability_BL=jnp.exp(state.logprob_BL),
+            logprob_BL=state.logprob_BL,
             wrong_BL=_wrongness(program, params, state, candidate_BL, goes_on_B),
             key_B=inputs.remask_key_B,
+            memory=state.remask_memory,
         )
         chosen_BL = returned(
             rules.remask.select(context), rules.remask, "select", "B, L", tokens_BL.shape, bool
         )
-        state = remasked(program, state, context.is_open_BL & chosen_BL)
+        chosen_BL &= context.is_open_BL
         if choice_B is not None:
-            choice_B += rules.remask.log_chance(context, context.is_open_BL & chosen_BL)
+            choice_B += rules.remask.log_chance(context, chosen_BL)
+        state = _with_remask_memory(state, rules.remask.remember(context, chosen_BL), steps_B)
+        state = remasked(program, state, chosen_BL)
 
     if state.records is not None and choice_B is not None:
-        new = _seen(inputs, is_committed_BL, choice_B)
+        new = _seen(rules.commit, inputs, is_committed_BL, choice_B)
         state = state._replace(records=state.records.with_step(step_B, steps_B, new))
 
     # End of the step, the block and the row.
@@ -186,10 +191,13 @@ def write(
     return _ended(program, state, steps_B, is_finite_B, still_B), is_committed_BL
 
 
-def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -> Records:
+def _seen(
+    commit: CommitRule, inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array
+) -> Records:
     """The records of one step, ``[B, L]`` and ``[B]``."""
     filled, is_open_BL = inputs.filled, inputs.is_open_BL & inputs.filled.is_finite_B[:, None]
     drawn, proposal = filled.drawn, filled.proposal
+    shown_BL = commit.shown(proposal.confidence_BL)
     assert drawn is not None, "the program is traced"
 
     def at_open(x_BL: jax.Array) -> jax.Array:
@@ -197,7 +205,7 @@ def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -
 
     return Records(
         inputs.context.tokens_BL, jnp.where(is_open_BL, proposal.tokens_BL, -1), is_committed_BL,
-        at_open(drawn.logprob_BL), at_open(drawn.entropy_BL), at_open(proposal.confidence_BL),
+        at_open(drawn.logprob_BL), at_open(drawn.entropy_BL), at_open(shown_BL),
         drawn.level_BL, choice_B,
     )  # fmt: skip
 
@@ -234,11 +242,17 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
     if rules.commit.rewrites:
         written_BL = jnp.where(is_free_BL & is_visible_BL, tokens_BL, -1)
     return CommitContext(
-        is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
-        is_visible_BL, written_BL,
-        preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
-        state.memory, standing(program, state, key_B) if rules.commit.renews else None,
-    )  # fmt: skip
+        is_hole_BL=is_free_BL & ~is_closed_BL,
+        first_holes_B=block.first_holes_B,
+        step_B=block.step_B,
+        steps_B=block.steps_B,
+        key_B=key_B,
+        is_token_BL=is_visible_BL,
+        written_BL=written_BL,
+        preference_BL=preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
+        memory=state.memory,
+        standing=standing(program, state, key_B) if rules.commit.renews else None,
+    )
 
 
 def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
@@ -288,8 +302,7 @@ def _renewed(
     if not rule.renews:
         return state
     others_BL = inputs.is_open_BL & ~is_committed_BL & filled.is_finite_B[:, None]
-    memory = state.memory._replace(places=filled.kept)
-    new_BL = rule.renewed(inputs.commit._replace(memory=memory), filled.proposal)
+    new_BL = rule.renewed(with_memory(state, inputs), filled.proposal)
     new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
     return overwritten(program, state, others_BL & (new_BL != state.canvas.tokens_BL), new_BL)
 
@@ -438,24 +451,37 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             return returned(sure_N, commit, "measure", "N", logprob_N.shape, jnp.float32)
 
         writer = CandidateWriter(
-            chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
-            measure, program.draw, program.banned_ids, commit.weighed,
-            None if kept is None else commit.observe, kept,
-            state.canvas.tokens_BL if commit.renews else None,
-            None if signal is None else functools.partial(signal, params),
-        )  # fmt: skip
+            chain=chain,
+            prepared=chain.prepare(state.chain_state, context),
+            key_B=key_B,
+            own_BL=own_BL,
+            num_positions=is_open_BL.shape[1],
+            measure=measure,
+            method=program.draw,
+            banned_ids=program.banned_ids,
+            weighed=commit.weighed,
+            observe=None if kept is None else commit.observe,
+            kept=kept,
+            standing_BL=state.canvas.tokens_BL if commit.renews else None,
+            signal=None if signal is None else functools.partial(signal, params),
+        )
         is_seen_BL = is_token(program, state)
         if commit.renews:  # the blocks behind the current one are noise
             place_1L = jnp.arange(is_open_BL.shape[1])[None]
             is_seen_BL &= state.canvas.frozen_BL | (place_1L < state.block.begin_B[:, None])
         wanted = Wanted(
-            is_open_BL, is_seen_BL, context.tokens_BL, context.length_B,
-            is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
-            kept,
-            state.canvas.frozen_BL,
-            program.num_traced > 0,
-            state.signal_BLD,
-        )  # fmt: skip
+            is_open_BL=is_open_BL,
+            is_seen_BL=is_seen_BL,
+            tokens_BL=context.tokens_BL,
+            length_B=context.length_B,
+            is_scored_BL=is_scored_BL,
+            keeps_best=edit is not None and edit.reads_likeliest,
+            preference_BL=preference_BL,
+            kept=kept,
+            is_given_BL=state.canvas.frozen_BL,
+            is_traced=program.num_traced > 0,
+            signal_BLD=state.signal_BLD,
+        )
         # The number of open positions is at most the number of hidden vectors.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
@@ -474,13 +500,18 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
     return filled
 
 
+def with_memory(state: State, inputs: StepInputs) -> CommitContext:
+    """The context of the commit rule with the observations of this step."""
+    return inputs.commit._replace(memory=state.memory._replace(places=inputs.filled.kept))
+
+
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
     """The state after the commits, and the committed positions. This function ends no row."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
-    memory = state.memory._replace(places=filled.kept)
-    context = inputs.commit._replace(memory=memory)
+    context = with_memory(state, inputs)
+    memory = context.memory
     chosen_BL = returned(
         rules.commit.select(context, filled.proposal), rules.commit, "select", "B, L",
         tokens_BL.shape, bool,
@@ -519,26 +550,32 @@ def committed(
     ), is_committed_BL
 
 
-def _require_memory(rows: Any, before: Any, rule: Any) -> None:
-    """Raises ValueError if `CommitRule.remember` returns another structure than `start_memory`."""
-    found, kept = jax.tree.structure(rows), jax.tree.structure(before)
+def _require_memory(new: Any, before: Any, rule: Any, what: str = "the per-row arrays") -> None:
+    """Raises ValueError if `remember` returns another structure than `start_memory`."""
+    found, kept = jax.tree.structure(new), jax.tree.structure(before)
     if found != kept:
         raise ValueError(
-            f"{type(rule).__name__}.remember returned {found}; return the per-row arrays of "
+            f"{type(rule).__name__}.remember returned {found}; return {what} of "
             f"start_memory, {kept}"
         )
 
 
-def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """The commit rule's memory, moved to the new positions."""
+def _with_remask_memory(state: State, new: RuleMemory, steps_B: jax.Array) -> State:
+    """The state with the memory that the remask rule returned, in the rows that take a step."""
+    old = state.remask_memory
+    _require_memory(new, old, state.rules.remask, "the arrays")
+    return state._replace(remask_memory=choose(steps_B, new, old))
+
+
+def _moved_memory(memory: RuleMemory, start: RuleMemory, position_map: PositionMap) -> RuleMemory:
+    """The memory of a rule, moved to the new positions; as at the `start` at inserted ones."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
         move = jax.vmap(moved, in_axes=(None, 2, 2), out_axes=2)
         return move(position_map, x.reshape(shape), fresh.reshape(shape)).reshape(x.shape)
 
-    fresh = state.rules.commit.start_memory(*state.canvas.tokens_BL.shape).places
-    return state.memory._replace(places=jax.tree.map(one, state.memory.places, fresh))
+    return memory._replace(places=jax.tree.map(one, memory.places, start.places))
 
 
 def edited(
@@ -558,10 +595,17 @@ def edited(
         beside(may_edit_BL) & is_token(program, state),
     )  # fmt: skip
     context = EditContext(
-        before, snapshot, may_edit_BL, state.step_B + is_stepping(state), state.row.steps_B,
-        past.capacity_B, past.target_B, program.mask_id, program.space_id,
-        inputs.commit.preference_BL,
-    )  # fmt: skip
+        cells=before,
+        snapshot=snapshot,
+        is_open_BL=may_edit_BL,
+        step_B=state.step_B + is_stepping(state),
+        steps_B=state.row.steps_B,
+        capacity_B=past.capacity_B,
+        target_B=past.target_B,
+        mask_id=program.mask_id,
+        space_id=program.space_id,
+        preference_BL=inputs.commit.preference_BL,
+    )
     trial_forwards_B = jnp.zeros_like(state.step_B)
     if rule.num_trials:
         found, trial_forwards_B = tried(program, params, context, rule)
@@ -587,7 +631,12 @@ def edited(
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
-        memory=_moved_memory(state, position_map),
+        memory=_moved_memory(
+            state.memory, state.rules.commit.start_memory(*before.tokens_BL.shape), position_map
+        ),
+        remask_memory=_moved_memory(
+            state.remask_memory, start_remask_memory(state.rules, before.tokens_BL), position_map
+        ),
         edits=past._replace(
             inserted_BL=after.inserted_BL,
             # A row that has ended retains the marks of its last edits.
@@ -615,9 +664,15 @@ def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State
         is_fresh = is_remasked_BL.reshape(*is_remasked_BL.shape, *[1] * (kept.ndim - 2))
         return jnp.where(is_fresh, fresh, kept)
 
-    fresh = state.rules.commit.start_memory(*is_remasked_BL.shape).places
-    places = jax.tree.map(forgotten, state.memory.places, fresh)
-    return state._replace(memory=state.memory._replace(places=places))
+    def without(memory: RuleMemory, start: RuleMemory) -> RuleMemory:
+        return memory._replace(places=jax.tree.map(forgotten, memory.places, start.places))
+
+    start = state.rules.commit.start_memory(*is_remasked_BL.shape)
+    start_remask = start_remask_memory(state.rules, is_remasked_BL)
+    return state._replace(
+        memory=without(state.memory, start),
+        remask_memory=without(state.remask_memory, start_remask),
+    )
 
 
 def _wrongness(

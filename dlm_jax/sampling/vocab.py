@@ -23,6 +23,12 @@ from jax import Array
 from dlm_jax.devices import platform
 from dlm_jax.sampling.positions import place_of_largest
 
+TOLERANCE = 1e-5
+"""Relative tolerance: scores and logits that differ by less are treated as equal.
+
+The same number differs by about 3e-7 between shapes, devices and compilers. The error of a sum or
+difference is relative to its terms.
+"""
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
 _USUAL_WIDTH = 1024
@@ -395,6 +401,30 @@ def exp_columns(logits_NV: Logits, divisor_N: Array | None = None) -> tuple[Arra
     return max_N, accumulate(fn, columns(logits_NV, 0.0), logits_NV)
 
 
+def max_and_rest(logits_NV: Array, sums: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
+    """Largest logit `[N]` (0 where all are -inf), and the sum of `exp(logit - max)` over all ids
+    but the most likely one (all but one of equally likely ids), given the `exp_columns` of the
+    logits, if they are known.
+
+    ``log1p(rest)`` is accurate where the most likely id has nearly all of the probability. The sum
+    over all ids would round to 1 there.
+    """
+    max_N, weight_NC = exp_columns(logits_NV) if sums is None else sums
+    total_N = weight_NC.sum(-1)
+    # If the most likely id outweighs all others together, its column is the heaviest. The barriers
+    # separate the comparisons from the reductions, which would otherwise not be vectorised.
+    width, peak_N1 = weight_NC.shape[1], weight_NC.max(-1, keepdims=True)
+    other_NC = jnp.where(weight_NC < peak_N1, weight_NC, 0.0)
+    rest_N = jax.lax.optimization_barrier(other_NC).sum(-1)
+    if width < logits_NV.shape[1]:
+        place_NC = jnp.where(weight_NC < peak_N1, width - 1, jnp.arange(width, dtype=jnp.int32))
+        member_NM, _ = members(logits_NV, jax.lax.optimization_barrier(place_NC).min(-1))
+        is_most_NM = member_NM == member_NM.max(-1, keepdims=True)
+        weight_NM = jnp.exp(jnp.where(is_most_NM, -jnp.inf, member_NM - max_N[:, None]))
+        rest_N += weight_NM.sum(-1)
+    return max_N, jnp.where(total_N < 2.0, rest_N, total_N - 1.0)
+
+
 @jax.custom_jvp
 def _p_log_p(logprob: Array) -> Array:
     """``p ln p`` and its derivative in ``ln p``; both are 0 in the limit p = 0."""
@@ -408,6 +438,18 @@ def _slope_of_p_log_p(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Ar
     prob = jnp.exp(logprob)
     slope = jnp.where(prob > 0, prob * (1.0 + logprob), 0.0)
     return _p_log_p(logprob), slope * change
+
+
+def entropy(logits_NV: Array) -> Array:
+    """Entropy `[N]` of the softmax in nats, accurate also where it is close to 0."""
+    max_N, rest_N = max_and_rest(logits_NV)
+
+    def fn(acc_NC, block_NC, ids_1C):
+        gap_NC = max_N[:, None] - block_NC
+        return acc_NC + jnp.where(gap_NC < jnp.inf, jnp.exp(-gap_NC) * gap_NC, 0.0)
+
+    gaps_N = accumulate(fn, columns(logits_NV, 0.0), logits_NV).sum(-1)
+    return jnp.log1p(rest_N) + gaps_N / (1.0 + rest_N)
 
 
 def count_and_entropy(logits_NV: Logits) -> tuple[Array, Array]:

@@ -482,20 +482,14 @@ def test_a_warning_of_the_library_is_one_plain_line(capsys):
 
 
 @pytest.mark.slow
-def test_read_back_of_a_model_that_recommends_waves_falls_back_with_a_plain_line(capsys):
+def test_read_back_of_a_model_that_recommends_waves_reads_them(capsys):
     flags = ["--gen-length", "6", "--steps", "3", "--read-back", "2"]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         start_jax()
         assert sample.main(flags) == 0
     out, err = capsys.readouterr()
-    (line,) = [line for line in err.splitlines() if "warning" in line.lower()]
-    assert line.startswith("warning: fill='parallel' replaces the recommended 'wavefront'")
+    assert "warning" not in err.lower()
     assert sum(line.startswith("row 0 step ") for line in err.splitlines()) == 6
-    assert sample.main([*flags[:4], "--fill", "parallel"]) == 0
+    assert sample.main(flags[:4]) == 0
     assert capsys.readouterr().out == out
-    with pytest.raises(SystemExit) as ended:
-        sample.main([*flags, "--fill", "wavefront"])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert err.count("\n") == 1 and "use --fill='parallel'" in err

@@ -12,7 +12,7 @@ from dlm_jax.inference.request import Request, columns
 from dlm_jax.inference.slots import Bucket
 from dlm_jax.sampling.rules import ModelFacts
 
-FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,))
+FACTS = ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,))
 CHAIN = ("bias", "dry", "temperature")
 
 

@@ -72,8 +72,10 @@ def test_a_model_with_a_trained_sampler_head_is_filled_in_waves_unless_told_othe
 
 def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning():
     with pytest.warns(UserWarning, match="^fill='parallel' replaces the default 'wavefront'"):
-        sample = settings_of_call(MODEL, {}, needs_host=True)
+        sample = settings_of_call(MODEL, {"host_sampler": lambda c: c.ids[0]})
     assert (sample.fill, sample.order) == ("parallel", "random")
+    sample = settings_of_call(MODEL, {"read_back": True})
+    assert (sample.fill, sample.order) == ("wavefront", "random_filled")
 
 
 def test_a_head_is_untrained_up_to_the_step_at_which_its_training_begins():
@@ -173,7 +175,7 @@ def test_a_model_without_the_head_that_a_setting_needs_refuses_it(settings, said
         ({"sampler_temperature": 0.0}, "sampler_temperature=0.0 is outside (0, "),
         ({"fill": "waves"}, "did you mean 'wavefront'"),
         ({"remask_by": "critics"}, "did you mean 'critic'"),
-        ({"fill": "wavefront", "read_back": True}, "use fill='parallel'"),
+        ({"fill": "wavefront", "host_sampler": lambda c: c.ids[0]}, "use fill='parallel'"),
     ],
 )
 def test_bad_settings_of_the_heads_are_refused_in_one_line(settings, said):
@@ -191,8 +193,38 @@ WAVES = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("settings", [{"read_back": True}, {"host_sampler": lambda c: c.ids[0]}])
-def test_where_a_host_looks_recommended_waves_are_replaced_with_a_warning(settings):
+@pytest.mark.parametrize("fill", [pytest.param("parallel", marks=pytest.mark.slow), "wavefront"])
+def test_read_back_changes_no_text_and_gives_the_distribution_of_each_draw(fill):
+    asked = {
+        "seed": 3, "gen_length": 12, "steps": 2, "fill": fill, "sampler_top_p": 0.5,
+        "sampler_temperature": 0.7, "top_p": 0.95, "chain": ("temperature", "top_p"),
+    }  # fmt: skip
+    plain = dlm_jax.generate(MODEL, ["The ", ""], **asked, trace=True)
+    made = dlm_jax.generate(MODEL, ["The ", ""], **asked, read_back=True)
+    assert made.texts == plain.texts
+    waves, num_read = made.counters.waves, 0
+    assert (waves > 0).all() if fill == "wavefront" else (waves == 0).all()
+    for row, records in enumerate(made.read_back):
+        for one in records:
+            place = one.candidates.ids.tolist().index(one.token)
+            assert one.logprob == one.candidates.logprobs[place]
+            drawn = plain.trace.logprobs[row, one.candidates.step, one.candidates.index]
+            assert one.logprob == pytest.approx(drawn, abs=1e-4)
+            num_read += 1
+    assert num_read == 24
+    again = dlm_jax.replay(MODEL, MODEL.params, plain.trace)
+    wanted = np.where(plain.trace.is_written, plain.trace.logprobs, 0.0)
+    np.testing.assert_allclose(again, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("fill", ["constrained", "constrained_waves"])
+def test_a_fill_that_cannot_give_candidates_refuses_read_back_by_name(fill):
+    with pytest.raises(ValueError, match=f"^fill='{fill}' draws tokens .* read-back cannot give"):
+        settings_of_call(MODEL, {"fill": fill, "structure": "[a-z]{4}", "read_back": True})
+
+
+def test_a_host_sampler_replaces_recommended_waves_with_a_warning():
+    settings = {"host_sampler": lambda c: c.ids[0]}
     asked = {"seed": 3, "gen_length": 6}
     with pytest.warns(UserWarning, match="fill='parallel' replaces the recommended 'wavefront'"):
         made = dlm_jax.generate(WAVES, ["The "], **asked, **settings)

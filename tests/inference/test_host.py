@@ -34,7 +34,9 @@ def _chain(**changes):
         SampleConfig(chain=("temperature", "top_k", "mirostat"), **settings)
         for settings in ({}, changes, {"temperature": 0.5})
     ]
-    return BUILT_IN.pack_chain(rows, ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,)))
+    return BUILT_IN.pack_chain(
+        rows, ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,))
+    )
 
 
 def _state(**changes):

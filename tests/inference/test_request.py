@@ -21,7 +21,7 @@ from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.settings import on_device
 
 TOKENS = np.array([1, 2, toy.MASK, toy.MASK], np.int32)
-FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,))
+FACTS = ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,))
 
 
 def _request(*, steps=4, tokens=TOKENS, seed=0, is_draft=None, **settings) -> Request:

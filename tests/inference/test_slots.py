@@ -26,7 +26,7 @@ from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 
 ROWS = [*canvases.mixed_rows(seed=11, count=5), Row(holes(40, 1, 2), steps=3, seed=9)]
-FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,))
+FACTS = ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,))
 
 
 def _request(row):

@@ -20,6 +20,8 @@ MORE = [
     {"order": "random", "schedule": "all", "resample": True, "edit": True, "edit_token": "mask",
      "insert_ratio_start": 0.3},
     {"order": "entropy", "ties": "lower"},
+    {"order": "low_confidence", "guidance": 2.0},
+    {"order": "margin", "guidance": 2.0},
 ]  # fmt: skip
 # Single published decoders: waves are as with any other order, but for what a rule keeps. Waves
 # are refused with "posterior".

@@ -17,13 +17,13 @@ PROMPTS = ("ab", "the cat sat on", "zero, one.", "q")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     @functools.cache
-    def load(name):
+    def load(name, sharpness=3):
         folder = tmp_path_factory.mktemp(name) / "model"
         config, made = cases.CONFIGS[name], cases.tensors(name, cases.CONFIGS[name])
         cases.write(folder, name)
         head = "model.transformer.ff_out.weight" if name == "llada" else "lm_head.weight"
         # Sure predictions, of which none is an id that is never written.
-        made[head] *= 3
+        made[head] *= sharpness
         made[head][cases.MASK] = made[head][cases.NUM_TOKENS :] = 0
         cases.write_weights(folder, made, 2)
         return dlm_jax.load(folder), Oracle(config, made)
@@ -166,6 +166,64 @@ def test_llada_writes_what_its_own_loop_writes(models, switch):
         order="low_confidence", temperature=0.0, confidence_without=switch,
         batches=(4,) if switch else (1, 4),
     )  # fmt: skip
+
+
+def _sureness(logits, best, order):
+    """What an order ranks positions by, higher first, without rounding near probability 1."""
+    if order != "low_confidence":
+        best = logits.argmax(axis=1)
+    chosen = logits[np.arange(len(logits)), best][:, None]
+    weights = np.exp(logits - chosen)
+    rest = np.where(np.arange(logits.shape[1]) == best[:, None], 0.0, weights).sum(axis=1)
+    if order == "low_confidence":
+        return -np.log(rest)
+    shares = weights / (1.0 + rest)[:, None]
+    if order == "margin":
+        return -np.log(rest / (1.0 + rest) + np.sort(shares, axis=1)[:, -2])
+    return -(shares * (np.log1p(rest)[:, None] - (logits - chosen))).sum(axis=1)
+
+
+def _guided_llada(oracle, prompt, *, gen_length, steps, scale, order, banned):
+    """The step in which LLaDA's generate.py writes each position, with guidance, and the text."""
+    x = np.concatenate([prompt, np.full(gen_length, cases.MASK)])
+    step_of = np.full(len(x), -1)
+    for step in range(steps):
+        bare = np.where(np.arange(len(x)) < len(prompt), cases.MASK, x)
+        bare_logits = oracle.logits(bare)
+        logits = bare_logits + (scale + 1) * (oracle.logits(x) - bare_logits)
+        allowed = logits.copy()
+        allowed[:, banned] = -np.inf
+        best = allowed.argmax(axis=1)
+        sure = np.where(x == cases.MASK, _sureness(logits, best, order), -np.inf)
+        count = gen_length // steps + (step < gen_length % steps)
+        chosen = np.argsort(-sure, kind="stable")[:count]
+        x[chosen], step_of[chosen] = best[chosen], step
+    return step_of, x
+
+
+@pytest.mark.parametrize(
+    "order", ["low_confidence", "entropy", pytest.param("margin", marks=pytest.mark.slow)]
+)
+def test_no_guided_row_leaves_the_published_order(models, order):
+    model, oracle = models("llada", 8)
+    rng = np.random.default_rng(0)
+    prompts = ["".join(rng.choice(list("abcdefghij klmnopqrst."), 6)) for _ in range(40)]
+    common = {"gen_length": 12, "steps": 6}
+    result = dlm_jax.generate(
+        model, prompts, batch_size=40, **common, block_length=0, order=order, temperature=0.0,
+        guidance=2.0, ignore_eos=True, confidence_without=(),
+    )  # fmt: skip
+    leaving = []
+    for row, text in enumerate(prompts):
+        step_of, tokens = _guided_llada(
+            oracle, model.tokenizer.encode(text), **common, scale=2, order=order,
+            banned=[cases.EOS, cases.END],
+        )  # fmt: skip
+        own = result.committed[row, : len(tokens)], result.tokens[row, : len(tokens)]
+        if not np.array_equal(own, (step_of, tokens)):
+            leaving.append(row)
+    assert leaving == []
+    assert np.mean(result.logprobs[result.committed >= 0] > -1e-5) > 0.1
 
 
 @pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])

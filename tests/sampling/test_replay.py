@@ -187,7 +187,7 @@ def test_the_slope_through_every_transform_is_that_of_finite_differences():
         min_p=0.01, xtc_probability=0.5, repetition_penalty=1.2, dry_multiplier=0.8,
         logit_bias=((3, 1.0),),
     )  # fmt: skip
-    chain = BUILT_IN.pack_chain([sample], ModelFacts(300, (0,), (1,)))
+    chain = BUILT_IN.pack_chain([sample], ModelFacts(vocab_size=300, banned_ids=(0,), eos_ids=(1,)))
     places, zeros = jnp.arange(8, dtype=jnp.int32)[None], jnp.zeros(4, jnp.int32)
     context = Context(5 * places, places - 1, jnp.ones((1, 8), bool), jnp.array([8]))
     prepared = chain.prepare(chain.init(1), context)
@@ -286,6 +286,48 @@ class Unknown(dlm_jax.CommitRule):
 def test_a_rule_of_ones_own_says_how_likely_its_choice_is():
     with pytest.raises(SettingError, match="^order='unknown' has no trace"):
         dlm_jax.generate(MODEL, [""], rules=[Unknown], order="unknown", steps=2, trace=True)
+
+
+@dlm_jax.rule
+class Roulette(dlm_jax.CommitRule):
+    """Commits one hole, drawn in proportion to the probability that it observes in this step."""
+
+    def measure(self, logits_NV, logprob_N):
+        return logprob_N
+
+    def start_memory(self, num_rows, num_positions):
+        return dlm_jax.RuleMemory(jnp.zeros((num_rows, num_positions)))
+
+    def observe(self, kept, row_N, logits_NV, ids_N, logprob_N):
+        return jnp.exp(logprob_N), self.measure(logits_NV, logprob_N)
+
+    def _chance(self, context, proposal):
+        weight_BL = context.memory.places * jnp.exp(proposal.confidence_BL)
+        weight_BL = jnp.where(context.is_hole_BL, weight_BL, 0.0)
+        return weight_BL / weight_BL.sum(1, keepdims=True)
+
+    def select(self, context, proposal):
+        logit_BL = jnp.log(self._chance(context, proposal))
+        place_B = jax.vmap(jax.random.categorical)(context.key_B, logit_BL)
+        return jax.nn.one_hot(place_B, logit_BL.shape[1], dtype=bool)
+
+    def log_chance(self, context, proposal, is_chosen_BL):
+        chance_BL = self._chance(context, proposal)
+        return jnp.log(jnp.where(is_chosen_BL, chance_BL, 0.0).sum(1))
+
+
+def test_a_random_choice_by_confidence_has_the_probability_of_its_enumeration():
+    result = dlm_jax.generate(
+        MODEL, [""], num_samples=64, batch_size=64, rules=[Roulette], order="roulette", steps=2,
+        gen_length=LENGTH, fill="parallel", temperature=enumerable.TEMPERATURE, trace=True,
+        ignore_eos=True, logit_bias=tuple((i, float("-inf")) for i in range(2, enumerable.V)),
+    )  # fmt: skip
+    drawn, is_chosen = result.trace.tokens[:, 0, :LENGTH], result.trace.is_written[:, 0, :LENGTH]
+    clean = np.asarray(jax.nn.softmax(PARAMS["table"][enumerable.code(np.full(LENGTH, MASK))], -1))
+    weights = clean[np.arange(LENGTH), drawn] ** 2
+    assert (is_chosen.sum(1) == 1).all() and is_chosen.any(0).all()
+    wanted = np.log(weights[is_chosen] / weights.sum(1))
+    np.testing.assert_allclose(result.trace.choice_logprobs[:, 0], wanted, rtol=1e-4)
 
 
 def test_traces_of_other_models_and_settings_are_refused():

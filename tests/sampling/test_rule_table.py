@@ -8,12 +8,14 @@ import math
 import jax
 import numpy as np
 import pytest
+import rule_cases
 import transform_cases as tc
 from oracles import chain as oracle
 from oracles import near, samplers
 
 from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.sampling import transforms as tf
+from dlm_jax.sampling.propose import Wavefront
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
 BAD = [
@@ -36,7 +38,10 @@ REALS = [
 
 def pack(rows, *, vocab_size, banned_ids=(), eos_ids=()) -> tf.Chain:
     """The chain of the rows, which name the same transforms."""
-    return BUILT_IN.pack_chain(rows, ModelFacts(vocab_size, tuple(banned_ids), tuple(eos_ids)))
+    return BUILT_IN.pack_chain(
+        rows,
+        ModelFacts(vocab_size=vocab_size, banned_ids=tuple(banned_ids), eos_ids=tuple(eos_ids)),
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [*BAD, *((name, math.nan) for name in REALS)])
@@ -84,7 +89,7 @@ def test_what_a_model_or_a_chain_does_not_allow_is_refused_with_the_remedy(
     settings, banned_ids, match
 ):
     row = SampleConfig(**settings)
-    facts = ModelFacts(40, banned_ids)
+    facts = ModelFacts(vocab_size=40, banned_ids=banned_ids)
     with pytest.raises(ValueError, match=match) as error:
         BUILT_IN.check_chain(row, facts)
     assert "\n" not in str(error.value)
@@ -115,7 +120,7 @@ def test_recommended_settings_are_defaults_and_given_ones_win_even_when_default(
 def test_ignore_eos_without_eos_warns_and_is_off():
     row = SampleConfig(ignore_eos=True)
     with pytest.warns(UserWarning, match="no EOS"):
-        BUILT_IN.check_chain(row, ModelFacts(8))
+        BUILT_IN.check_chain(row, ModelFacts(vocab_size=8))
     chain = pack([row], vocab_size=8)
     assert not np.any(chain.is_active())
 
@@ -224,3 +229,9 @@ def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names
     assert BUILT_IN.in_use(row) == names
     # What `pack_chain` would refuse to leave out is in it.
     pack([dataclasses.replace(row, chain=names)], vocab_size=8, eos_ids=(7,))
+
+
+def test_facts_are_named_so_that_none_stands_in_for_another():
+    with pytest.raises(TypeError):
+        ModelFacts(8, (0,), (1,), 2, None, True)  # type: ignore[misc]
+    Wavefront.check_model(None, rule_cases.FACTS)

@@ -88,6 +88,8 @@ class Ancestral(CommitRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         return context.is_hole_BL
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         chance_B1 = jnp.clip(self._chance(context), 0.0, 1.0)[:, None]
         return log_each(context.is_hole_BL, is_chosen_BL, chance_B1)

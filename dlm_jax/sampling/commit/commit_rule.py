@@ -3,7 +3,8 @@
 A rule is a frozen pytree whose static values are metadata and whose per-row settings are ``[B]``
 leaves. Each call processes the whole batch, and rows are independent. Scores that differ only by
 rounding are treated as ties, because their order can differ between compiled programs (see
-`TOLERANCE`).
+`TOLERANCE`). Probabilities are compared by their log-odds, which keep the order of probabilities
+that round to 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
-from dlm_jax.sampling.vocab import ordered
+from dlm_jax.sampling.vocab import TOLERANCE, ordered
 from dlm_jax.settings import Rule, SettingError, require_head
 
 
@@ -119,7 +120,8 @@ class CommitRule(Rule):
         rewrites nothing, or after `patience` steps that start without holes.
       renews: True if the rule also writes tokens other than candidates, at open positions that it
         does not select; see `renewed` and `begin`.
-      scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied.
+      scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied: 1
+        for log-odds, logarithms and differences.
       remembers_ids: True if the memory that `observe` returns depends on the candidates.
       map_blocks: number of final Transformer blocks whose attention, averaged over blocks and
         heads, the rule reads; 0 for none.
@@ -128,7 +130,7 @@ class CommitRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
     rewrites: ClassVar[bool] = False
     renews: ClassVar[bool] = False
-    scale: ClassVar[float] = 0.0
+    scale: ClassVar[float] = 1.0
     map_blocks: ClassVar[int] = 0
     remembers_ids: ClassVar[bool] = False
 
@@ -170,9 +172,16 @@ class CommitRule(Rule):
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         """Confidence of each candidate, float32 ``[N]``, computed from the clean logits and the
-        candidate's log-probability.
+        candidate's log-probability; the log-odds of its probability by default.
         """
-        return jnp.exp(logprob_N)
+        return log_odds(logprob_N)
+
+    def shown(self, confidence: jax.Array) -> jax.Array:
+        """The values that traces record for the confidences of `measure`: the probabilities, if
+        the rule uses the default measure.
+        """
+        is_default = type(self).measure is CommitRule.measure
+        return jax.nn.sigmoid(confidence) if is_default else confidence
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         """The memory before the first step; empty by default."""
@@ -239,9 +248,11 @@ class CommitRule(Rule):
                 "define it, or use order='random'",
             )  # fmt: skip
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
-        ``context.key_B``.
+        ``context.key_B``. The context and the proposal are those that `select` received.
 
         A rule that does not use this key returns 0 (see `dlm_jax.certain`). Random tie-breaking is
         not included. Traces require this method.
@@ -249,8 +260,15 @@ class CommitRule(Rule):
         raise NotImplementedError
 
 
-def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
-    """The ``log_chance`` of a rule without random choices, as in ``log_chance = certain``."""
+_Input = jax.Array | tuple[Any, ...]
+
+
+def certain(self: Any, *inputs: _Input, **named: _Input) -> jax.Array:
+    """The ``log_chance`` of a commit rule or remask rule without random choices, as in
+    ``log_chance = certain``.
+    """
+    is_chosen_BL = (*inputs, *named.values())[-1]
+    assert isinstance(is_chosen_BL, jax.Array)
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
 
 
@@ -274,12 +292,20 @@ def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Arra
     return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
 
-TOLERANCE = 1e-5
-"""Relative tolerance: scores that differ by less are treated as equal.
+def log_odds(logprob: jax.Array) -> jax.Array:
+    """``ln p - ln(1 - p)``, given ``ln p``.
 
-The same score differs by about 3e-7 between shapes, devices and compilers. The error of a sum or
-difference is relative to its terms; `scale` is the smallest magnitude assumed for these terms.
-"""
+    float32 probabilities near 1 are all equal, but their log-odds are not, if ``ln p`` is accurate
+    (see `dlm_jax.sampling.draw.log_prob`).
+    """
+    return logprob - jnp.log(-jnp.expm1(logprob))
+
+
+def log_odds_of(probability: jax.Array) -> jax.Array:
+    """``ln p - ln(1 - p)`` of a setting, such as a threshold; infinite at 0 and 1."""
+    return jnp.log(probability) - jnp.log1p(-probability)
+
+
 _TIES_SALT = 0x74696573
 
 
@@ -327,8 +353,8 @@ def most(
 
     Ties (see `TOLERANCE`) are broken by descending `preference_BL` from `preferences`. Pass None if
     the scores are identical in every program; lower positions then win ties. `scale` is the
-    smallest magnitude assumed for the terms of a score: 1.0 for differences of probabilities,
-    log-probabilities and entropies; 0.0 for probabilities.
+    smallest magnitude assumed for the terms of a score: 1.0 for log-odds, and for differences of
+    probabilities, log-probabilities and entropies; 0.0 for probabilities.
     """
     score_BL = jnp.where(jnp.isnan(score_BL), -jnp.inf, score_BL)
     order_BL = ordered(jnp.where(score_BL == 0, 0.0, score_BL))  # -0.0 equals 0.0

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
-    TOLERANCE,
     CommitContext,
     CommitRule,
     Proposal,
     RuleMemory,
     certain,
-    reaches,
 )
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, reached
 from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
@@ -70,8 +68,9 @@ class Credit(CommitRule):
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
         ids_NK, credit_NK = kept
-        logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
-        best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
+        logits_NV = logits_NV.astype(jnp.float32)
+        logprob_NV = jax.nn.log_softmax(logits_NV)
+        best_id_N1 = vocab.argmax(logprob_NV, vocab.TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[row_N][:, None] * credit_NK
         # The credit is written to the slot of the id, or else to the slot with the least credit.
@@ -89,12 +88,17 @@ class Credit(CommitRule):
         peak_N1 = gain_NK.max(axis=1, keepdims=True)
         factor_NK, one_N1 = jnp.exp(gain_NK - peak_N1), jnp.exp(-peak_N1)
         share_NK = jnp.exp(jnp.take_along_axis(logprob_NV, jnp.maximum(ids_NK, 0), axis=1))
-        more_NK = jnp.where(ids_NK >= 0, share_NK * (factor_NK - one_N1), 0.0)
-        most_N = jnp.where(ids_NK >= 0, share_NK * factor_NK, 0.0).max(axis=1)
-        most_N = jnp.maximum(most_N, (jnp.exp(best_N1) * one_N1)[:, 0])
-        return (ids_NK, credit_NK), most_N / (one_N1[:, 0] + more_NK.sum(axis=1))
+        share_NK = jnp.where(ids_NK >= 0, share_NK, 0.0)
+        # The most likely id is one of those with credit. Its rivals are these and all other ids.
+        _, rest_N = vocab.max_and_rest(logits_NV)
+        rival_NK = jnp.where(ids_NK == best_id_N1, 0.0, share_NK)
+        others_N = jnp.maximum(rest_N / (1.0 + rest_N) - rival_NK.sum(axis=1), 0.0)
+        product_NK = share_NK * factor_NK
+        is_most_NK = jnp.arange(KEPT)[None] == place_of_largest(product_NK)[:, None]
+        less_N = others_N * one_N1[:, 0] + jnp.where(is_most_NK, 0.0, product_NK).sum(axis=1)
+        return (ids_NK, credit_NK), jnp.log(product_NK.max(axis=1)) - jnp.log(less_N)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        is_sure_BL = reaches(proposal.confidence_BL, self.threshold_B[:, None])
+        is_sure_BL = reached(proposal.confidence_BL, self.threshold_B)
         is_sure_BL &= context.is_hole_BL
         return is_sure_BL | self.surest(context, proposal, self.least_B)

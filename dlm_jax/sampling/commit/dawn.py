@@ -17,7 +17,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     reaches,
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, reached
 from dlm_jax.settings import Setting, per_row, rule, static
 
 
@@ -63,7 +63,7 @@ class Dawn(Confident):
     confidence: Measure = static(CONFIDENCE)
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
-        return RuleMemory(jnp.ones((num_rows, num_positions), jnp.float32))
+        return RuleMemory(jnp.full((num_rows, num_positions), jnp.inf, jnp.float32))
 
     def observe(
         self,
@@ -80,17 +80,17 @@ class Dawn(Confident):
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         assert context.attention_BLL is not None
         needs_BLL = self._dependences(context.attention_BLL)
-        is_anchor_BL = context.is_token_BL & reaches(context.memory.places, self.high_B[:, None])
-        is_taken_BL = reaches(sure_BL, self.induced_B[:, None]) & _any_of(needs_BLL, is_anchor_BL)
-        is_taken_BL = is_hole_BL & (is_taken_BL | reaches(sure_BL, self.high_B[:, None]))
+        is_anchor_BL = context.is_token_BL & reached(context.memory.places, self.high_B)
+        is_taken_BL = reached(sure_BL, self.induced_B) & _any_of(needs_BLL, is_anchor_BL)
+        is_taken_BL = is_hole_BL & (is_taken_BL | reached(sure_BL, self.high_B))
         conflicts_BLL = needs_BLL | jnp.swapaxes(needs_BLL, 1, 2)
-        is_left_BL = is_hole_BL & ~is_taken_BL & reaches(sure_BL, self.low_B[:, None])
+        is_left_BL = is_hole_BL & ~is_taken_BL & reached(sure_BL, self.low_B)
         is_left_BL &= ~_any_of(conflicts_BLL, is_taken_BL)
 
         def with_next(sets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             is_taken_BL, is_left_BL = sets
             is_next_BL = most(
-                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL
+                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL, self.scale
             )
             is_left_BL &= ~is_next_BL & ~_any_of(conflicts_BLL, is_next_BL)
             return is_taken_BL | is_next_BL, is_left_BL

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dlm_jax.sampling import draw
 from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, Standing
 from dlm_jax.sampling.commit.posterior import Renewing
+from dlm_jax.sampling.commit.quotas import entropy
 from dlm_jax.sampling.commit.sure import EntropyBound
 from dlm_jax.settings import Setting, SettingError, per_row, rule
 
@@ -97,7 +98,7 @@ class EntropyRenoise(Renewing, EntropyBound):
         """True ``[B]`` for rows whose block ends with this step."""
         (now_BL, before_BL), is_open_BL = context.memory.places, context.is_hole_BL
         repeats_B = jnp.all((now_BL == before_BL) | ~is_open_BL, axis=1)
-        entropy_BL = jnp.where(is_open_BL, -proposal.confidence_BL, 0.0)
+        entropy_BL = jnp.where(is_open_BL, entropy(proposal.confidence_BL), 0.0)
         mean_B = jnp.sum(entropy_BL, axis=1) / jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
         is_last_B = context.step_B + 1 >= context.steps_B
         return is_last_B | (repeats_B & (mean_B < self.stop_B))

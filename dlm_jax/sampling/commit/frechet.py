@@ -35,8 +35,12 @@ class Frechet(Confident):
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        sure_BL = falling(context, proposal)
-        doubt_BL = jnp.where(sure_BL > -jnp.inf, 1.0 - sure_BL, jnp.inf)
+        sure_BL, place_1L = (
+            falling(context, proposal),
+            jnp.arange(context.is_hole_BL.shape[1])[None],
+        )
+        is_hole_BL = place_1L < jnp.sum(context.is_hole_BL, axis=1, keepdims=True)
+        doubt_BL = jnp.where(is_hole_BL, jax.nn.sigmoid(-sure_BL), jnp.inf)
         lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
         count_B = jnp.sum(exceeds(lead_BL, self.margin_B[:, None], 1.0), axis=1)
         return self.surest(context, proposal, jnp.maximum(count_B, 1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD
+from dlm_jax.sampling.commit.sure import THRESHOLD, reached
 from dlm_jax.settings import Setting, per_row, rule, static
 
 
@@ -34,25 +34,30 @@ class Hierarchical(Confident):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
-        is_best_BL = is_hole_BL & reaches(sure_BL, _most_of_run(sure_BL, is_hole_BL))
+        is_best_BL = is_hole_BL & reaches(
+            sure_BL, _most_of_run(sure_BL, is_hole_BL, -jnp.inf), self.scale
+        )
         assert context.preference_BL is not None, "the loop gives it"
         preference_BL = jnp.where(is_best_BL, context.preference_BL, jnp.uint32(0))
-        is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL)
-        is_best_BL &= reaches(sure_BL, self.floor_B[:, None])
-        is_sure_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
+        is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL, 0)
+        is_best_BL &= reached(sure_BL, self.floor_B)
+        is_sure_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
         surest_BL = self.surest(context, proposal, jnp.ones_like(context.step_B))
         return is_best_BL | is_sure_BL | surest_BL
 
 
-def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """The largest value (at least 0) within the run of True positions around each position."""
+def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array, least: float) -> jax.Array:
+    """The largest value within the run of True positions around each position, or `least`."""
 
     def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
         return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]
 
     left_BL, right_BL = (
         jax.lax.associative_scan(
-            later, (jnp.where(is_in_BL, x_BL, 0), ~is_in_BL), reverse=reverse, axis=1
+            later,
+            (jnp.where(is_in_BL, x_BL, jnp.array(least, x_BL.dtype)), ~is_in_BL),
+            reverse=reverse,
+            axis=1,
         )[0]
         for reverse in (False, True)
     )

@@ -15,8 +15,10 @@ from dlm_jax.sampling.commit.commit_rule import (
     RuleMemory,
     certain,
     exceeds,
+    log_odds_of,
     reaches,
 )
+from dlm_jax.sampling.commit.quotas import maximum
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule
 
@@ -91,12 +93,14 @@ class Klass(CommitRule):
             jnp.pad(best_NK, padding, constant_values=-jnp.inf),
             jnp.where(is_stable_N, kept.steps + 1, 0),
         )
-        return seen, jnp.exp(best_NK[:, 0])
+        return seen, maximum(logits_NV.astype(jnp.float32), logprob_N)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         seen, is_hole_BL = context.memory.places, context.is_hole_BL
         is_ready_BL = is_hole_BL & (seen.steps >= self.steps_B[:, None])
-        is_ready_BL &= exceeds(proposal.confidence_BL, self.threshold_B[:, None])
+        is_ready_BL &= exceeds(
+            proposal.confidence_BL, log_odds_of(self.threshold_B)[:, None], self.scale
+        )
         surest_BL = self.surest(context, proposal, self.least_B)
         return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, reached
 from dlm_jax.settings import Setting, per_row, rule, static
 
 
@@ -39,7 +39,7 @@ class LocalLeap(Confident):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
-        is_anchor_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
+        is_anchor_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
         num_positions = is_hole_BL.shape[1]
         upto_BL = jnp.pad(jnp.cumsum(is_anchor_BL, axis=1), ((0, 0), (1, 0)))
         place_1L = jnp.arange(num_positions)[None]
@@ -48,5 +48,5 @@ class LocalLeap(Confident):
         end_BL = jnp.minimum(place_1L + radius_B1 + 1, num_positions)
         anchors_BL = jnp.take_along_axis(upto_BL, end_BL, axis=1)
         anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
-        is_near_BL = is_hole_BL & (anchors_BL > 0) & reaches(sure_BL, self.relaxed_B[:, None])
+        is_near_BL = is_hole_BL & (anchors_BL > 0) & reached(sure_BL, self.relaxed_B)
         return is_anchor_BL | is_near_BL | self.surest(context, proposal, self.least_B)

@@ -90,7 +90,8 @@ class PositionAware(Confident):
         for id_, share in self.common:
             share_BL = jnp.where(proposal.tokens_BL == id_, share, share_BL)
         rare_BL = -jnp.log(jnp.maximum(share_BL, _LEAST))
-        counts_BL = jnp.minimum(proposal.confidence_BL * rare_BL, self.limit_B[:, None])
+        share_BL = jax.nn.sigmoid(proposal.confidence_BL)
+        counts_BL = jnp.minimum(share_BL * rare_BL, self.limit_B[:, None])
         first_B1 = place_of_largest(is_hole_BL)[:, None]
         place_BL = jnp.arange(is_hole_BL.shape[1])[None] - first_B1
         score_BL = jnp.log(counts_BL) - self.decay_B[:, None] * place_BL

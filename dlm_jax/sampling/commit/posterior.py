@@ -204,6 +204,10 @@ class Posterior(Renewing):
             if is_refused:
                 raise SettingError(name, getattr(row, name), why, remedy)
 
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """The probability, which is read as a weight and never compared."""
+        return jnp.exp(logprob_N)
+
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         """Noise of level 1 for every position."""
         return self._noise(standing, key_B, jnp.ones_like(self.start_B))

@@ -14,6 +14,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitRule,
     Proposal,
     certain,
+    log_odds,
     log_subset,
     most,
     uniform,
@@ -83,32 +84,42 @@ QUOTAS: dict[str, Quota] = {
 
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
 """``(clean logits [N, V], log-prob. of the candidate [N]) -> float32 [N]``: higher is more
-confident."""
+confident. Values that differ by a relative 1e-5, or by 1e-5 if they are below 1, are ties."""
 
 
 def sampled(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Probability of the candidate (LLaDA, Nie et al. 2025, algorithm 5)."""
-    return jnp.exp(logprob_N)
+    """Log-odds of the probability of the candidate (LLaDA, Nie et al. 2025, algorithm 5)."""
+    return log_odds(logprob_N)
 
 
 def maximum(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Largest probability (MaskGIT, Chang et al. 2022)."""
-    return jnp.exp(jnp.max(logits_NV, axis=1) - jax.nn.logsumexp(logits_NV, axis=1))
+    """Log-odds of the largest probability (MaskGIT, Chang et al. 2022)."""
+    return -jnp.log(vocab.max_and_rest(logits_NV)[1])
 
 
 def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Negative entropy in nats (Dream, Ye et al. 2025: ``entropy``)."""
-    return -vocab.count_and_entropy(logits_NV)[1]
+    """``-ln H`` of the entropy H in nats (Dream, Ye et al. 2025: ``entropy``).
+
+    The logarithm keeps the order of entropies near 0, and `entropy` is its inverse.
+    """
+    return -jnp.log(vocab.entropy(logits_NV))
+
+
+def entropy(confidence: jax.Array) -> jax.Array:
+    """Entropy in nats, given its `certainty`."""
+    return jnp.exp(-confidence)
 
 
 def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-    """Probability of the most likely token minus that of the second most likely token (Kim et al.
-    2025, ``topk_margin``).
+    """``-ln(1 - m)``, where m is the probability of the most likely token minus that of the second
+    most likely token (Kim et al. 2025, ``topk_margin``).
+
+    The logarithm keeps the order of margins near 1.
     """
     best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
-    total_N1 = jax.nn.logsumexp(logits_NV, axis=1, keepdims=True)
-    share_NK = jnp.exp(best_NK - total_N1)
-    return share_NK[:, 0] - (share_NK[:, 1] if share_NK.shape[1] > 1 else 0.0)
+    _, rest_N = vocab.max_and_rest(logits_NV)
+    second_N = jnp.exp(best_NK[:, 1] - best_NK[:, 0]) if best_NK.shape[1] > 1 else 0.0
+    return jnp.log1p(rest_N) - jnp.log(rest_N + second_N)
 
 
 CONFIDENCE = Setting(
@@ -157,6 +168,9 @@ class Confident(CommitRule):
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         return self.confidence(logits_NV, logprob_N)
+
+    def shown(self, confidence: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(confidence)
 
 
 class Weighed(CommitRule):
@@ -235,13 +249,15 @@ class LowEntropy(_SurestFirst):
 
     about = "a quota of the holes with the lowest entropy"
     name = "entropy"
-    scale = 1.0
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         return certainty(logits_NV, logprob_N)
+
+    def shown(self, confidence: jax.Array) -> jax.Array:
+        return -entropy(confidence)
 
 
 @rule
@@ -250,13 +266,15 @@ class LargeMargin(_SurestFirst):
 
     about = "a quota of the holes with the largest margin between their two most likely tokens"
     name = "margin"
-    scale = 1.0
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         return margin(logits_NV, logprob_N)
+
+    def shown(self, confidence: jax.Array) -> jax.Array:
+        return -jnp.expm1(-confidence)
 
 
 @rule
@@ -275,7 +293,9 @@ class RandomOrder(QuotaRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         return context.is_hole_BL
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         return log_subset(context.is_hole_BL, is_chosen_BL)
 
 
@@ -298,7 +318,9 @@ class RandomFilled(QuotaRule):
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
-    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_chance(
+        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
         return log_subset(context.is_hole_BL, is_chosen_BL)
 
 

@@ -14,10 +14,9 @@ from dlm_jax.sampling.commit.commit_rule import (
     RuleMemory,
     certain,
     most,
-    reaches,
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD
+from dlm_jax.sampling.commit.sure import THRESHOLD, reached
 from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
@@ -80,16 +79,16 @@ class SlowFast(Confident):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         scope_BL, sure_BL = self._scope(context), proposal.confidence_BL
-        is_sure_BL = scope_BL & reaches(sure_BL, self.threshold_B[:, None])
+        is_sure_BL = scope_BL & reached(sure_BL, self.threshold_B)
         return is_sure_BL | most(
-            sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL
+            sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL, self.scale
         )
 
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
     ) -> Any:
         cycle, place_1L = _begun(context), jnp.arange(is_committed_BL.shape[1])[None]
-        is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
+        is_far_BL = self._scope(context) & reached(proposal.confidence_BL, self.reach_B)
         seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
         slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
         # The deviation of two numbers from their mean is half of their distance.

@@ -13,6 +13,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     Proposal,
     certain,
     exceeds,
+    log_odds_of,
     most,
     reaches,
 )
@@ -24,6 +25,7 @@ from dlm_jax.sampling.commit.quotas import (
     Measure,
     Weighed,
     certainty,
+    entropy,
 )
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
@@ -80,7 +82,9 @@ class Threshold(Confident, Weighed):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         is_hole_BL = self.eligible(context)
         is_sure_BL = passes(proposal.confidence_BL, self.threshold_B, self.is_above_B)
-        least_BL = most(proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL)
+        least_BL = most(
+            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL, self.scale
+        )
         return (is_hole_BL & is_sure_BL) | least_BL
 
 
@@ -106,8 +110,8 @@ class Factor(Confident):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         score_BL = falling(context, proposal)
         number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
-        needed_BL = 1.0 - self.factor_B[:, None] / (number_1L + 1.0)
-        run_BL = jnp.cumprod(reaches(score_BL, needed_BL, 1.0), axis=1)
+        doubt_BL = jnp.minimum(self.factor_B[:, None] / (number_1L + 1.0), 1.0)
+        run_BL = jnp.cumprod(reaches(score_BL, -log_odds_of(doubt_BL), self.scale), axis=1)
         return self.surest(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1))
 
 
@@ -121,7 +125,6 @@ class EntropyBound(CommitRule):
     """
 
     about = "holes with a small total entropy"
-    scale = 1.0
     log_chance = certain
 
     bound_B: jax.Array = per_row(Setting(
@@ -134,10 +137,13 @@ class EntropyBound(CommitRule):
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         return certainty(logits_NV, logprob_N)
 
+    def shown(self, confidence: jax.Array) -> jax.Array:
+        return -entropy(confidence)
+
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         score_BL = falling(context, proposal)
         is_hole_BL = score_BL > -jnp.inf
-        entropy_BL = jnp.where(is_hole_BL, -score_BL, 0.0)
+        entropy_BL = jnp.where(is_hole_BL, entropy(score_BL), 0.0)
         before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
         is_in_BL = is_hole_BL & ~exceeds(before_BL, self.bound_B[:, None], 1.0)
         return self.surest(context, proposal, jnp.maximum(jnp.sum(is_in_BL, axis=1), 1))
@@ -192,19 +198,23 @@ class JointThreshold(Confident):
         assert written_BL is not None, "the rule rewrites"
         is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
         least_BL = self.surest(context, proposal, self.least_B)
-        is_better_BL = exceeds(surest_BL, self.rewrite_B[:, None])
+        is_better_BL = exceeds(surest_BL, log_odds_of(self.rewrite_B)[:, None], self.scale)
         is_better_BL &= proposal.tokens_BL != written_BL
         return (context.is_hole_BL & is_sure_BL) | least_BL | ((written_BL >= 0) & is_better_BL)
 
 
 def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
-    """True where confidence is at or above the threshold, or strictly above it in rows with
-    `is_above_B`.
+    """True where the confidence, in log-odds, is at or above that of the threshold, or strictly
+    above it in rows with `is_above_B`.
     """
-    cut_B1 = threshold_B[:, None]
-    return jnp.where(
-        is_above_B[:, None], exceeds(confidence_BL, cut_B1), reaches(confidence_BL, cut_B1)
-    )
+    cut_B1 = log_odds_of(threshold_B)[:, None]
+    is_over_BL, is_at_BL = (by(confidence_BL, cut_B1, 1.0) for by in (exceeds, reaches))
+    return jnp.where(is_above_B[:, None], is_over_BL, is_at_BL)
+
+
+def reached(confidence_BL: jax.Array, threshold_B: jax.Array) -> jax.Array:
+    """True where the confidence, in log-odds, is at or above that of the threshold."""
+    return reaches(confidence_BL, log_odds_of(threshold_B)[:, None], 1.0)
 
 
 def falling(context: CommitContext, proposal: Proposal) -> jax.Array:

@@ -143,11 +143,13 @@ class Source(NamedTuple):
       is_from_BL: True at these candidates.
       chunk: number of positions per readout; static.
       logits: ``(places_N) -> logits_NV``, logits before the chain, at places ``row * L + index``.
+      is_grown: True if the sampler head computed the logits; static.
     """
 
     is_from_BL: jax.Array
     chunk: int
     logits: Callable[[jax.Array], jax.Array]
+    is_grown: bool = False
 
 
 class FillRule(Rule):
@@ -156,7 +158,7 @@ class FillRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("propose",)
 
     allows_host: ClassVar[bool] = False
-    """True if host samplers and read-back can run between the proposal and the commit."""
+    """True if host samplers can draw other candidates between the proposal and the commit."""
 
     forwards: ClassVar[int] = 0
     """Number of additional forward passes of the trunk per step."""
@@ -165,7 +167,7 @@ class FillRule(Rule):
     """True if the candidates match a row's structure even without the structure transform."""
 
     drawn: ClassVar[str] = "in waves"
-    """Description of the draws, for the errors of a fill that does not support host samplers and
+    """Description of the draws, for the errors of a fill that does not support host samplers or
     read-back."""
 
     needs_sampler: ClassVar[bool] = False
@@ -192,7 +194,9 @@ class FillRule(Rule):
         raise NotImplementedError
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
-        """The logits that recorded candidates were drawn from, for the replay of traces."""
+        """The logits that recorded candidates were drawn from, for the replay of traces and for
+        read-back.
+        """
         raise NotImplementedError
 
 
@@ -211,7 +215,7 @@ def no_candidates(wanted: Wanted) -> Filled:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateWriter:
     """Draws candidates from clean logits and writes them to their positions.
 

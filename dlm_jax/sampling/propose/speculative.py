@@ -44,11 +44,12 @@ class Speculative(FillRule):
     algorithm 1). Both p and q are taken after the row's chain. The text therefore follows p, the
     distribution of decoding one token at a time, for any drafts.
 
-    For ``order = "threshold"``, accepted candidates have confidence 1, and all others have
-    confidence 0. A step writes at least one token. Each block needs one step per hole, because the
-    last step of a block would write all remaining holes without verification.
+    For ``order = "threshold"``, accepted candidates have the confidence of probability 1, and all
+    others that of probability 0. A step writes at least one token. Each block needs one step per
+    hole, because the last step of a block would write all remaining holes without verification.
     """
 
+    drawn = "as drafts that it verifies"
     about = "a draft, verified token by token by a block-causal model"
     forwards = 1
 
@@ -138,7 +139,7 @@ class Speculative(FillRule):
         proposal = draft._replace(
             tokens_BL=jnp.where(is_first_BL, other_BL, draft.tokens_BL),
             logprob_BL=jnp.where(is_first_BL, other_logprob_BL, logprob_BL),
-            confidence_BL=is_taken_BL.astype(jnp.float32),
+            confidence_BL=jnp.where(is_taken_BL, jnp.inf, -jnp.inf),
         )
         return drafted._replace(proposal=proposal)
 

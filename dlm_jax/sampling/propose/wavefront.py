@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import most, reaches
 from dlm_jax.sampling.positions import at_places, fold, put, returned, wave_chunk
 from dlm_jax.sampling.propose.fill import (
@@ -272,15 +273,15 @@ class Wavefront(FillRule):
         chunk = head_chunk(reader)
         return (
             Source(is_drawn_BL & (level_BL == 0), reader.chunk, reader.logits),
-            Source(is_drawn_BL & (level_BL > 0), chunk, beside),
+            Source(is_drawn_BL & (level_BL > 0), chunk, beside, is_grown=True),
         )
 
 
 def _read(
     reader: Reader, writer: CandidateWriter, is_read_BL: jax.Array, none: Filled
 ) -> tuple[Filled, jax.Array]:
-    """Candidates from the LM head, and the log-probability of its most likely id, renormalised
-    over the ids that are not banned.
+    """Candidates from the LM head, and the log-odds of its most likely id among the ids that are
+    not banned.
     """
     banned = jnp.array(writer.banned_ids, jnp.int32)
 
@@ -290,7 +291,7 @@ def _read(
         found, sureness_BL = carry
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
-        sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
+        sureness_N = -jnp.log(vocab.max_and_rest(allowed_NV)[1])
         # Every run needs a starting position, so NaN is replaced. The row ends as non-finite in any
         # case.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext
+from dlm_jax.sampling.commit.commit_rule import CommitContext, RuleMemory
 from dlm_jax.settings import Rule, SettingError, require_head
 
 
@@ -23,21 +23,28 @@ class RemaskContext(NamedTuple):
       is_open_BL: True at the unfrozen tokens of the block, in rows that continue.
       is_fresh_BL: True at the tokens that this step committed.
       num_free_B: int32, number of live unfrozen positions of the block, including holes.
-      probability_BL: float32 probability of each token under the clean logits that it was drawn
-          from. For draft tokens, the logits of the last forward pass are used; if the rule
+      logprob_BL: float32 log-probability in nats of each token under the clean logits that it was
+          drawn from. For draft tokens, the logits of the last forward pass are used; if the rule
           `rereads`, they are used for all tokens that this step did not commit.
       wrong_BL: float32 probability that each token is wrong, according to the head that the
         rule reads, for the canvas with candidates in its holes; None if the rule reads no head.
       key_B: random key of each row for this step, used only by the rule.
+      memory: state of the rule before this step.
     """
 
     step: CommitContext
     is_open_BL: jax.Array
     is_fresh_BL: jax.Array
     num_free_B: jax.Array
-    probability_BL: jax.Array
+    logprob_BL: jax.Array
     wrong_BL: jax.Array | None
     key_B: jax.Array
+    memory: RuleMemory = RuleMemory()
+
+    @property
+    def probability_BL(self) -> jax.Array:
+        """float32 probability of each token; see `logprob_BL`."""
+        return jnp.exp(self.logprob_BL)
 
 
 class RemaskRule(Rule):
@@ -70,6 +77,21 @@ class RemaskRule(Rule):
     def goes_on(self) -> jax.Array:
         """True ``[B]`` where a block without holes stays current until its last step."""
         return jnp.zeros_like(self.is_active())
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        """The memory before the first step; empty by default.
+
+        Arrays in ``places`` move with edits. Their values at remasked and at inserted positions
+        become those of this method.
+        """
+        return RuleMemory()
+
+    def remember(self, context: RemaskContext, is_remasked_BL: jax.Array) -> RuleMemory:
+        """The memory after a step, given the tokens that the step remasks; unchanged by default.
+
+        Rows that take no step keep their memory.
+        """
+        return context.memory
 
     def select(self, context: RemaskContext) -> jax.Array:
         """True at the positions to remask, ``[B, L]``. Positions that are not open are ignored."""

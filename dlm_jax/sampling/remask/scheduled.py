@@ -75,14 +75,24 @@ class Scheduled(RemaskRule):
         ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
         mix_B1 = self.randomness_B[:, None]
         chance_BL = uniform(context.key_B, context.is_open_BL.shape[1])
-        own_BL = 1.0 - context.probability_BL if context.wrong_BL is None else context.wrong_BL
-        wrong_BL = (1.0 - mix_B1) * own_BL + mix_B1 * chance_BL
-        return self.worst(wrong_BL, ratio_B, context) & self.is_active()[:, None]
+        if context.wrong_BL is None:
+            wrong_BL, right_BL = -jnp.expm1(context.logprob_BL), context.probability_BL
+            right_BL = (1.0 - mix_B1) * right_BL + mix_B1 * (1.0 - chance_BL)
+        else:
+            # The difference of 1 and the output of the critic is not accurate near 0.
+            wrong_BL, right_BL = context.wrong_BL, jnp.ones_like(chance_BL)
+        wrong_BL = (1.0 - mix_B1) * wrong_BL + mix_B1 * chance_BL
+        return self.worst(wrong_BL, right_BL, ratio_B, context) & self.is_active()[:, None]
 
-    def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
-        """True at the open tokens with the highest wrongness; `ratio_B` determines their number."""
+    def worst(
+        self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext
+    ) -> jax.Array:
+        """True at the open tokens with the highest wrongness, compared by ``ln(wrong / right)``;
+        `ratio_B` determines their number.
+        """
         count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
-        return most(wrong_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
+        score_BL = jnp.log(wrong_BL) - jnp.log(right_BL)
+        return most(score_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
 
 
 @rule
@@ -94,6 +104,8 @@ class ScheduledThreshold(Scheduled):
 
     about = "remasks all tokens whose wrongness is above a threshold"
 
-    def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
+    def worst(
+        self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext
+    ) -> jax.Array:
         """True where wrongness is above the threshold."""
         return exceeds(wrong_BL, 1.0 - ratio_B[:, None], 1.0)

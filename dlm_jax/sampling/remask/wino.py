@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import certain, most, reaches
+from dlm_jax.sampling.commit.commit_rule import certain, log_odds, most
+from dlm_jax.sampling.commit.sure import reached
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, per_row, rule
 
@@ -43,7 +44,8 @@ class Wino(RemaskRule):
 
     def select(self, context: RemaskContext) -> jax.Array:
         is_doubted_BL = context.is_open_BL & ~context.is_fresh_BL
-        is_doubted_BL &= ~reaches(context.probability_BL, self.threshold_B[:, None])
+        sure_BL = log_odds(context.logprob_BL)
+        is_doubted_BL &= ~reached(sure_BL, self.threshold_B)
         room_B = jnp.maximum(jnp.sum(context.is_fresh_BL, axis=1) - 1, 0)
         preference_BL = context.step.preference_BL
-        return most(-context.probability_BL, is_doubted_BL, room_B, preference_BL)
+        return most(-sure_BL, is_doubted_BL, room_B, preference_BL, 1.0)

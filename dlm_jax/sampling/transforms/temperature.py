@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import TOLERANCE
 from dlm_jax.sampling.transforms.transform import At, Change, Pointwise, is_greedy, of_rows
 from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
@@ -147,7 +146,7 @@ class DynamicTemperature(_Moving):
         is_cold_N = divisor_N < 1e-6
         best_N = jax.lax.cond(
             is_cold_N.any(),
-            lambda: vocab.argmax(logits_NV, TOLERANCE),
+            lambda: vocab.argmax(logits_NV, vocab.TOLERANCE),
             lambda: jnp.zeros(is_cold_N.shape, jnp.int32),
         )
         divide = vocab.divider(logits_NV, jnp.where(is_cold_N, 1.0, divisor_N))

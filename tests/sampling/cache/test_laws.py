@@ -86,8 +86,8 @@ def _state(kind, rows, *, is_guided=False, **settings):
         keyed.append(type("Row", (), {**vars(samples[-1]), "seed": seed, "capacity": 0}))
     model = _network(kind)[0]
     facts = ModelFacts(
-        toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,), has_cache=True, is_causal=kind == "causal",
-        block_length=model.block_length,
+        vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,), has_cache=True,
+        is_causal=kind == "causal", block_length=model.block_length,
     )  # fmt: skip
     state = start(
         jnp.asarray(tokens_BL), jnp.asarray(length_B), RowParams.pack(keyed, facts),

@@ -1,5 +1,7 @@
 """The published decoders against plain Python, one row at a time, and what they keep."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from oracles import decoders as oracle
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RuleMemory
-from dlm_jax.sampling.commit.commit_rule import preferences
+from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
 from dlm_jax.sampling.commit.quotas import linear_quota
 from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.remask import RemaskContext, Wino
@@ -20,7 +22,7 @@ IS_HOLE = RNG.random((ROWS, LENGTH)) < 0.6
 IS_HOLE[:, 3] = True
 KEYS = jax.vmap(jax.random.key)(jnp.arange(ROWS))
 COMMON = {1: 0.3, 4: 0.1}
-FACTS = ModelFacts(VOCAB)
+FACTS = ModelFacts(vocab_size=VOCAB)
 
 
 def _rule(order, **columns):
@@ -48,7 +50,7 @@ def _context(is_hole, step=0, memory=None, first=None):
 @jax.jit
 def _select(rule, context, tokens_BL, confidence_BL):
     zeros_BL = jnp.zeros_like(confidence_BL)
-    proposal = Proposal(tokens_BL, zeros_BL, zeros_BL, confidence_BL)
+    proposal = Proposal(tokens_BL, zeros_BL, zeros_BL, log_odds_of(confidence_BL))
     return rule.eligible(context) & rule.select(context, proposal)
 
 
@@ -61,7 +63,8 @@ def _observe(rule, kept, logits_BLV):
     logprob_N = jax.nn.log_softmax(flat_NV).max(axis=1)
     kept_N = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
     new_N, sure_N = rule.observe(kept_N, places_N // LENGTH, flat_NV, ids_N, logprob_N)
-    return put(kept, places_N, places_N >= 0, new_N), sure_N.reshape(ROWS, LENGTH)
+    sure_BL = jax.nn.sigmoid(sure_N).reshape(ROWS, LENGTH)
+    return put(kept, places_N, places_N >= 0, new_N), sure_BL
 
 
 def _same(chosen, wanted, least=6):
@@ -203,7 +206,7 @@ def test_dependences_decide_what_commits_together():
         "dependence": SHARE / 3, "sink": 0.1 + SHARE / 5,
     }  # fmt: skip
     sure, kept = (rng.random((ROWS, LENGTH)).astype(np.float32) for _ in range(2))
-    context = _context(IS_HOLE, 1, RuleMemory(jnp.asarray(kept)))._replace(
+    context = _context(IS_HOLE, 1, RuleMemory(log_odds_of(kept)))._replace(
         is_token_BL=jnp.asarray(~IS_HOLE), attention_BLL=jnp.asarray(maps)
     )
     chosen = np.asarray(_select(_rule("dawn", **values), context, TOKENS, sure))
@@ -222,7 +225,7 @@ def test_what_reads_attention_maps_needs_a_network_that_shows_them():
         ValueError, match="order='dawn' requires attention maps, which this network"
     ):
         rule.check_model(row, FACTS)
-    rule.check_model(row, FACTS._replace(shows_maps=True))
+    rule.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
     with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
         SampleConfig(order="dawn", cache="prefix")
 
@@ -262,7 +265,7 @@ def test_cycles_of_slow_and_fast_steps():
             want = rows[row].step(sure[row], holes) if holes else set()
             assert set(np.flatnonzero(chosen[row]).tolist()) == want, (step, row)
         zeros = jnp.zeros_like(sure)
-        proposal = Proposal(jnp.asarray(TOKENS), zeros, zeros, jnp.asarray(sure))
+        proposal = Proposal(jnp.asarray(TOKENS), zeros, zeros, log_odds_of(sure))
         memory = RuleMemory(rows=remember(context, proposal, jnp.asarray(chosen)))
         left &= ~chosen
     assert not left.any()
@@ -272,7 +275,7 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
     kind = np.random.default_rng(7).integers(0, 3, (ROWS, LENGTH))  # fresh, old, hole
     context = RemaskContext(
         _context(kind == 0), jnp.asarray(kind < 2), jnp.asarray(kind == 0),
-        jnp.full(ROWS, LENGTH), jnp.asarray(SURE), None, KEYS,
+        jnp.full(ROWS, LENGTH), jnp.log(SURE), None, KEYS,
     )  # fmt: skip
     rule = Wino(jnp.asarray(SHARE))
     chosen = np.asarray(jax.jit(lambda rule, context: rule.select(context))(rule, context))
@@ -290,7 +293,7 @@ def test_credit_of_any_weight_is_a_probability():
     logits_NV = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
     for _ in range(4):
         kept, sure_N = rule.observe(kept, row_N, logits_NV, jnp.zeros(2, jnp.int32), jnp.zeros(2))
-    np.testing.assert_allclose(sure_N, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(jax.nn.sigmoid(sure_N), 1.0, rtol=1e-6)
 
 
 def test_what_a_rule_keeps_is_never_of_all_ids():

@@ -9,6 +9,7 @@ import pytest
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import CommitContext, JointThreshold, Proposal, Threshold
+from dlm_jax.sampling.commit.commit_rule import log_odds_of
 
 RNG = np.random.default_rng(3)
 ROWS, LENGTH = 60, 12
@@ -25,7 +26,7 @@ def _context(is_hole_BL, written_BL=None):
 
 def _proposal(tokens_BL, confidence_BL):
     zeros_BL = jnp.zeros(confidence_BL.shape, jnp.float32)
-    return Proposal(jnp.asarray(tokens_BL), zeros_BL, zeros_BL, jnp.asarray(confidence_BL))
+    return Proposal(jnp.asarray(tokens_BL), zeros_BL, zeros_BL, log_odds_of(confidence_BL))
 
 
 def test_a_hole_at_a_multiple_commits_alone_and_the_others_wait_for_it():

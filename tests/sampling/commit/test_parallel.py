@@ -1,12 +1,16 @@
 """Threshold, factor and entropy-bound decoding against plain Python, and the measures they read."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import rules as oracle
+from scipy.special import expit
 
 from dlm_jax.sampling.commit import CommitContext, EntropyBound, Factor, Proposal, Threshold
+from dlm_jax.sampling.commit.commit_rule import log_odds_of
 from dlm_jax.sampling.commit.quotas import certainty, margin, maximum, sampled
 
 ROWS, LENGTH = 300, 12
@@ -55,9 +59,11 @@ def _confidences():
 )
 def test_rule_equals_the_oracle_and_commits_at_least_one(rule, expected):
     confidence = _confidences()
+    score = log_odds_of(confidence)
     if isinstance(rule, EntropyBound):
         confidence = confidence - 1
-    chosen = np.asarray(_select(rule, _context(IS_HOLE), jnp.asarray(confidence)))
+        score = -jnp.log(-confidence)
+    chosen = np.asarray(_select(rule, _context(IS_HOLE), score))
     sizes = set()
     for row in range(ROWS):
         want = expected(confidence[row].astype(np.float64), IS_HOLE[row], float(SETTING[row]))
@@ -72,7 +78,7 @@ def test_a_threshold_may_have_to_be_passed_and_some_commit_in_any_case(least):
     confidence = _confidences()
     cuts = np.where(np.arange(ROWS) % 2, 0.875, SETTING / 2).astype(np.float32)
     rule = _threshold(cuts, above=True, least=least)
-    chosen = np.asarray(_select(rule, _context(IS_HOLE), jnp.asarray(confidence)))
+    chosen = np.asarray(_select(rule, _context(IS_HOLE), log_odds_of(confidence)))
     for row in range(ROWS):
         holes = np.flatnonzero(IS_HOLE[row])
         sure = [i for i in holes if confidence[row, i] > cuts[row]]
@@ -90,8 +96,10 @@ def test_measures_equal_the_formulas():
             for measure in (sampled, maximum, certainty, margin)]  # fmt: skip
     for row in range(40):
         expected = oracle.measures(logits[row], int(tokens[row]))
-        np.testing.assert_allclose([float(our[row]) for our in ours], expected, rtol=2e-5)
+        found = [float(our[row]) for our in ours]
+        shown = [expit(found[0]), expit(found[1]), -math.exp(-found[2]), -math.expm1(-found[3])]
+        np.testing.assert_allclose(shown, expected, rtol=2e-5)
 
 
 def test_margin_of_a_vocabulary_of_one_is_its_whole_probability():
-    assert margin(jnp.zeros((2, 1)), jnp.zeros(2)).tolist() == [1.0, 1.0]
+    assert margin(jnp.zeros((2, 1)), jnp.zeros(2)).tolist() == [math.inf, math.inf]

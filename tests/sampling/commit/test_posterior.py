@@ -43,7 +43,8 @@ def written(
 
     The network has one table, or another one at each step, or other parameters.
     """
-    facts, advance = model.facts._replace(process=process_of(name)), make_advance(model.program())
+    facts = dataclasses.replace(model.facts, process=process_of(name))
+    advance = make_advance(model.program())
     sample = SampleConfig(
         **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
     )

@@ -39,7 +39,7 @@ def _context(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> CommitCo
 def _rule(order, quota, rows):
     """The rule for that many rows, with the defaults of its other settings."""
     settings = [SampleConfig(order=order, schedule=quota)] * rows
-    return BUILT_IN.pack(settings, ModelFacts(VOCAB)).commit
+    return BUILT_IN.pack(settings, ModelFacts(vocab_size=VOCAB)).commit
 
 
 def _counts(name, first, steps):

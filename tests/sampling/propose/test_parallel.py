@@ -50,7 +50,13 @@ def _context(is_open_BL):
 def _filled(network, hidden_BLD, is_open_BL, keys_B, *, measure, chunk, method="inverse_cdf"):
     chain, context = canvases.make_chain(TEMPERATURES), _context(is_open_BL)
     writer = CandidateWriter(
-        chain, chain.prepare(chain.init(ROWS), context), keys_B, None, POSITIONS, measure, method
+        chain=chain,
+        prepared=chain.prepare(chain.init(ROWS), context),
+        key_B=keys_B,
+        own_BL=None,
+        num_positions=POSITIONS,
+        measure=measure,
+        method=method,
     )
     return Parallel().propose(
         Reader(network, PARAMS, TrunkOutput(hidden_BLD), chunk),

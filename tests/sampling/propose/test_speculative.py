@@ -128,7 +128,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(changes, line):
     ("given", "holes", "block_length", "needed"), [(2, 6, 4, 8), (2, 3, 2, 4), (4, 4, 4, 4)]
 )
 def test_fewer_steps_than_verify_every_token_are_refused(given, holes, block_length, needed):
-    facts = ModelFacts(toy.VOCAB_SIZE, block_length=UNIT)
+    facts = ModelFacts(vocab_size=toy.VOCAB_SIZE, block_length=UNIT)
     tokens = np.array([FIRST] * given + [toy.MASK] * holes)
 
     def check(steps):

@@ -205,9 +205,15 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
     )
     output = TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B)
     writer = CandidateWriter(
-        full, full.prepare(full.init(ROWS), context), jax.vmap(jax.random.key)(canvas.seed_B),
-        own_BL, POSITIONS, _measure, "inverse_cdf", banned,
-    )  # fmt: skip
+        chain=full,
+        prepared=full.prepare(full.init(ROWS), context),
+        key_B=jax.vmap(jax.random.key)(canvas.seed_B),
+        own_BL=own_BL,
+        num_positions=POSITIONS,
+        measure=_measure,
+        method="inverse_cdf",
+        banned_ids=banned,
+    )
     wanted = Wanted(canvas.is_open_BL, canvas.is_visible_BL, canvas.tokens_BL, length_B)
     return fill.propose(Reader(network, params, output, chunk), writer, wanted)
 

@@ -1,15 +1,19 @@
 """Remask rules and the ancestral commit rule against plain Python."""
 
+import dataclasses
+
 import canvases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rule_cases
 import toy
 from canvases import Row
 from oracles import remask as oracle
 from oracles import rules
 
+import dlm_jax
 from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.sampling.commit import Ancestral, CommitContext, uniform
 from dlm_jax.sampling.remask import (
@@ -40,7 +44,7 @@ def _step(step, steps, is_hole=None):
 def _context(step, is_open, is_fresh, probability, num_free):
     return RemaskContext(
         step, jnp.asarray(is_open), jnp.asarray(is_fresh), jnp.asarray(num_free, jnp.int32),
-        jnp.asarray(probability, jnp.float32), None, KEYS(jnp.arange(len(is_open)) + 1000),
+        jnp.log(jnp.asarray(probability, jnp.float32)), None, KEYS(jnp.arange(len(is_open)) + 1000),
     )  # fmt: skip
 
 
@@ -161,3 +165,49 @@ def test_a_drafts_tokens_are_known_by_their_own_probability():
         assert own == pytest.approx(float(logprobs[place, token]), rel=1e-4)
         assert int(state.committed_BL[0, place]) == -1
     assert (np.asarray(state.logprob_BL[0, [0, 3]]) == 0).all()
+
+
+@dlm_jax.rule
+class Aged(dlm_jax.RemaskRule):
+    """Remasks tokens that have stood for `span` steps, and counts them in each row."""
+
+    span_B: jax.Array = dlm_jax.per_row(dlm_jax.Setting("aged_span", 3, "aged: span", low=1))
+
+    def start_memory(self, num_rows, num_positions):
+        age_BL = jnp.zeros((num_rows, num_positions), jnp.int32)
+        return dlm_jax.RuleMemory(age_BL, jnp.zeros(num_rows, jnp.int32))
+
+    def _ages(self, context):
+        return context.memory.places + context.is_open_BL
+
+    def select(self, context):
+        return self._ages(context) > self.span_B[:, None]
+
+    def remember(self, context, is_remasked_BL):
+        count_B = context.memory.rows + jnp.sum(is_remasked_BL, axis=1)
+        return dlm_jax.RuleMemory(self._ages(context), count_B)
+
+
+def test_the_memory_of_a_remask_rule_moves_with_edits_and_ends_with_its_token():
+    name = "left_to_right-remdm_conf-parallel-edit"
+    rows = [dataclasses.replace(row, block_length=0, stop_at_eos=False)
+            for row in rule_cases.rows(resamples=True)]  # fmt: skip
+    rows = [dataclasses.replace(row, resample=False, steps=14) for row in rows]
+    slots = list(zip(rows, rule_cases.samples(name, len(rows)), strict=True))
+    state = rule_cases.make_state(name, slots)
+    rule = Aged(jnp.full(len(rows), 3, jnp.int32))
+    memory = rule.start_memory(*state.canvas.tokens_BL.shape)
+    state = state._replace(rules=state.rules._replace(remask=rule), remask_memory=memory)
+    take_step, params = jax.jit(one_step, static_argnums=0), rule_cases.params(name)
+    num_moved = 0
+    for _ in range(10):
+        before = np.asarray(state.committed_BL)
+        state, _ = take_step(rule_cases.program(name), params, state)
+        committed, step_B1 = np.asarray(state.committed_BL), np.asarray(state.step_B)[:, None]
+        ages, is_hole = np.asarray(state.remask_memory.places), state.canvas.tokens_BL == toy.MASK
+        is_told = (committed >= 0) & np.asarray(state.is_running_B)[:, None]
+        np.testing.assert_array_equal(ages[is_told], (step_B1 - committed)[is_told])
+        assert (ages[np.asarray(is_hole)] == 0).all() and ages.max() <= 3
+        num_moved += (is_told & (committed != before) & (committed < step_B1 - 1)).sum()
+    assert num_moved > 10
+    assert (np.asarray(state.remask_memory.rows) > 0).any()
