@@ -275,14 +275,20 @@ class _Server:
                 await warming
 
     def _warm_up(self) -> None:
-        for request in self._planner.usual() if self._options.warms_up else ():
-            if self._is_ending:
-                return
-            try:
-                self._engine.engine.warm_up(request)
-            except Exception:  # requests that need this program will report the error
-                LOGGER.exception("warm up")
-        self._is_warm = True
+        """Compiles the programs of ordinary requests, those of lone requests first."""
+        if not self._options.warms_up:
+            return
+        engine, usual, is_warm = self._engine.engine, list(self._planner.usual()), True
+        for num_rows in engine.sizes:
+            for request in usual:
+                if self._is_ending:
+                    return
+                try:
+                    engine.warm_up(request, num_rows=num_rows)
+                except Exception:  # requests that need this program will report the error
+                    LOGGER.exception("warm up")
+                    is_warm = False
+        self._is_warm = is_warm
 
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]

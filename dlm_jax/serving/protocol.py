@@ -743,14 +743,14 @@ class Planner:
         }
 
     def usual(self) -> Iterator[Request]:
-        """Yields requests with defaults for each canvas length, with and without a response
-        format.
+        """Yields requests with defaults for each canvas length: without and with a response format,
+        and with log-probabilities.
         """
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
-        for length in sorted(lengths | {longest}):
-            for form in (None, ResponseFormat(type="json_object")):
-                asked = Completion.model_validate({"max_tokens": length, "response_format": form})
+        for own in ({}, {"response_format": ResponseFormat(type="json_object")}, {"logprobs": 1}):
+            for length in sorted(lengths | {longest}):
+                asked = Completion.model_validate(own | {"max_tokens": length})
                 with contextlib.suppress(ApiError):  # refused by the model or a limit
                     yield from self.answer(asked).requests
 
@@ -793,7 +793,7 @@ class Planner:
         """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             raise ApiError(
-                400, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
+                404, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
                 "model_not_found",
             )  # fmt: skip
 
