@@ -26,6 +26,7 @@ _TEXTS = ("prompt", "template", "draft")
 _INTEGERS = ("gen_length", "max_length", "n", "seed", "steps")
 _KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back")
 _MOST_SAMPLES = 1 << 20
+_LONGEST_LINE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ def _read(
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    if len(raw) > _LONGEST_LINE:
+        raise ValueError(f"{where} has {len(raw)} bytes; use at most {_LONGEST_LINE}")
     try:
         request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:

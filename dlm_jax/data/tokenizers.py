@@ -422,7 +422,8 @@ class SubwordTokenizer:
 
     def _encode_whole(self, text: str) -> tokenizers.Encoding:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            # Unlike `encode`, this method lets other threads run.
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         # The library raises plain Exception if the model has no unknown token.
         except Exception as error:
             raise ValueError(
@@ -673,14 +674,14 @@ class HubTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
-        return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
+        return _ids_of(self._plain, text)
 
     def encode_marked(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
         tokens.
         """
         utf8(text)
-        return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
+        return _ids_of(self._marked, text)
 
     def decode(self, ids: Any) -> str:
         array = checked_ids(ids, self.vocab_size)
@@ -723,6 +724,12 @@ def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Token
         raise ValueError(why) from None
     plain.encode_special_tokens = True
     return content, plain, marked
+
+
+def _ids_of(backend: tokenizers.Tokenizer, text: str) -> np.ndarray:
+    # Unlike `encode`, this method lets other threads run.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return np.array(encoding.ids, np.int32)
 
 
 def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:

@@ -565,3 +565,20 @@ def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypat
     _, asked, _ = runner._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
     assert [one.needs_host for one in asked[:3]] == [False, True, False]
     assert len(asked) == 40 and len(resolved) == 2
+
+
+def test_a_line_with_a_long_text_is_refused_unencoded_and_others_are_answered(
+    tmp_path, monkeypatch
+):
+    encode = CharacterTokenizer.encode
+
+    def short(tokenizer, text):
+        assert len(text) < 1000, "a long text is encoded"
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(CharacterTokenizer, "encode", short)
+    long = "A " * 500_000
+    asked = [{"prompt": long}, {"template": f"{long}<hole:2>"}, {"prompt": "A ", "draft": long}]
+    *refused, result = _run(tmp_path, [*asked, {"prompt": "A ", "gen_length": 3}])
+    assert all("characters exceeds the canvas of 96" in one["error"] for one in refused)
+    assert result["length"] == 5
