@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import re
-import resource
 import signal
 import socket
 import threading
@@ -279,16 +278,26 @@ _BACKLOG = 2048
 _RESERVE = 128
 """Number of descriptors that are kept for files and for the routes in `_ALWAYS`."""
 
+_MOST_CONNECTIONS = 1 << 16
 _ALWAYS = ("/health", "/ping", "/version")
 
 
 def most_connections() -> int:
     """Returns the number of connections for which there are descriptors, without the reserve."""
+    try:
+        import resource
+    except ImportError:  # the system has no such limit
+        return _MOST_CONNECTIONS
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 16 if limit == resource.RLIM_INFINITY else max(limit // 2, limit - _RESERVE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(_MOST_CONNECTIONS, max(limit // 2, limit - _RESERVE))
 
 
-class _Connection(AutoHTTPProtocol):
+_Protocol: Any = AutoHTTPProtocol
+
+
+class _Connection(_Protocol):
     """A connection that is closed if its next request or its reader takes too long.
 
     Args:
@@ -346,8 +355,9 @@ class _Connection(AutoHTTPProtocol):
         """Notes whether the connection has a request, and whether it is complete."""
         if self.transport.is_closing():
             return
-        has_request = self.cycle is not None and not self.cycle.response_complete
-        if has_request and not self.cycle.more_body:
+        cycle = self.cycle
+        has_request = not (cycle is None or cycle.response_complete)
+        if not (cycle is None or cycle.response_complete or cycle.more_body):
             self._incomplete.pop(self, None)
         else:
             self._incomplete.setdefault(self)

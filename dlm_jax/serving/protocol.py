@@ -29,7 +29,7 @@ from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
-from dlm_jax.inference.request import Request, make_requests, settings_of_call
+from dlm_jax.inference.request import Request, check_size, make_requests, settings_of_call
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.published.chat import RESERVED
@@ -653,7 +653,7 @@ class Planner:
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
-            ids = self.encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            ids = self._fitting(prompt, "prompt") if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
                 length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
@@ -669,6 +669,7 @@ class Planner:
         length = _one_length(asked, "max_completion_tokens")
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
+        self._check_size(sum(len(one.text) for one in asked.messages), "messages")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
         return self._answer(asked, [content], length)
@@ -681,9 +682,10 @@ class Planner:
             raise refused(f"n={asked.n}: a response has a single text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
         if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
-            ids = self.encoded(asked.input, "input")
+            ids = self._fitting(asked.input, "input")
             content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
         else:
+            self._check_size(sum(len(one.text) for one in asked.turns), "messages")
             content = {"tokens": self.chat_ids(asked.turns, asked)}
         return self._answer(asked, [content], length)
 
@@ -693,7 +695,7 @@ class Planner:
         if asked.template is not None:
             content: dict[str, Any] = {"template": asked.template}
         else:
-            prefix = self.encoded(asked.prefix or "", "prefix")
+            prefix = self._fitting(asked.prefix or "", "prefix")
             length = asked.max_tokens or self._length
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
@@ -704,7 +706,10 @@ class Planner:
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("pass either prompt or messages", "prompt")
         prompts: list[Any] = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
+        for prompt in prompts:
+            self._check_size(len(prompt), "prompt")
         if asked.messages is not None:
+            self._check_size(sum(len(one.text) for one in asked.messages), "messages")
             prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
         if not 1 <= len(prompts) <= self.limits.rows:
             raise refused(f"prompt has {len(prompts)} texts; use 1 to {self.limits.rows}", "prompt")
@@ -949,11 +954,22 @@ class Planner:
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
-        behind = self.encoded(suffix, "suffix")
+        behind = self._fitting(suffix, "suffix")
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
+
+    def _fitting(self, text: str, name: str) -> Sequence[int]:
+        """Encodes a text that must fit the canvas."""
+        self._check_size(len(text), name)
+        return self.encoded(text, name)
+
+    def _check_size(self, size: int, name: str) -> None:
+        try:
+            check_size(name, size, self.model.max_length)
+        except ValueError as error:
+            raise refused(str(error), name) from None
 
     def encoded(self, text: str, name: str) -> Sequence[int]:
         """Encodes the text that a client passed in the field `name`."""
@@ -1050,6 +1066,11 @@ class Done(NamedTuple):
     filled: tuple[str, ...] = ()
     infilled: str = ""
     prompt_tokens: int = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of tokens that were not given."""
+        return int((~self.row.is_frozen[self.places.start : self.places.stop]).sum())
 
     @property
     def finish_reason(self) -> str:
@@ -1177,7 +1198,7 @@ class Answer:
         row) extend OpenAI's protocol.
         """
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
-        written = sum(len(one.places) for one in done)
+        written = sum(one.completion_tokens for one in done)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": written,
