@@ -27,6 +27,7 @@ _INTEGERS = ("gen_length", "max_length", "n", "seed", "steps")
 _HTTP = ("stop", "stop_token_ids", "response_format")
 _KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back", *_HTTP)
 _MOST_SAMPLES = 1 << 20
+_LONGEST_LINE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ def _read(
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    if len(raw) > _LONGEST_LINE:
+        raise ValueError(f"{where} has {len(raw)} bytes; use at most {_LONGEST_LINE}")
     try:
         request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:

@@ -115,8 +115,8 @@ def make_parser() -> Parser:
     add("--drain", type=seconds, default=30.0, metavar="S",
         help="maximum seconds that a stopped server waits for running requests (30)")  # fmt: skip
     add("--no-warm-up", action="store_true",
-        help="compile a program when a request first needs it; by default, the programs of a "
-        "single request, with and without a format, are compiled at startup")  # fmt: skip
+        help="compile a program when a request first needs it; by default, the programs of "
+        "ordinary requests are compiled at startup")  # fmt: skip
     add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip

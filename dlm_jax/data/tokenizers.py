@@ -432,7 +432,8 @@ class SubwordTokenizer:
 
     def _encode_whole(self, text: str) -> tokenizers.Encoding:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            # Unlike `encode`, this method lets other threads run.
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         # The library raises plain Exception if the model has no unknown token.
         except Exception as error:
             raise ValueError(
@@ -735,7 +736,7 @@ class HubTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
-        ids = np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = _ids_of(self._plain, text)
         self._refuse_specials(ids)
         return ids
 
@@ -744,7 +745,7 @@ class HubTokenizer:
         tokens.
         """
         utf8(text)
-        return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
+        return _ids_of(self._marked, text)
 
     def encode_quoted(
         self, text: str, names: frozenset[str], quotes: Mapping[str, str]
@@ -764,7 +765,7 @@ class HubTokenizer:
         text = pattern_of(names).sub(lambda name: _renamed(name[0]), text)
         for quote, name in quotes.items():
             text = text.replace(quote, name)
-        ids = np.array(backend.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = _ids_of(backend, text)
         is_added = np.isin(ids, old_N)
         self._refuse_specials(ids[~is_added], *filter(None, map(self.id_of, names)))
         place = np.minimum(np.searchsorted(old_N, ids), old_N.size - 1)
@@ -885,6 +886,12 @@ def _unknown_of(content: str) -> str | None:
     if (place := model.get("unk_id")) is not None:
         return model["vocab"][place][0]
     return model.get("unk_token")
+
+
+def _ids_of(backend: tokenizers.Tokenizer, text: str) -> np.ndarray:
+    # Unlike `encode`, this method lets other threads run.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return np.array(encoding.ids, np.int32)
 
 
 def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:

@@ -13,9 +13,10 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -28,7 +29,7 @@ from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
 from dlm_jax.inference.results import Row, canvas_size, since_shown
 from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
-from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.inference.slots import Bucket, Job, Loop, Slots, loop_of, slot_count
 from dlm_jax.sampling.row import Counters
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
@@ -165,7 +166,7 @@ class Engine:
         ):  # fmt: skip
             _check_counts(name, values)
         rows = split_rows(model.params)
-        self._prefixes = _prefixes(model, prefix_mib, rows)
+        self._prefixes, self._prefix_mib = _prefixes(model, prefix_mib, rows), prefix_mib
         is_together = spans_processes(rows)
         self.share = OwnRows(rows, num_shares(rows)).share
         self._lock = threading.Lock()
@@ -175,17 +176,18 @@ class Engine:
         )  # fmt: skip
         self._queues: dict[Static, list[Queue]] = {}
         self._limit = _QUEUES_PER_PROGRAM * max_programs
-        self._batch_size, self._sizes = batch_size, sizes
+        self._batch_size, self.sizes = batch_size, sorted(sizes)
         self._canvases = None if canvases is None else sorted(canvases)
         self._max_waiting, self._max_candidates = max_waiting, max_candidates
-        self._alone = functools.partial(
-            Engine, model, canvases=canvases, max_candidates=max_candidates, prefix_mib=prefix_mib
-        )
         self._model, self._facts, self._rows = model, model.facts, rows
         self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
         self._work = Work()
         self._compiled: list[str] = []
         self.compiling = ""
+        self._compiling: WeakKeyDictionary[Loop, threading.Lock] = WeakKeyDictionary()
+        self._warm: list[Loop] = []
+        self._missing: dict[Hashable, tuple[Queue, int]] = {}
+        self._errors: dict[Hashable, Exception] = {}
         self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
         self._cancelled: list[tuple[Entry, Queue]] = []
         self._next_number = 0
@@ -257,30 +259,72 @@ class Engine:
                     if self._scheduler.is_together:
                         self._scheduler.enter(queue)
 
-    def warm_up(self, request: Request) -> None:
-        """Compiles the program in which `request` would run if it were submitted now.
+    def warm_up(self, request: Request, *, num_rows: int = 1) -> None:
+        """Compiles the program in which `num_rows` requests like `request` would run.
 
         This method can be called from any thread while rows run. Host samplers are not called.
+        The program is not evicted from memory.
         """
         with self._lock:
             queue = self._queue_of(request)
-            bucket, size = queue.bucket, queue.size_for(1)
-        if request.host_sampler is not None:
-            request = dataclasses.replace(request, host_sampler=_first)
-        with self._alone(sizes=(size,)) as engine:
-            engine._add(Queue(bucket, [size]))
-            engine.submit(request)
-            engine.step(1)
+            size = next((size for size in queue.sizes if size >= num_rows), queue.sizes[-1])
+        self._warm.append(self._compile(queue, size))
 
-    def delays_others(self, request: Request) -> bool:
-        """Returns whether running rows of other programs would wait for the compilation of
-        `request`.
+    @property
+    def needs_program(self) -> bool:
+        """True if requests wait for `compile`, according to the last call of `step`."""
+        return bool(self._missing)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if nothing can run before `compile` has returned."""
+        with self._lock:
+            return bool(self._missing) and all(queue.size is None for queue in self.queues)
+
+    def compile(self) -> None:
+        """Compiles a program for which requests wait after ``step(compiles=False)``.
+
+        This method can be called from another thread while rows run. If it fails, requests that can
+        run in no other program end with `Status.FAILED`.
         """
         with self._lock:
-            queue = self._queue_of(request)
-            runs = any(other.running for other in self.queues if other is not queue)
-            loop = loop_of(self._model, queue.bucket, queue.size_for(1))
-            return runs and queue.size is None and not loop.has_run
+            key, (queue, size) = next(iter(self._missing.items()))
+        loop = loop_of(self._model, queue.bucket, size)
+        known = len(loop.compiled)
+        try:
+            self._compile(queue, size)
+        except Exception as error:
+            self._errors[key] = error
+        self._compiled += loop.compiled[known:]
+        with self._lock:
+            del self._missing[key]
+
+    def _compile(self, queue: Queue, size: int) -> Loop:
+        """Returns a loop whose program is compiled, with the functions that change its rows."""
+        loop = loop_of(self._model, queue.bucket, size)
+        with self._lock:
+            lock = self._compiling.setdefault(loop, threading.Lock())
+        with lock:
+            if loop.has_run:
+                return loop
+            slots = Slots(
+                loop, self._model.params, queue.bucket, size, max_candidates=self._max_candidates,
+                prefixes=_prefixes(self._model, self._prefix_mib, self._rows),
+            )  # fmt: skip
+            request = queue.bucket.example
+            if request.host_sampler is not None:
+                request = dataclasses.replace(request, host_sampler=_first)
+            slots.put({0: Job(0, request)})
+            slots.advance(1)
+            slots.put({0: Job(0, request)})
+            for other in queue.sizes:
+                if other != size:
+                    slots.resized(loop_of(self._model, queue.bucket, other), other)
+        return loop
+
+    def _is_ready(self, loop: Loop) -> bool:
+        lock = self._compiling.get(loop)
+        return loop.has_run and (lock is None or not lock.locked())
 
     def submit(
         self,
@@ -347,7 +391,7 @@ class Engine:
             queue.cancel(entry)
             self._cancelled.append((entry, queue))
 
-    def step(self, num_steps: int | None = None) -> Step:
+    def step(self, num_steps: int | None = None, *, compiles: bool = True) -> Step:
         """Runs the next queue that has a program and returns the rows that have ended.
 
         The call returns immediately if there is no work.
@@ -356,6 +400,8 @@ class Engine:
           num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
             rows have ended while other requests wait. With 0, the call only fills free slots.
             Default: 8, or 1 if a row is watched.
+          compiles: whether programs are compiled in this call. Otherwise requests run in programs
+            of other sizes or wait until `compile` is called.
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
@@ -370,7 +416,8 @@ class Engine:
         with self._lock:
             if self._scheduler.is_together:
                 self._agree()
-            queue = self._scheduler.next()
+            queue = self._scheduler.next() if compiles else self._scheduler.next(self._is_ready)
+            ended += self._without_program()
         shown = {} if queue is None else self._serve(queue, num_steps, ended)
         finished = {entry.ticket: row.upto_eos(self._eos_ids) for entry, row in ended}
         with self._lock:
@@ -431,7 +478,7 @@ class Engine:
                     for static, queues in self._queues.items()}  # fmt: skip
             self._queues = {static: queues for static, queues in kept.items() if queues}
         shares = self._num_shares(static)
-        sizes = sorted({-(-size // shares) * shares for size in self._sizes})
+        sizes = sorted({-(-size // shares) * shares for size in self.sizes})
         return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
 
     def _add(self, queue: Queue) -> Queue:
@@ -486,6 +533,21 @@ class Engine:
         with self._lock:
             self._scheduler.leave(queue)
         return row
+
+    def _without_program(self) -> list[tuple[Entry, Row]]:
+        """Notes which programs are missing. Returns the requests that wait for a program that
+        cannot be compiled, with their rows.
+        """
+        ended: list[tuple[Entry, Row]] = []
+        for queue, size in self._scheduler.missing:
+            key = (queue.bucket.key, size)
+            if key not in self._errors:
+                self._missing.setdefault(key, (queue, size))
+            elif queue.size is None:
+                error = self._errors.pop(key)
+                ended += [(e, self._unstarted(e, Status.FAILED, error)) for e in queue.drop()]
+                self._scheduler.leave(queue)
+        return ended
 
     def _serve(
         self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]
@@ -644,11 +706,12 @@ class AsyncEngine:
             raise SettingError("steps_per_call", steps_per_call, "must be at least 1")
         self.engine, self._steps_per_call = engine, steps_per_call
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")
+        self._is_compiling = False
         self._told: dict[Ticket, asyncio.Queue[Row | Exception]] = {}
         self._work = asyncio.Event()
         self._room = asyncio.Condition()
         self._wait_for_room = 0
-        self._compiling = asyncio.Lock()
         self._is_closing = False
         self._driver: asyncio.Task[None] | None = None
 
@@ -711,7 +774,8 @@ class AsyncEngine:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._driver
         finally:
-            await asyncio.to_thread(self._thread.shutdown)
+            for thread in (self._thread, self._compiler):
+                await asyncio.to_thread(thread.shutdown)
             self.engine.close()
             await self._fail(ValueError("the engine is closed; create a new one"))
 
@@ -724,7 +788,6 @@ class AsyncEngine:
         """
         told: asyncio.Queue[Row | Exception] = asyncio.Queue()
         ticket: Ticket | None = None
-        await self._compile(request)
         while ticket is None:
             if self._is_closing:
                 raise ValueError("the engine is closed or has failed; create a new one")
@@ -749,14 +812,6 @@ class AsyncEngine:
                     self.engine.cancel(ticket)
                 self._work.set()
 
-    async def _compile(self, request: Request) -> None:
-        """Compiles the program of a request in a separate thread while other rows run."""
-        if self.engine.share[1] > 1 or not self.engine.delays_others(request):
-            return
-        async with self._compiling:
-            if self.engine.delays_others(request):
-                await asyncio.to_thread(self.engine.warm_up, request)
-
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -766,7 +821,7 @@ class AsyncEngine:
                 continue
             # The call continues in its thread even if this task is cancelled; `close` waits for it.
             try:
-                turn = loop.run_in_executor(self._thread, self._until_told)
+                turn = loop.run_in_executor(self._thread, self._until_told, loop)
                 step = await asyncio.shield(turn)
             except Exception as error:
                 _LOGGER.exception("the engine has failed")
@@ -782,19 +837,35 @@ class AsyncEngine:
                     told.put_nowait(row)
             async with self._room:
                 self._room.notify_all()
+            if self.engine.is_waiting:
+                await self._work.wait()
 
-    def _until_told(self) -> Step:
+    def _until_told(self, loop: asyncio.AbstractEventLoop) -> Step:
         """Calls `Engine.step` repeatedly in the engine thread until one yields an update for a
         caller.
 
         Requests submitted or cancelled in the meantime are handled by the next call. Calls without
-        an update avoid the round trip through the event loop.
+        an update avoid the round trip through the event loop. Programs are compiled in another
+        thread, unless all processes must compile together.
         """
+        compiles = self.engine.share[1] > 1
         while True:
-            step = self.engine.step(self._steps_per_call)
+            step = self.engine.step(self._steps_per_call, compiles=compiles)
+            if self.engine.needs_program and not self._is_compiling and not self._is_closing:
+                self._is_compiling = True
+                self._compiler.submit(self._compile, loop)
             is_told = step.finished or step.progress or self._wait_for_room
-            if is_told or self._is_closing or not self.engine.is_busy:
+            is_over = self._is_closing or not self.engine.is_busy or self.engine.is_waiting
+            if is_told or is_over:
                 return step
+
+    def _compile(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Compiles the programs for which requests wait."""
+        while self.engine.needs_program and not self._is_closing:
+            self.engine.compile()
+            loop.call_soon_threadsafe(self._work.set)
+        self._is_compiling = False
+        loop.call_soon_threadsafe(self._work.set)
 
     async def _fail(self, error: Exception) -> None:
         """Notifies all callers that wait for a row or for space in the queue."""

@@ -82,19 +82,18 @@ def _open_places(
     state: State, inputs: StepInputs, slots: Sequence[int], names: Sequence[int], *, mask_id: int
 ) -> list[_Place]:
     """Returns every open position in the rows in `slots` whose logits are finite."""
-    rows = jnp.asarray(slots, jnp.int32)
-    canvas = state.canvas
-    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
-    is_open, is_hole, tokens, is_frozen, lengths, steps = jax.device_get(
-        (
-            (inputs.is_open_BL & inputs.filled.is_finite_B[:, None])[rows],
-            is_hole_BL[rows],
-            canvas.tokens_BL[rows],
-            canvas.frozen_BL[rows],
-            canvas.length_B[rows],
-            state.step_B[rows],
+    canvas, rows = state.canvas, list(slots)
+    # Indexing on the device would compile for each number of slots.
+    is_open, is_finite, tokens, is_frozen, lengths, steps = (
+        array[rows]
+        for array in jax.device_get(
+            (
+                inputs.is_open_BL, inputs.filled.is_finite_B, canvas.tokens_BL,
+                canvas.frozen_BL, canvas.length_B, state.step_B,
+            )
         )
-    )
+    )  # fmt: skip
+    is_open, is_hole = is_open & is_finite[:, None], (tokens == mask_id) & ~is_frozen
     found: list[_Place] = []
     for number, slot in enumerate(slots):
         row = {
@@ -214,7 +213,7 @@ class HostLoop:
         asked = sorted({*read_back, *follow})
         if not asked:
             return state, []
-        is_committed_BL = np.asarray(is_committed_BL[jnp.asarray(asked, jnp.int32)])
+        is_committed_BL = np.asarray(is_committed_BL)[asked]
         is_committed = dict(zip(asked, is_committed_BL, strict=True))
         commits = [
             (slot, written)

@@ -77,6 +77,9 @@ def make_canvas(
         raise SettingError(
             "draft", UNSET, "follows a prompt", "do not combine it with template or infill"
         )
+    for name in ("prompt", "template", "draft"):
+        if asked.get(name) is not None:
+            check_size(name, len(_text(name, asked[name])), room)
     if kinds == ["template"]:
         text = _text("template", asked["template"])
         given = _after(prefix_ids, _template(tokenizer, text, gen_length, room))
@@ -116,6 +119,24 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise SettingError(name, value, "is not a string", "put it in quotes")
     return value
+
+
+_LONGEST_TOKEN = 128
+"""Characters of the longest token in common vocabularies."""
+
+
+def check_size(name: str, size: int, room: int) -> None:
+    """Raises SettingError for a text whose `size` characters cannot be encoded in `room` tokens.
+
+    Encoding a text takes about 0.4 s per MB, so its size is checked first.
+    """
+    if size > _LONGEST_TOKEN * room:
+        raise SettingError(
+            name,
+            UNSET,
+            f"of {size} characters exceeds the canvas of {room} tokens",
+            "shorten it or raise max_length",
+        )
 
 
 def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:

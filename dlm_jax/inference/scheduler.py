@@ -133,6 +133,10 @@ class Queue:
             self._heap = [other for other in self._heap if not other.is_cancelled]
             heapq.heapify(self._heap)
 
+    def drop(self) -> list[Entry]:
+        """Removes and returns all waiting requests."""
+        return list(self._pop())
+
     def evict(self, entry: Entry) -> None:
         """Removes a cancelled request from its slot. The slot is cleared later."""
         assert entry.slot is not None
@@ -179,6 +183,10 @@ class Scheduler:
       num_processes: number of processes that share the slots of each program equally. `agree` keeps
         the order of queues identical in all processes.
       is_together: whether several processes share the programs.
+
+    Attributes:
+      missing: queues that need a program that is not ready, with its number of slots, as found by
+        the last call of `next`.
     """
 
     def __init__(
@@ -194,6 +202,7 @@ class Scheduler:
         self._order: deque[Queue] = deque()
         self._programs: OrderedDict[Hashable, tuple[Any, Any, int]] = OrderedDict()
         self._served, self.is_busy = 0, False
+        self.missing: list[tuple[Queue, int]] = []
 
     @property
     def programs(self) -> list[tuple[Any, int]]:
@@ -222,13 +231,17 @@ class Scheduler:
                 queue.release()
         self.is_busy = any(any(queue.totals) for queue in self._order)
 
-    def next(self) -> Queue | None:
-        """Returns the next queue with work and a program. The program's size may have changed."""
+    def next(self, is_ready: Callable[[Any], bool] = lambda program: True) -> Queue | None:
+        """Returns the next queue with work and a program. The program's size may have changed.
+
+        A queue whose program is not ready runs in a ready program of another size, or waits.
+        """
+        self.missing = []
         for _ in range(len(self._order)):
             queue = self._order[0]
             self._order.rotate(-1)
             has_work = not self.is_together or any(queue.totals)
-            if has_work and self._has_program(queue):
+            if has_work and self._has_program(queue, is_ready):
                 self._served += 1
                 return queue
         return None
@@ -247,22 +260,33 @@ class Scheduler:
         if not queue.is_busy and queue in self._order:
             self._order.remove(queue)
 
-    def _has_program(self, queue: Queue) -> bool:
+    def _has_program(self, queue: Queue, is_ready: Callable[[Any], bool]) -> bool:
         now, wanted = queue.size, queue.size_for()
         if now is not None and (queue.is_draining or wanted == now):
             return True
         if now is not None and wanted < now and (queue.bucket.key, wanted) not in self._programs:
             return True
         program = self._program(queue, wanted)
-        if program is not None:
-            queue.since = self._served + 1 if now is None else queue.since
-            queue.program, queue.size = program, wanted
-            queue.num_own = wanted // self._num_processes
-        elif now is None and not any(other.is_draining for other in self._order):
-            # The queue with the oldest program is drained.
-            busy = [other for other in self._order if other.size is not None]
-            min(busy, key=lambda other: other.since).is_draining = True
-        return program is not None or now is not None
+        if program is None:
+            if now is None and not any(other.is_draining for other in self._order):
+                # The queue with the oldest program is drained.
+                busy = [other for other in self._order if other.size is not None]
+                min(busy, key=lambda other: other.since).is_draining = True
+            return now is not None
+        if not is_ready(program):
+            self.missing.append((queue, wanted))
+            loaded = {size: self._load(queue.bucket, size) for size in queue.sizes}
+            ready = [size for size in queue.sizes if is_ready(loaded[size])]
+            if not ready:
+                return False
+            wanted = next((size for size in ready if size >= wanted), ready[-1])
+            program = self._program(queue, wanted)
+            if wanted == now or program is None:
+                return now is not None
+        queue.since = self._served + 1 if now is None else queue.since
+        queue.program, queue.size = program, wanted
+        queue.num_own = wanted // self._num_processes
+        return True
 
     def _program(self, queue: Queue, size: int) -> Any:
         """Returns the program of a queue; None if the limit is reached and all programs are in

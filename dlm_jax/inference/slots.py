@@ -101,6 +101,11 @@ class Bucket:
         self._known: OrderedDict[Hashable, bool] = OrderedDict()
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
+    @property
+    def example(self) -> Request:
+        """A request of the bucket."""
+        return self._widest[0]
+
     def holds(self, request: Request) -> bool:
         """Returns whether a request with these static settings fits the canvas and list widths."""
         if request.room > self.canvas:

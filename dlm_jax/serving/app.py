@@ -19,7 +19,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -86,7 +86,7 @@ class Metrics:
             "request_seconds", "Seconds per answer.", ("route",), buckets=_SECONDS, **names
         )
         self.first = prometheus_client.Histogram(
-            "first_event_seconds", "Seconds to the first event.", buckets=_SECONDS, **names
+            "first_event_seconds", "Seconds to the first generated text.", buckets=_SECONDS, **names
         )
         self.waited = prometheus_client.Histogram(
             "waited_seconds", "Seconds that a row waited in the queue.", buckets=_SECONDS, **names
@@ -189,6 +189,10 @@ def _check(row: Row) -> None:
 
 
 _GONE = 499
+_SHORT_BODY = 4096
+"""Bytes of a body that takes about a millisecond to read and encode."""
+
+T = TypeVar("T")
 _END_POINTS: dict[str, type[SamplingFields]] = {
     fields.route: fields for fields in (Completion, Chat, Infill, Responses)
 }
@@ -289,14 +293,20 @@ class _Server:
                 await warming
 
     def _warm_up(self) -> None:
-        for request in self._planner.usual() if self._options.warms_up else ():
-            if self._is_ending:
-                return
-            try:
-                self._engine.engine.warm_up(request)
-            except Exception:  # requests that need this program will report the error
-                LOGGER.exception("warm up")
-        self._is_warm = True
+        """Compiles the programs of ordinary requests, those of lone requests first."""
+        if not self._options.warms_up:
+            return
+        engine, usual, is_warm = self._engine.engine, list(self._planner.usual()), True
+        for num_rows in engine.sizes:
+            for request in usual:
+                if self._is_ending:
+                    return
+                try:
+                    engine.warm_up(request, num_rows=num_rows)
+                except Exception:  # requests that need this program will report the error
+                    LOGGER.exception("warm up")
+                    is_warm = False
+        self._is_warm = is_warm
 
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]
@@ -358,14 +368,13 @@ class _Server:
         return Json(told)
 
     async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
-        asked = parsed(fields, await self._body(request))
-        make = self._planner.answer
-        has_tools = isinstance(asked, Chat) and asked.tools is not None
+        body = await self._body(request)
+        asked, make = await _aside(body, parsed, fields, body), self._planner.answer
         is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
-        if not is_shaped and not has_tools:
-            answer = make(asked)
-        else:  # building an automaton is slow, so it runs in a thread
+        if isinstance(asked, Chat) or is_shaped:  # templates and automata are slow
             answer = await asyncio.to_thread(make, asked)
+        else:
+            answer = await _aside(body, make, asked)
         path, began = request.url.path, time.perf_counter()
         if asked.stream:
             return self._events(answer, path, began)
@@ -376,7 +385,8 @@ class _Server:
         return Json(answer.whole(done))
 
     async def decide(self, request: HttpRequest) -> Response:
-        asked = parsed(Decide, await self._body(request))
+        body = await self._body(request)
+        asked = await _aside(body, parsed, Decide, body)
         is_over = threading.Event()
 
         async def work() -> dict[str, Any]:
@@ -392,19 +402,27 @@ class _Server:
             is_over.set()
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        asked = parsed(Tokenize, await self._body(request))
+        body = await self._body(request)
+        return await _aside(body, self._tokenized, body)
+
+    def _tokenized(self, body: bytes) -> Json:
+        asked = parsed(Tokenize, body)
         self._planner.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("pass either prompt or messages", "prompt")
         if asked.messages is not None:
             ids = self._planner.chat_ids(asked.messages, asked)
         else:
-            ids = self._planner.prompt_ids(asked.prompt or "", "prompt")
-        body = {"tokens": ids, "count": len(ids), "max_model_len": self._model.max_length}
-        return Json(body)
+            own = self._planner.encoded(asked.prompt or "", "prompt")
+            ids = [*self._model.prefix_ids, *own]
+        return Json({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_length})
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        asked = parsed(Detokenize, await self._body(request))
+        body = await self._body(request)
+        return await _aside(body, self._detokenized, body)
+
+    def _detokenized(self, body: bytes) -> Json:
+        asked = parsed(Detokenize, body)
         self._planner.check_model(asked.model)
         return Json({"prompt": self._planner.text(asked.tokens, "tokens")})
 
@@ -414,17 +432,9 @@ class _Server:
     def _events(self, answer: Answer, path: str, began: float) -> Response:
         admission = contextlib.ExitStack()
         admission.enter_context(self._admitted(len(answer.requests)))
-        is_first = True
 
         async def run(emit: Emit) -> None:
-            async def told(event: dict[str, Any]) -> None:
-                nonlocal is_first
-                if is_first:
-                    self._metrics.first.observe(time.perf_counter() - began)
-                    is_first = False
-                await emit(event)
-
-            done = await self._stream(answer, told)
+            done = await self._stream(answer, emit, began)
             self._tell(path, answer, done, began)
 
         def ended(status: int) -> None:
@@ -492,14 +502,20 @@ class _Server:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
-    async def _stream(self, answer: Answer, emit: Emit) -> list[Done]:
+    async def _stream(self, answer: Answer, emit: Emit, began: float) -> list[Done]:
         """Returns all choices of an answer; events are emitted during generation."""
         await self._score_prompts(answer)
-        outbox = Outbox()
+        outbox, is_first = Outbox(), True
+
+        def note() -> None:
+            nonlocal is_first
+            if is_first:
+                self._metrics.first.observe(time.perf_counter() - began)
+            is_first = False
 
         async def run(index: int, request: Request) -> Done:
             try:
-                return await self._told(answer, outbox, index, request)
+                return await self._told(answer, outbox, index, request, note)
             finally:
                 outbox.leave()
 
@@ -517,14 +533,21 @@ class _Server:
             await emit(event)
         return done
 
-    async def _told(self, answer: Answer, outbox: Outbox, index: int, request: Request) -> Done:
-        """Adds the events of a choice to the outbox as its text is generated."""
+    async def _told(
+        self, answer: Answer, outbox: Outbox, index: int, request: Request, note: Callable[[], None]
+    ) -> Done:
+        """Adds the events of a choice to the outbox as its text is generated, and calls `note` for
+        new text.
+        """
         is_first, replaces = True, index if answer.asked.diffusing else None
         async with contextlib.aclosing(self._growing(answer, request)) as growing:
             async for row, reader, pieces, done in growing:
                 if is_first:
                     outbox.put(answer.echo(index, row))
                     is_first = False
+                is_diffused = answer.asked.diffusing and row.counters.forwards
+                if done is not None or is_diffused or any(piece.text for piece in pieces):
+                    note()
                 outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
                 if done is not None:
                     return done
@@ -571,10 +594,15 @@ class _Server:
             return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
         filled = tuple(reader.filled(row))
         infilled = self._model.tokenizer.decode(row.tokens)
-        written = sum(not row.is_frozen[place] for place in places)
-        return Done(
-            text, row, places, True, filled, infilled, prompt_tokens=row.tokens.size - written
-        )
+        given = int(row.is_frozen.sum())
+        return Done(text, row, places, True, filled, infilled, prompt_tokens=given)
+
+
+async def _aside(body: bytes, do: Callable[..., T], *arguments: Any) -> T:
+    """Returns the result of a function, which runs in a thread if the body is long."""
+    if len(body) <= _SHORT_BODY:
+        return do(*arguments)
+    return await asyncio.to_thread(do, *arguments)
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:

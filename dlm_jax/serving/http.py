@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import hashlib
 import hmac
 import json
 import logging
+import math
 import re
 import signal
 import socket
@@ -23,6 +26,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from dlm_jax.serving.protocol import ApiError, of_fields, refused, stopping
 
@@ -69,6 +73,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 _DEEPEST = 64
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _BODY_SECONDS = 30.0
+_BEAT_SECONDS = 15.0
 _EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
 
 
@@ -85,10 +90,10 @@ class Json(Response):
 
 
 def error_response(error: ApiError) -> Json:
-    headers = {"retry-after": "1"} if error.status == 429 else {}
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.status == 415:
         headers["accept-encoding"] = "identity"
-    if error.status in (408, 413, 415):
+    if error.status in (408, 413, 415, 503):
         headers["connection"] = "close"  # the rest of the request body is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -220,6 +225,7 @@ async def _gone(receive: Receive) -> None:
 class Events(Response):
     """A stream of server-sent events that ends with ``[DONE]`` or an error object.
 
+    While no event is sent, a comment is sent every 15 s, so that no proxy closes the connection.
     The ``type`` of an event, if present, is the event's name, as in ``/v1/responses``.
 
     Args:
@@ -243,16 +249,30 @@ class Events(Response):
         self._last = b"data: [DONE]\n\n" if ends_with_done else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        written = time.monotonic()
+
         async def write(data: bytes, *, more: bool = True) -> None:
+            nonlocal written
+            written = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def emit(event: dict[str, Any]) -> None:
             name = b"event: %b\n" % event["type"].encode() if "type" in event else b""
             await write(name + b"data: " + encoded(event) + b"\n\n")
 
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(max(0.0, written + _BEAT_SECONDS - time.monotonic()))
+                if time.monotonic() >= written + _BEAT_SECONDS:
+                    await write(b": waiting\n\n")
+
         async def whole() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
-            await self._run(emit)
+            beats = asyncio.create_task(beat())
+            try:
+                await self._run(emit)
+            finally:
+                beats.cancel()
             await write(self._last, more=False)
 
         status = 499
@@ -273,6 +293,139 @@ class Events(Response):
             self._ended(status)
 
 
+_REQUEST_SECONDS = 20.0
+"""Time limit in seconds for the next request on a connection, up to the end of its headers."""
+
+_STALL_SECONDS = 60.0
+"""Time limit in seconds for a client that reads nothing of its answer."""
+
+_ACCEPTS = 16
+"""Number of connections that are accepted before other events are handled."""
+
+_BACKLOG = 2048
+_RESERVE = 128
+"""Number of descriptors that are kept for files and for the routes in `_ALWAYS`."""
+
+_MOST_CONNECTIONS = 1 << 16
+_ALWAYS = ("/health", "/ping", "/version")
+
+
+def most_connections() -> int:
+    """Returns the number of connections for which there are descriptors, without the reserve."""
+    try:
+        import resource
+    except ImportError:  # the system has no such limit
+        return _MOST_CONNECTIONS
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(_MOST_CONNECTIONS, max(limit // 2, limit - _RESERVE))
+
+
+_Protocol: Any = AutoHTTPProtocol
+
+
+class _Connection(_Protocol):
+    """A connection that is closed if its next request or its reader takes too long.
+
+    Args:
+      incomplete: connections without a complete request, oldest first. The oldest is closed if
+        there are more than `most` connections.
+      most: maximum number of connections. Half of the reserve is used beyond it, for `_ALWAYS`.
+    """
+
+    def __init__(self, incomplete: dict[_Connection, None], most: int, **options: Any):
+        super().__init__(**options)
+        self._incomplete, self._most = incomplete, most
+        self._waits: asyncio.TimerHandle | None = None
+        self._stalls: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._most:
+            oldest = next(iter(self._incomplete), None)
+            if oldest is not None:
+                oldest.abort()
+            elif len(self.connections) > self._most + _RESERVE // 2:
+                transport.abort()
+                return
+        self._note()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._incomplete.pop(self, None)
+        for timer in (self._waits, self._stalls):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalls = self.loop.call_later(_STALL_SECONDS, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalls is not None:
+            self._stalls.cancel()
+
+    def abort(self) -> None:
+        self._incomplete.pop(self, None)
+        self.transport.abort()
+
+    def _note(self) -> None:
+        """Notes whether the connection has a request, and whether it is complete."""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        has_request = not (cycle is None or cycle.response_complete)
+        if not (cycle is None or cycle.response_complete or cycle.more_body):
+            self._incomplete.pop(self, None)
+        else:
+            self._incomplete.setdefault(self)
+        if has_request and self._waits is not None:
+            self._waits.cancel()
+            self._waits = None
+        elif not has_request and self._waits is None:
+            self._waits = self.loop.call_later(_REQUEST_SECONDS, self.abort)
+
+
+def _limited(app: ASGIApp, is_full: Callable[[], bool]) -> ASGIApp:
+    """Wraps an application that answers only the routes in `_ALWAYS` while it is full."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_full() and scope["path"] not in _ALWAYS:
+            full = ApiError(
+                503, "the server has too many connections; try again later", code="overloaded"
+            )
+            await error_response(full)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
+
+
+class _LoopErrors:
+    """Handles errors of the event loop. A lack of descriptors is logged once in ten seconds."""
+
+    def __init__(self) -> None:
+        self._logged = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._logged > 10:
+            self._logged = time.monotonic()
+            LOGGER.error("no descriptor is free for a connection; raise the limit (ulimit -n)")
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _LAST_WORDS = 5.0
@@ -285,6 +438,10 @@ class Server(uvicorn.Server):
     A signal or ``should_exit`` stops the server; a second signal terminates it immediately. After a
     stop, running requests have `drain` seconds to finish. `listens` is called when the server
     accepts requests on its socket, which is from `listening`.
+
+    There are at most as many connections as there are descriptors, without a reserve. If a new
+    connection exceeds this number, the oldest one without a complete request is closed. If there is
+    none, the new connection can only ask for the health.
     """
 
     def __init__(
@@ -295,8 +452,11 @@ class Server(uvicorn.Server):
         drain: float,
         listens: Callable[[], None] = lambda: None,
     ):
+        most = most_connections()
+        made: Any = functools.partial(_Connection, {}, most)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="on",
+            _limited(app, lambda: len(self.server_state.connections) > most), http=made,
+            backlog=_ACCEPTS, log_config=None, access_log=False, server_header=False, lifespan="on",
             timeout_graceful_shutdown=max(1, round(drain)),
         )  # fmt: skip
         super().__init__(config)
@@ -307,7 +467,9 @@ class Server(uvicorn.Server):
         asyncio.run(self.serve(sockets=[self._sock]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_LoopErrors())
         await super().startup(sockets)
+        self._sock.listen(_BACKLOG)  # asyncio has set the number of accepts
         if not self.should_exit:
             self._listens()
 
@@ -335,7 +497,7 @@ class Server(uvicorn.Server):
 def listening(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server((host, port), family=found[0][0], backlog=2048)
+        return socket.create_server((host, port), family=found[0][0], backlog=_BACKLOG)
     except OSError as error:
         raise ValueError(
             f"--host {host} --port {port} is not available ({error.strerror or error}); choose "

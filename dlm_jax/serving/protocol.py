@@ -32,6 +32,7 @@ from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.reader import NewText, TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
+    check_size,
     make_requests,
     pattern_of_format,
     settings_of_call,
@@ -763,6 +764,7 @@ class Planner:
         length = _one_length(asked, "max_completion_tokens")
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
+        self._check_size(sum(len(one.text) for one in asked.messages), "messages")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
         return self._answer(asked, [content], length)
@@ -778,6 +780,7 @@ class Planner:
             ids = self.prompt_ids(asked.input, "input")
             content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
         else:
+            self._check_size(sum(len(one.text) for one in asked.turns), "messages")
             content = {"tokens": self.chat_ids(asked.turns, asked)}
         return self._answer(asked, [content], length)
 
@@ -801,7 +804,10 @@ class Planner:
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("pass either prompt or messages", "prompt")
         prompts: list[Any] = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
+        for prompt in prompts:
+            self._check_size(len(prompt), "prompt")
         if asked.messages is not None:
+            self._check_size(sum(len(one.text) for one in asked.messages), "messages")
             prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
         if not 1 <= len(prompts) <= self.limits.rows:
             raise refused(f"prompt has {len(prompts)} texts; use 1 to {self.limits.rows}", "prompt")
@@ -840,14 +846,14 @@ class Planner:
         }
 
     def usual(self) -> Iterator[Request]:
-        """Yields requests with defaults for each canvas length, with and without a response
-        format.
+        """Yields requests with defaults for each canvas length: without and with a response format,
+        and with log-probabilities.
         """
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
-        for length in sorted(lengths | {longest}):
-            for form in (None, ResponseFormat(type="json_object")):
-                asked = Completion.model_validate({"max_tokens": length, "response_format": form})
+        for own in ({}, {"response_format": ResponseFormat(type="json_object")}, {"logprobs": 1}):
+            for length in sorted(lengths | {longest}):
+                asked = Completion.model_validate(own | {"max_tokens": length})
                 with contextlib.suppress(ApiError):  # refused by the model or a limit
                     yield from self.answer(asked).requests
 
@@ -1060,7 +1066,7 @@ class Planner:
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
-        behind = np.asarray(self.encoded(suffix, "suffix"), np.int64)
+        behind = np.asarray(self._fitting(suffix, "suffix"), np.int64)
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
@@ -1068,7 +1074,18 @@ class Planner:
 
     def prompt_ids(self, text: str, name: str) -> Sequence[int]:
         """Encodes a text at the start of a row, with the ids that the tokenizer puts there."""
-        return [*self.model.prefix_ids, *self.encoded(text, name)]
+        return [*self.model.prefix_ids, *self._fitting(text, name)]
+
+    def _fitting(self, text: str, name: str) -> Sequence[int]:
+        """Encodes a text that must fit the canvas."""
+        self._check_size(len(text), name)
+        return self.encoded(text, name)
+
+    def _check_size(self, size: int, name: str) -> None:
+        try:
+            check_size(name, size, self.model.max_length)
+        except ValueError as error:
+            raise refused(str(error), name) from None
 
     def encoded(self, text: str, name: str) -> Sequence[int]:
         """Encodes the text that a client passed in the field `name`."""
@@ -1165,6 +1182,11 @@ class Done(NamedTuple):
     filled: tuple[str, ...] = ()
     infilled: str = ""
     prompt_tokens: int = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of tokens that were not given."""
+        return int((~self.row.is_frozen[self.places.start : self.places.stop]).sum())
 
     @property
     def finish_reason(self) -> str:
@@ -1306,7 +1328,7 @@ class Answer:
         row) extend OpenAI's protocol.
         """
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
-        written = sum(len(one.places) for one in done)
+        written = sum(one.completion_tokens for one in done)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": written,

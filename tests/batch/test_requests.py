@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.batch import Line, read_requests, share
+from dlm_jax.batch import Line, read_requests, request_file, share
 
 KNOWN = ("temperature", "top_k", "logit_bias")
 
@@ -212,3 +212,10 @@ def test_ten_thousand_lines_half_of_them_bad_take_little_time(path):
     lines = read(path, content)
     assert time.process_time() - start < 3
     assert len(lines) == 10_000
+
+
+def test_a_line_that_is_too_long_is_refused_unread_and_others_are_read(path, monkeypatch):
+    monkeypatch.setattr(request_file, "_LONGEST_LINE", 1000)
+    long, other = read(path, json.dumps({"tokens": [1] * 1000}) + '\n{"prompt": "A"}\n')
+    assert long.id == "line 1" and "line 1 has 3012 bytes; use at most 1000" in str(long.error)
+    assert other.error is None and other.settings == {"prompt": "A"}

@@ -641,3 +641,20 @@ def test_lines_take_stops_and_formats_as_requests_over_http_do(tmp_path):
 def test_lines_with_bad_stops_and_formats_are_refused(tmp_path, own, told):
     (row,) = _run(tmp_path, [own])
     assert told in row["error"] and "line 1" in row["error"]
+
+
+def test_a_line_with_a_long_text_is_refused_unencoded_and_others_are_answered(
+    tmp_path, monkeypatch
+):
+    encode = CharacterTokenizer.encode
+
+    def short(tokenizer, text):
+        assert len(text) < 1000, "a long text is encoded"
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(CharacterTokenizer, "encode", short)
+    long = "A " * 500_000
+    asked = [{"prompt": long}, {"template": f"{long}<hole:2>"}, {"prompt": "A ", "draft": long}]
+    *refused, result = _run(tmp_path, [*asked, {"prompt": "A ", "gen_length": 3}])
+    assert all("characters exceeds the canvas of 96" in one["error"] for one in refused)
+    assert result["length"] == 5

@@ -10,6 +10,7 @@ from engine_cases import MODEL, SLOTS, alone, request, same_row
 
 from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.request import make_requests
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.types import Status
 
 
@@ -55,34 +56,83 @@ def test_canvases_come_block_by_block_and_the_last_is_the_row():
     assert blocks[-1].tokens.tolist() == steps[-1].tokens.tolist()
 
 
-def test_rows_go_on_while_the_program_of_another_request_compiles(monkeypatch):
+class Compilers:
+    """Holds up each program before its first call, until it is told to go on."""
+
+    def __init__(self, monkeypatch):
+        self.is_in, self.goes_on, self.error = threading.Event(), threading.Event(), None
+        run = Advance.__call__
+
+        def call(loop, *arguments):
+            if not loop.has_run:
+                self.is_in.set()
+                assert self.goes_on.wait(20), "the rows of other programs wait for this one"
+                if self.error is not None:
+                    raise self.error
+            return run(loop, *arguments)
+
+        monkeypatch.setattr(Advance, "__call__", call)
+
+
+@pytest.mark.parametrize(("is_idle", "order"), [(True, "margin"), (False, "entropy")])
+def test_rows_go_on_while_the_program_of_another_request_compiles(is_idle, order, monkeypatch):
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
-    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": "margin"})
-    ended, calls = threading.Event(), []
-    compile_ = Engine.warm_up
-
-    def warm_up(engine, request):
-        calls.append(request)
-        assert ended.wait(30)  # the row of the other request ends before this program is there
-        compile_(engine, request)
-
-    monkeypatch.setattr(Engine, "warm_up", warm_up)
+    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": order})
 
     async def both(engine):
-        async def first():
-            row = await engine.row(long)
-            ended.set()
-            return row
+        await engine.row(request(4))
+        compilers = Compilers(monkeypatch)
+        before = [] if is_idle else [asyncio.create_task(engine.row(long))]
+        made = [asyncio.create_task(engine.row(new)) for _ in range(2)]
+        assert await asyncio.to_thread(compilers.is_in.wait, 20)
+        others = await asyncio.gather(engine.row(request(4)), *before)
+        assert not any(task.done() for task in made)
+        compilers.goes_on.set()
+        return others, await asyncio.gather(*made)
 
-        running = asyncio.create_task(first())
-        while not any(queue.running for queue in engine.engine.queues):
+    others, made = _run(both)
+    assert all(row.status == Status.DONE for row in [*others, *made])
+    assert same_row(others[0], alone(4)) and same_row(*made)
+
+
+def test_rows_go_on_in_the_program_that_is_there_while_a_larger_one_compiles(monkeypatch):
+    async def burst(engine):
+        await engine.row(request(4))
+        compilers = Compilers(monkeypatch)
+        tasks = [asyncio.create_task(engine.row(request(4))) for _ in range(6)]
+        assert await asyncio.to_thread(compilers.is_in.wait, 20)
+        await tasks[0]
+        compilers.goes_on.set()
+        rows = await asyncio.gather(*tasks)
+        while engine.engine.needs_program:
             await asyncio.sleep(0.01)
-        made = await asyncio.gather(engine.row(new), engine.row(new))
-        return await running, *made
+        rows += await asyncio.gather(*[engine.row(request(4)) for _ in range(3)])
+        return rows, engine.engine.report().compiled
 
-    row, *made = _run(both)
-    assert row.status == Status.DONE and calls == [new]
-    assert all(other.status == Status.DONE and same_row(other, made[0]) for other in made)
+    rows, compiled = _run(burst, sizes=(1, 3))
+    assert all(row.tokens.tolist() == alone(4).tokens.tolist() for row in rows)
+    assert [program.split()[0] for program in compiled] == ["rows=1", "rows=3"]
+
+
+def test_a_program_that_cannot_be_compiled_is_told_to_those_who_wait_for_it_alone(monkeypatch):
+    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": "threshold"})
+
+    async def both(engine):
+        await engine.row(request(4))
+        compilers = Compilers(monkeypatch)
+        compilers.error = MemoryError("too large")
+        gone, lost = (asyncio.create_task(engine.row(new)) for _ in range(2))
+        assert await asyncio.to_thread(compilers.is_in.wait, 20)
+        gone.cancel()
+        other = await engine.row(request(4))
+        compilers.goes_on.set()
+        found = await lost
+        compilers.error = None
+        return other, found, await engine.row(new)
+
+    other, lost, again = _run(both)
+    assert same_row(other, alone(4)) and again.status is Status.DONE
+    assert lost.status is Status.FAILED and lost.is_lost and "too large" in str(lost.error)
 
 
 def test_a_host_sampler_is_called_for_its_own_row_alone_while_its_program_compiles():
@@ -166,11 +216,11 @@ def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
     calls, ended, is_second_in = [], threading.Event(), threading.Event()
     step = Engine.step
 
-    def counted(engine, num_steps):
+    def counted(engine, num_steps, **how):
         # The second request comes between two calls, while the event loop is held up.
         if len(calls) == 3:
             is_second_in.wait(60)
-        told = step(engine, num_steps)
+        told = step(engine, num_steps, **how)
         calls.append(engine.report().running)
         if told.finished:
             ended.set()
@@ -200,12 +250,12 @@ def test_who_waits_for_room_is_told_of_the_end(fails, monkeypatch, caplog):
     in_turn, let_go = threading.Event(), threading.Event()
     step = Engine.step
 
-    def held(engine, num_steps):
+    def held(engine, num_steps, **how):
         in_turn.set()
         assert let_go.wait(60)
         if fails:
             raise RuntimeError("device lost")
-        return step(engine, num_steps)
+        return step(engine, num_steps, **how)
 
     monkeypatch.setattr(Engine, "step", held)
 
@@ -236,10 +286,10 @@ def test_closing_tells_those_who_wait(monkeypatch):
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
     in_turn, step = threading.Event(), Engine.step
 
-    def slow(engine, num_steps):
+    def slow(engine, num_steps, **how):
         in_turn.set()
         time.sleep(0.1)
-        return step(engine, num_steps)
+        return step(engine, num_steps, **how)
 
     monkeypatch.setattr(Engine, "step", slow)
 

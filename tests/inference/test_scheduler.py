@@ -138,3 +138,18 @@ def test_processes_that_agree_serve_a_queue_of_which_one_has_nothing(own):
     assert queue.size == 4, "another process may still run rows"
     scheduler.agree([(0, 0, 0, 0)])
     assert (queue.size, scheduler.is_busy, scheduler.next()) == (None, False, None)
+
+
+def test_a_queue_runs_in_a_ready_program_of_another_size_or_waits():
+    scheduler, ready = _scheduler(), {"a in 1", "a in 2", "b in 4"}
+    small, large = _queue(scheduler, "a", 4), _queue(scheduler, "b", 1)
+    none = _queue(scheduler, "c", 1)
+    assert [scheduler.next(ready.__contains__) for _ in range(2)] == [small, large]
+    assert (small.program, large.program) == ("a in 2", "b in 4")
+    assert scheduler.next(ready.__contains__) is small
+    assert scheduler.missing == [(none, 1), (small, 4)] and none.size is None
+    ready |= {"a in 4", "c in 1"}
+    small.admit()
+    assert [scheduler.next(ready.__contains__) for _ in range(3)] == [large, none, small]
+    assert (small.program, none.program) == ("a in 4", "c in 1")
+    assert scheduler.missing == []

@@ -1,0 +1,185 @@
+"""What a server tells of itself: usage, times, whether it is warm; and what long texts cost."""
+
+import dataclasses
+import functools
+import json
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import jax
+import numpy as np
+import pytest
+import toy_model
+from serving_cases import MODEL, post, serving
+
+from dlm_jax.data.tokenizers import CharacterTokenizer
+from dlm_jax.inference.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "given", "written"),
+    [
+        ("/v1/completions", {"prompt": "The", "suffix": " sat.", "max_tokens": 4}, 8, 4),
+        ("/v1/infill", {"prefix": "The", "suffix": " sat.", "max_tokens": 4}, 8, 4),
+        ("/v1/infill", {"template": "The <hole:3> sat. A <hole:2>."}, 13, 5),
+        ("/v1/completions", {"prompt": "The", "max_tokens": 4, "ignore_eos": True}, 3, 4),
+    ],
+)
+def test_usage_counts_each_token_once(running, path, body, given, written):
+    asked = body | {"steps": 4, "seed": 1, "n": 2}
+    usage = post(running, path, asked).json()["usage"]
+    told = [usage[f"{kind}_tokens"] for kind in ("prompt", "completion", "total")]
+    assert told == [given, 2 * written, given + 2 * written]
+    stream = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    lines = post(running, path, stream).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["usage"] == usage
+
+
+def test_the_time_to_the_first_event_is_that_to_the_first_text(running, monkeypatch):
+    """The first event of a chat has only the role."""
+    step = Engine.step
+
+    def slow(engine, *arguments, **options):
+        time.sleep(0.2)
+        return step(engine, *arguments, **options)
+
+    def total():
+        figures = httpx.get(f"{running.url}/metrics").text
+        return [float(x) for x in re.findall(r"first_event_seconds_(?:sum|count) (\S+)", figures)]
+
+    monkeypatch.setattr(Engine, "step", slow)
+    before, asked = total(), {"max_tokens": 2, "steps": 2, "seed": 1, "stream": True}
+    post(running, "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": "A"}]})
+    count, seconds = (now - then for now, then in zip(total(), before, strict=True))
+    assert count == 1 and seconds >= 0.2
+
+
+def _is_warm(server) -> bool:
+    return httpx.get(f"{server.url}/health").json()["is_warm"]
+
+
+def test_a_server_without_a_warm_up_is_not_warm(running):
+    assert not _is_warm(running)
+
+
+def test_a_server_is_warm_after_all_warm_ups_and_not_if_one_fails(monkeypatch):
+    warmed, is_last, fails = [], threading.Event(), False
+
+    def warm_up(engine, request, *, num_rows):
+        warmed.append(num_rows)
+        assert is_last.wait(30)
+        if fails:
+            raise MemoryError
+
+    monkeypatch.setattr(Engine, "warm_up", warm_up)
+    with serving(warms_up=True, sizes=(1, 3)) as server:
+        assert not _is_warm(server)
+        is_last.set()
+        while not _is_warm(server):
+            time.sleep(0.01)
+    assert warmed == sorted(warmed) and set(warmed) == {1, 3}
+    count, fails = len(warmed), True
+    warmed.clear()
+    with serving(warms_up=True, sizes=(1, 3)) as server:
+        while len(warmed) < count:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert not _is_warm(server)
+
+
+@pytest.mark.slow
+def test_no_ordinary_request_to_a_warm_server_compiles():
+    compiled = []
+
+    def note(name, seconds, **more):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    model = dataclasses.replace(toy_model.of('{}[]":, A rat.'), sample=MODEL.sample)
+    with serving(model, warms_up=True, sizes=(1, 3)) as server:
+        while not _is_warm(server):
+            time.sleep(0.05)
+        assert compiled
+        compiled.clear()
+        plain = {"prompt": "A ", "max_tokens": 20, "seed": 1}
+        for own in (
+            {}, {"n": 3}, {"logprobs": 2}, {"n": 3, "logprobs": 2}, {"stream": True},
+            {"temperature": 0.5, "top_p": 0.9, "steps": 20}, {"max_tokens": 4}, {"n": 7},
+            {"response_format": {"type": "json_object"}}, {"suffix": " rat.", "max_tokens": 4},
+        ):  # fmt: skip
+            assert post(server, "/v1/completions", plain | own).status_code == 200, own
+        with ThreadPoolExecutor(12) as pool:
+            ask = functools.partial(post, server, "/v1/completions")
+            assert all(a.status_code == 200 for a in pool.map(ask, [plain] * 12))
+        assert compiled == []
+
+
+LONG = "A " * 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": ["A ", LONG]}, "prompt"),
+        ("/v1/completions", {"prompt": "A ", "suffix": LONG, "max_tokens": 2}, "suffix"),
+        ("/v1/completions", {"prompt": "A ", "draft": LONG}, "draft"),
+        ("/v1/infill", {"prefix": LONG, "suffix": " sat"}, "prefix"),
+        ("/v1/infill", {"template": LONG + "<hole:2>"}, "template"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/decide", {"prompt": LONG}, "prompt"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    running, path, body, param, monkeypatch
+):
+    def encode(tokenizer, text):
+        assert len(text) < 1000, "a long text is encoded"
+        return np.zeros(len(text), np.int32)
+
+    monkeypatch.setattr(CharacterTokenizer, "encode", encode)
+    refused = post(running, path, body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == param and "characters exceeds the canvas" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_others_are_answered_while_a_long_text_is_encoded(running, path, monkeypatch):
+    encodes, goes_on = threading.Event(), threading.Event()
+    text = "A" * (128 * MODEL.max_length)  # as long as a text may be
+
+    def encode(tokenizer, text):
+        encodes.set()
+        assert goes_on.wait(10)
+        return np.zeros(len(text), np.int32)
+
+    monkeypatch.setattr(CharacterTokenizer, "encode", encode)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, running, path, {"prompt": text})
+        assert encodes.wait(10)
+        assert httpx.get(f"{running.url}/health", timeout=5).status_code == 200
+        goes_on.set()
+        assert asked.result().status_code == (200 if path == "/tokenize" else 400)
+
+
+def test_an_unknown_model_is_not_found(running):
+    for path, body in (
+        ("/v1/completions", {"prompt": "A"}), ("/tokenize", {"prompt": "A"}),
+        ("/detokenize", {"tokens": [1]}), ("/v1/decide", {"prompt": "A"}),
+    ):  # fmt: skip
+        refused = post(running, path, body | {"model": "other"})
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "model_not_found"
