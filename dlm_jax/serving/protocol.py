@@ -31,7 +31,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import Row
-from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
+from dlm_jax.inference.structure import regex_of_schema
 from dlm_jax.published.chat import RESERVED
 from dlm_jax.serving import tools
 from dlm_jax.serving.peers import in_our_names
@@ -932,7 +932,7 @@ class Planner:
             raise refused(f"response_format lacks {form.type}; add it", "response_format")
         if form.json_schema is not None:
             return regex_of_schema(form.json_schema.schema_)
-        return form.regex or regex_of_objects()
+        return form.regex or regex_of_schema({"type": "object"})
 
     def _room(self, asked: SamplingFields) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
