@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from dlm_jax.inference.work import Work
+from dlm_jax.inference.budget import Budget
 
 DEPTH = 3
 """Maximum depth to which a recursive rule is expanded."""
@@ -48,7 +48,7 @@ def is_grammar(text: str) -> bool:
 
 
 def regex_of_grammar(
-    grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15, work: Work | None = None
+    grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15, work: Budget | None = None
 ) -> str:
     """Returns a regular expression for the texts that the rule ``root`` of a grammar matches.
 
@@ -67,7 +67,7 @@ def regex_of_grammar(
         rules = _Parser(grammar).rules()
         if "root" not in rules:
             raise ValueError("the grammar has no rule 'root'; add it")
-        found = _Written(rules, depth, longest, work or Work()).rule("root", 0)
+        found = _Written(rules, depth, longest, work or Budget()).rule("root", 0)
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
     if found is None:
@@ -183,7 +183,7 @@ class _Written:
     within the maximum depth.
     """
 
-    def __init__(self, rules: dict[str, _Part], depth: int, longest: int, work: Work):
+    def __init__(self, rules: dict[str, _Part], depth: int, longest: int, work: Budget):
         self._rules, self._depth, self._longest, self._work = rules, depth, longest, work
         self._entered: list[str] = []
         self._visited = 0

@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from dlm_jax.inference.work import Work
+from dlm_jax.inference.budget import Budget
 
 DEPTH = 3
 """Maximum depth to which a recursive reference is expanded."""
@@ -28,7 +28,7 @@ DEPTH = 3
 _ANY_DEPTH = 2
 _SIZES = (
     (4000, _ANY_DEPTH), (1000, _ANY_DEPTH), (500, _ANY_DEPTH), (250, _ANY_DEPTH), (120, _ANY_DEPTH),
-    (60, _ANY_DEPTH), (60, 1), (30, 1), (30, 0), (15, 0), (7, 0),
+    (60, _ANY_DEPTH), (60, 1), (30, 1), (30, 0), (15, 0), (7, 0), (3, 0), (1, 0),
 )  # fmt: skip
 """Largest maximum count and nesting of free values; the first pair with a small pattern is used."""
 
@@ -47,8 +47,7 @@ _NAME = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _TIME = "(2[0-3]|[01][0-9]):[0-5][0-9]:[0-5][0-9]"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DATE = (
-    f"{_YEAR}-("
-    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    f"{_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
     "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
 _ZONE = "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -94,7 +93,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
     Raises:
       ValueError: the schema has an unsupported keyword or value, or allows no text.
     """
-    work = Work()
+    work = Budget()
     try:
         for most, any_depth in _SIZES:
             try:
@@ -157,7 +156,7 @@ class _Schema:
     up to `any_depth` levels.
     """
 
-    def __init__(self, root: Any, depth: int, most: int, any_depth: int, work: Work):
+    def __init__(self, root: Any, depth: int, most: int, any_depth: int, work: Budget):
         self._root, self._depth, self._most, self._any_depth = root, depth, most, any_depth
         self._work = work
         self._followed: list[str] = []
@@ -351,7 +350,7 @@ class _Schema:
             others = True
         if "properties" not in schema and not needed:
             value = (
-                _inner(self._any_depth)
+                _inner(max(self._any_depth - 1, 0))
                 if others is True
                 else self.value(others, f"{where}/additionalProperties")
             )
@@ -594,7 +593,8 @@ def _is_apart(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bo
     """Returns whether the maximum of one schema is below the minimum of another. `name` is the end
     of the keywords.
     """
-    high, low = one.get(f"max{name}"), other.get(f"min{name}")
+    high: Any = one.get(f"max{name}")
+    low: Any = other.get(f"min{name}")
     high = one.get("exclusiveMaximum") if high is None and name == "imum" else high
     low = other.get("exclusiveMinimum") if low is None and name == "imum" else low
     return _is_number(high) and _is_number(low) and high < low
@@ -667,14 +667,15 @@ def _inner(depth: int) -> str:
     """Returns a pattern for JSON values nested up to a limited depth."""
     plain = [_STRING, _NUMBER, "(true|false)", "null"]
     if depth > 0:
-        plain += [_listing(_inner(depth - 1), 0, None), _members(_inner(depth - 1), 0, None)]
+        inner = _inner(depth - 1)
+        plain += [str(_listing(inner, 0, None)), str(_members(inner, 0, None))]
     return f"({'|'.join(plain)})"
 
 
-def _listing(item: str | None, low: int, high: int | None) -> str:
+def _listing(item: str | None, low: int, high: int | None) -> str | None:
     """Returns a pattern for arrays with `low` to `high` items."""
     if item is None or high == 0:
-        return r"\[[ ]?\]" if low == 0 else "[^\\s\\S]"
+        return r"\[[ ]?\]" if low == 0 else None
     items = rf"((?:(?<=\[)|(?<!\[),)[ ]?{_grouped(item)}){_times(max(low, 1), high)}[ ]?"
     return rf"\[{items}\]" if low else rf"\[({items}|[ ]?[ ]?)\]"
 
@@ -683,10 +684,10 @@ _COMMA = r"(?:(?<=\{)|(?<!\{)[ ]?,)"
 """A comma before a property, unless it is the first one behind the brace."""
 
 
-def _members(value: str | None, low: int, high: int | None) -> str:
+def _members(value: str | None, low: int, high: int | None) -> str | None:
     """Returns a pattern for objects with `low` to `high` members with arbitrary names."""
     if value is None or high == 0:
-        return r"\{[ ]?\}"
+        return r"\{[ ]?\}" if low == 0 else None
     pair = f"[ ]?{_STRING}[ ]?:[ ]?{_grouped(value)}"
     members = f"({_COMMA}{pair}){_times(max(low, 1), high)}[ ]?"
     return rf"\{{{members}\}}" if low else rf"\{{({members}|[ ]?[ ]?)\}}"
@@ -774,9 +775,9 @@ def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | N
     bounds: dict[str, Decimal] = {}
     is_exact = True
     for name in _OF_TYPE["number"]:
-        value = schema.get(name)
         if name not in schema:
             continue
+        value: Any = schema[name]
         if not _is_number(value):
             raise _refused(where, f"{name}={_shown(value)} must be a number")
         if name == "multipleOf":

@@ -21,10 +21,10 @@ import numpy as np
 
 from dlm_jax.config import RowSettings
 from dlm_jax.data import ByteTokenizer, Tokenizer
+from dlm_jax.inference.budget import Budget
 from dlm_jax.inference.grammar import is_grammar, regex_of_grammar
 from dlm_jax.inference.json_schema import regex_of_schema as regex_of_schema
 from dlm_jax.inference.json_schema import without_anchors
-from dlm_jax.inference.work import Work
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
 from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Automaton, held
@@ -53,7 +53,7 @@ class Characters(NamedTuple):
 
 
 def characters(
-    pattern: str, alphabet: Sequence[str], *, most_states: int, work: Work | None = None
+    pattern: str, alphabet: Sequence[str], *, most_states: int, work: Budget | None = None
 ) -> Characters:
     r"""Returns the automaton that accepts exactly the full matches of a pattern.
 
@@ -69,7 +69,7 @@ def characters(
       ValueError: the pattern is not supported, or exceeds a limit.
     """
     parser: Any = importlib.import_module("re._parser")  # the only parser of Python's regex syntax
-    work = work or Work()
+    work = work or Budget()
     work.spend(_PER_CHARACTER * len(pattern))
     try:
         written, kept = _with_categories(pattern)
@@ -88,6 +88,7 @@ def characters(
     return nodes.determinized(start, end, most_states)
 
 
+_MOST_UNMERGED = 4
 _PER_CHARACTER = 16
 """Operations of Python's parser per character of a pattern."""
 
@@ -151,10 +152,10 @@ def _with_categories(pattern: str) -> tuple[str, list[tuple[str, bool]]]:
 class _Nodes:
     """A nondeterministic automaton, built from the end to the start.
 
-    `kept` contains the categories of the surrogates from `_PRIVATE`. Work is counted in `work`.
+    `kept` contains the categories of the surrogates from `_PRIVATE`; `work` counts operations.
     """
 
-    def __init__(self, alphabet: Sequence[str], kept: list[tuple[str, bool]], work: Work):
+    def __init__(self, alphabet: Sequence[str], kept: list[tuple[str, bool]], work: Budget):
         self._alphabet, self._work = list(alphabet), work
         self._kept = {_PRIVATE + place: category for place, category in enumerate(kept)}
         self._codes = np.array([ord(c) for c in alphabet], np.int64)
@@ -194,6 +195,7 @@ class _Nodes:
         watched = sorted({place for place, _ in self._behind.values()})
         signs: list[Any] = [tuple(masks[watched, place].tolist()) for place in first]
         before = (False,) * len(watched)
+        too_large = ValueError(f"the pattern has more than {most_states} states")
         numbers: dict[frozenset[int], int] = {frozenset(): 0}
         subsets: list[frozenset[int]] = [frozenset()]
 
@@ -201,8 +203,8 @@ class _Nodes:
             holds = dict(zip(watched, sign, strict=True))
             nodes = self._closure(targets, holds)
             if nodes not in numbers:
-                if len(subsets) > most_states:
-                    raise ValueError(f"the pattern has more than {most_states} states")
+                if len(subsets) > _MOST_UNMERGED * most_states:
+                    raise too_large
                 numbers[nodes] = len(subsets)
                 subsets.append(nodes)
             return numbers[nodes]
@@ -230,7 +232,10 @@ class _Nodes:
             rows.append(row)
         is_final = np.array([end in nodes for nodes in subsets])
         found = dict(zip(self._alphabet, class_of.tolist(), strict=True))
-        return _merged(Characters(found, np.array(rows), is_final, begin), self._work)
+        made = _merged(Characters(found, np.array(rows), is_final, begin), self._work)
+        if len(made.next_SK) > most_states:
+            raise too_large
+        return made
 
     def _item(self, op: str, given: Any, end: int) -> int:
         if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
@@ -347,7 +352,7 @@ class _Nodes:
         return frozenset(found)
 
 
-def _merged(found: Characters, work: Work) -> Characters:
+def _merged(found: Characters, work: Budget) -> Characters:
     """Returns the minimal equivalent automaton. The dead state remains first."""
     num_states, num_classes = found.next_SK.shape
     work.spend_elements(16 * found.next_SK.size)
@@ -460,8 +465,14 @@ class Structures:
                 raise
         return found.result()
 
+    def is_compiled(self, pattern: str) -> bool:
+        """Returns whether the automaton of a pattern is available without compilation."""
+        with self._lock:
+            found = self._known.get(pattern)
+        return found is not None and found.done()
+
     def _compiled(self, pattern: str) -> Automaton:
-        work = Work()
+        work = Budget()
         try:
             regex = (
                 regex_of_grammar(pattern, longest=LONGEST, work=work)
@@ -481,7 +492,7 @@ class Structures:
             )
         return made
 
-    def _over_tokens(self, letters: Characters, pattern: str, work: Work) -> Automaton:
+    def _over_tokens(self, letters: Characters, pattern: str, work: Budget) -> Automaton:
         """Returns the automaton over ids that accepts the texts of an automaton over characters."""
         num_states, num_classes = letters.next_SK.shape
         over = num_states  # the state behind EOS

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-MOST_WORK = 1 << 23
+MOST_OPERATIONS = 1 << 23
 """Maximum number of elementary operations that compile one structure: about two seconds of a core.
 
 One operation is a step of a loop in Python, or 64 elements of an array."""
 
 
-class Work:
+class Budget:
     """Counts elementary operations up to a limit.
 
     The count depends on the structure alone and not on the clock, so every machine refuses the same
     structures.
     """
 
-    def __init__(self, limit: int = MOST_WORK):
+    def __init__(self, limit: int = MOST_OPERATIONS):
         self._limit = self._left = limit
 
     def spend(self, count: int) -> None:
