@@ -187,7 +187,7 @@ def _check(row: Row) -> None:
 
 
 _GONE = 499
-_COMPILERS = 4
+_COMPILERS = 2
 """Number of structures that are compiled at the same time."""
 _END_POINTS: dict[str, type[SamplingFields]] = {
     fields.route: fields for fields in (Completion, Chat, Infill, Responses)

@@ -24,7 +24,7 @@ import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.transformer import build
-from dlm_jax.serving.protocol import Limits
+from dlm_jax.serving.protocol import Completion, Limits, Planner
 
 BRACED = toy_model.of('The cat sat. A rat ran. {}[]":,-0123456789truefalsn')
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
@@ -566,6 +566,18 @@ def test_keys_limits_and_time(monkeypatch):
         assert running.idle()
 
 
+def test_a_json_object_is_an_object_by_schema():
+    planner = Planner(MODEL, "toy", Limits())
+    forms = {"type": "json_object"}, {
+        "type": "json_schema", "json_schema": {"schema": {"type": "object"}}
+    }  # fmt: skip
+    one, other = (
+        planner._pattern(Completion.model_validate({"prompt": "", "response_format": form}))
+        for form in forms
+    )
+    assert one == other and re.fullmatch(str(one), '{ "a" :1}')
+
+
 @pytest.fixture
 def compiling(monkeypatch):
     """Counts the compilations of patterns of some "s"; they end with the test."""
@@ -593,15 +605,15 @@ def test_a_structure_that_compiles_for_long_delays_nobody_else(compiling):
     with serving(limits=Limits(waiting=1)) as running, ThreadPoolExecutor() as threads:
         try:
             assert _of_form(running, "(cat|rat)").status_code == 200
-            for n in range(1, 5):  # as many as are compiled at the same time
+            for n in range(1, 3):  # as many as are compiled at the same time
                 threads.submit(_of_form, running, "s" * n)
                 assert began.acquire(timeout=20)
             assert _of_form(running, "(cat|rat)").status_code == 200
             body = {"prompt": "The <slot:who> sat.", "choices": {"who": ["cat", "r"]}}
             decision = post(running, "/v1/decide", body).json()
             assert decision["object"] == "decision", decision
-            five = {"prompt": ["A "] * 5, "max_tokens": 6}  # the four count
-            assert post(running, "/v1/completions", five).status_code == 429
+            four = {"prompt": ["A "] * 4, "max_tokens": 6}  # with the two, more than the five
+            assert post(running, "/v1/completions", four).status_code == 429
         finally:
             goes_on.set()
 
