@@ -53,7 +53,8 @@ def test_equal_states_are_one():
     ("pattern", "told"),
     [("(", "unterminated"), (r"(a)\1", "GROUPREF at position 3"),
      ("a^b", "AT at position 1"), (r"a\bb", "AT at position 1"),
-     ("b(?=a)a", "ASSERT at position 1"), ("(?<=ab)b", "ASSERT at position 0"), (r"\p{Xy}", "not a Unicode general category"),
+     ("b(?=a)a", "ASSERT at position 1"), ("(?<=ab)b", "ASSERT at position 0"),
+     (r"\p{Xy}", "not a Unicode general category"),
      ("(?i)a", "flags"), ("(?s:.)", "flags"), ("a{70000}", "too large"),
      ("(a|b)*a(a|b){9}", "more than 100 states"), ("(" * 5000 + ")" * 5000, "recursion")],
 )  # fmt: skip
