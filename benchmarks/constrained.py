@@ -49,7 +49,7 @@ from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.structure import Structures, regex_of_objects, regex_of_schema
+from dlm_jax.inference.structure import Structures, regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
@@ -347,7 +347,7 @@ def _engine(model: Model, held: str, slots: int, fills: int, steps: int) -> Engi
 JSON = CharacterTokenizer.of('abcxyzKV0123456789{}[]":,.- \n')
 PATTERNS = [
     r"[abc]{2,5}x(y|zz)*", r"[0-9]{3}-[0-9]{2}", r"(a|b)*c", r"([a-c]+, ?)*[xyz]+\.",
-    regex_of_objects(),
+    regex_of_schema({"type": "object"}),
 ]  # fmt: skip
 ORDERS: list[dict[str, Any]] = [
     {"order": "random_filled"},

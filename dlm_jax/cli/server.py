@@ -129,6 +129,8 @@ def make_parser() -> Parser:
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
+    # A structure is compiled in Python: the loops of the server and the engine wait less for it.
+    sys.setswitchinterval(1e-3)
     with contextlib.ExitStack() as undo:
         _served(argv, undo).answer()
     return End.DONE

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from dlm_jax.inference.budget import Budget
+
 DEPTH = 3
 """Maximum depth to which a recursive rule is expanded."""
 
@@ -45,7 +47,9 @@ def is_grammar(text: str) -> bool:
     return _BEGIN.match(text) is not None
 
 
-def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15) -> str:
+def regex_of_grammar(
+    grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15, work: Budget | None = None
+) -> str:
     """Returns a regular expression for the texts that the rule ``root`` of a grammar matches.
 
     Args:
@@ -53,16 +57,17 @@ def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15
         rules, groups, ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
       depth: maximum depth to which a recursive rule is expanded.
       longest: maximum length of the expression in characters.
+      work: limit on the work.
 
     Raises:
-      ValueError: the grammar is invalid, lacks a rule, or exceeds `longest`; the message contains
-        the line number.
+      ValueError: the grammar is invalid, lacks a rule, or exceeds a limit; the message contains the
+        line number or the rule.
     """
     try:
         rules = _Parser(grammar).rules()
         if "root" not in rules:
             raise ValueError("the grammar has no rule 'root'; add it")
-        found = _Written(rules, depth, longest).rule("root", 0)
+        found = _Written(rules, depth, longest, work or Budget()).rule("root", 0)
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
     if found is None:
@@ -178,8 +183,8 @@ class _Written:
     within the maximum depth.
     """
 
-    def __init__(self, rules: dict[str, _Part], depth: int, longest: int):
-        self._rules, self._depth, self._longest = rules, depth, longest
+    def __init__(self, rules: dict[str, _Part], depth: int, longest: int, work: Budget):
+        self._rules, self._depth, self._longest, self._work = rules, depth, longest, work
         self._entered: list[str] = []
         self._visited = 0
 
@@ -219,14 +224,19 @@ class _Written:
 
     def _of(self, part: _Part) -> str | None:
         self._visited += 1
+        self._work.spend(8)
         found = self._expression(part)
-        if self._visited > self._longest or len(found or "") > self._longest:
+        self._check_size(len(found or ""))
+        return found
+
+    def _check_size(self, size: int) -> None:
+        self._work.spend_elements(size)
+        if self._visited > self._longest or size > self._longest:
             name = self._entered[-1]
             raise ValueError(
                 f"rule {name!r} of the grammar expands to more than {self._longest} characters or "
                 f"parts; reduce its nesting"
             )
-        return found
 
     def _expression(self, part: _Part) -> str | None:
         if part.kind == "text":
@@ -238,7 +248,11 @@ class _Written:
             if inner is None:
                 return "" if part.text in "*?" or re.match(r"\{0+[,}]", part.text) else None
             return f"(?:{inner}){part.text}"
-        made = [self._of(one) for one in part.parts]
+        made, size = [], 0
+        for one in part.parts:
+            made.append(self._of(one))
+            size += len(made[-1] or "")
+            self._check_size(size)
         if part.kind == "all":
             return None if None in made else "".join(map(str, made))
         ways = [way for way in made if way is not None]

@@ -19,7 +19,7 @@ from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
-from dlm_jax.inference.structure import check_structure, regex_of_objects, regex_of_schema
+from dlm_jax.inference.structure import check_structure, regex_of_schema
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
@@ -619,7 +619,7 @@ def pattern_of_format(form: Any) -> str | None:
             raise SettingError("response_format", UNSET, "has a regex that is not a string")
         return form["regex"] or None
     if kind != "json_schema":
-        return regex_of_objects() if kind == "json_object" else None
+        return regex_of_schema({"type": "object"}) if kind == "json_object" else None
     schema = form["json_schema"]
     if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
         raise SettingError("response_format", UNSET, 'lacks "schema" in json_schema', "add it")

@@ -16,6 +16,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import resources
@@ -189,6 +190,8 @@ def _check(row: Row) -> None:
 
 
 _GONE = 499
+_COMPILERS = 2
+"""Number of structures that are compiled at the same time."""
 _SHORT_BODY = 4096
 """Bytes of a body that takes about a millisecond to read and encode."""
 
@@ -278,6 +281,7 @@ class _Server:
         )  # fmt: skip
         self._num_rows, self._capacity = 0, slots + options.limits.waiting
         self._metrics, self._deciding = Metrics(engine.engine), asyncio.Lock()
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="structures")
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
         self._page = resources.files("dlm_jax.serving").joinpath("page.html").read_bytes()
 
@@ -289,6 +293,7 @@ class _Server:
             try:
                 yield
             finally:
+                self._compilers.shutdown(wait=False, cancel_futures=True)
                 self._is_ending = True  # a compilation cannot be interrupted
                 await warming
 
@@ -369,20 +374,31 @@ class _Server:
 
     async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
         body = await self._body(request)
-        asked, make = await _aside(body, parsed, fields, body), self._planner.answer
-        is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
-        if isinstance(asked, Chat) or is_shaped:  # templates and automata are slow
-            answer = await asyncio.to_thread(make, asked)
-        else:
-            answer = await _aside(body, make, asked)
+        asked = await _aside(body, parsed, fields, body)
         path, began = request.url.path, time.perf_counter()
+        seconds = self._options.limits.seconds
+        if self._planner.shape(asked) is not None:
+            with self._admitted(1):
+                answer = await while_connected(request.receive, seconds, self._planned(asked))
+        elif isinstance(asked, Chat):  # templates are slow
+            answer = await asyncio.to_thread(self._planner.answer, asked)
+        else:
+            answer = await _aside(body, self._planner.answer, asked)
         if asked.stream:
             return self._events(answer, path, began)
         with self._admitted(len(answer.requests)):
-            work = self._whole(answer)
-            done = await while_connected(request.receive, self._options.limits.seconds, work)
+            work, spent = self._whole(answer), time.perf_counter() - began
+            done = await while_connected(request.receive, seconds, work, spent=spent)
         self._tell(path, answer, done, began)
         return Json(answer.whole(done))
+
+    async def _planned(self, asked: SamplingFields) -> Answer:
+        """Plans a request with a structure in a thread. Compilations have threads of their own, for
+        which requests with known structures do not wait.
+        """
+        threads = None if self._planner.is_compiled(asked) else self._compilers
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, self._planner.answer, asked)
 
     async def decide(self, request: HttpRequest) -> Response:
         body = await self._body(request)
@@ -442,8 +458,9 @@ class _Server:
             self._count(path, status, began)
 
         return Events(
-            run, ended, self._options.limits.seconds, ends_with_done=answer.ends_with_done
-        )
+            run, ended, self._options.limits.seconds, spent=time.perf_counter() - began,
+            ends_with_done=answer.ends_with_done,
+        )  # fmt: skip
 
     def _count(self, path: str, status: int, began: float) -> None:
         route = path if not path.startswith("/v1/models/") else "/v1/models"

@@ -11,12 +11,14 @@ import hmac
 import json
 import logging
 import math
+import os
 import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import pydantic
@@ -193,12 +195,17 @@ def _depth(body: bytes) -> int:
     return deepest
 
 
-async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`, which is cancelled on a disconnect or at the time limit."""
+async def while_connected(
+    receive: Receive, seconds: float, work: Coroutine[Any, Any, T], *, spent: float = 0.0
+) -> T:
+    """Returns the result of `work`, which is cancelled on a disconnect or at the time limit, of
+    which `spent` seconds have passed.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
     try:
-        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        left = max(0.0, seconds - spent)
+        await asyncio.wait({task, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
@@ -233,6 +240,7 @@ class Events(Response):
       ended: called at the end with the status: 200, 499 for a disconnected client, or the status of
         the error.
       seconds: time limit.
+      spent: seconds of the limit that have passed.
       ends_with_done: whether ``[DONE]`` is sent at the end.
     """
 
@@ -242,10 +250,11 @@ class Events(Response):
         ended: Callable[[int], None],
         seconds: float,
         *,
+        spent: float = 0.0,
         ends_with_done: bool = True,
     ):
         super().__init__(status_code=200)
-        self._run, self._ended, self._seconds = run, ended, seconds
+        self._run, self._ended, self._seconds, self._spent = run, ended, seconds, spent
         self._last = b"data: [DONE]\n\n" if ends_with_done else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -277,7 +286,7 @@ class Events(Response):
 
         status = 499
         try:
-            await while_connected(receive, self._seconds, whole())
+            await while_connected(receive, self._seconds, whole(), spent=self._spent)
             status = 200
         except ClientDisconnect:
             pass  # the client has disconnected
@@ -435,7 +444,7 @@ _LAST_WORDS = 5.0
 class Server(uvicorn.Server):
     """A server on a socket. When stopped, it rejects new requests and finishes running requests.
 
-    A signal or ``should_exit`` stops the server; a second signal terminates it immediately. After a
+    A signal or ``should_exit`` stops the server; a second signal ends the process at once. After a
     stop, running requests have `drain` seconds to finish. `listens` is called when the server
     accepts requests on its socket, which is from `listening`.
 
@@ -480,6 +489,13 @@ class Server(uvicorn.Server):
         if tasks and not self.force_exit:
             await asyncio.wait(tasks, timeout=_LAST_WORDS)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.should_exit = True
+        for number in _SIGNALS:
+            # The default handler also ends a process whose main thread is busy. It has no effect in
+            # the first process of a container.
+            signal.signal(number, _exit if os.getpid() == 1 else signal.SIG_DFL)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handles the signals that stop the server and does not raise them again afterwards."""
@@ -492,6 +508,10 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _exit(sig: int, frame: FrameType | None) -> None:
+    os._exit(128 + sig)
 
 
 def listening(host: str, port: int) -> socket.socket:

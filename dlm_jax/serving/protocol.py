@@ -8,6 +8,8 @@ objects in responses.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import secrets
 import time
@@ -676,6 +678,7 @@ class Planner:
         self._table = with_rules(tuple(self._rules.get("rules", ())))
         self._settings = self._table.settings
         self._known: dict[Any, Any] = {}
+        self._patterns: dict[bytes, str] = {}  # of earlier requests, by shape
 
     def answer(self, asked: SamplingFields) -> Answer:
         makers: dict[type[Any], Callable[[Any], Answer]] = {
@@ -857,6 +860,22 @@ class Planner:
                 with contextlib.suppress(ApiError):  # refused by the model or a limit
                     yield from self.answer(asked).requests
 
+    def shape(self, asked: SamplingFields) -> bytes | None:
+        """Returns a key for the fields that determine a request's structure; None without one."""
+        form, extra = asked.response_format, asked.model_extra or {}
+        structure = extra.get("structure", self._defaults.get("structure"))
+        chat = asked if isinstance(asked, Chat) and asked.tools is not None else None
+        if form is None and chat is None and not structure:
+            return None
+        calls = chat and chat.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"})
+        told = [None if form is None else form.model_dump(), structure, calls]
+        return hashlib.sha256(json.dumps(told, default=str).encode()).digest()
+
+    def is_compiled(self, asked: SamplingFields) -> bool:
+        """Returns whether a request's structure is known from an earlier request."""
+        pattern = self._patterns.get(self.shape(asked) or b"")
+        return pattern is not None and self.model.structures.is_compiled(pattern)
+
     def chat_ids(self, messages: Sequence[Message], asked: Conversation) -> list[int]:
         """Returns the ids of a conversation up to the start of the answer."""
         if self.model.chat is None:
@@ -952,6 +971,11 @@ class Planner:
                 asked, content | settings, common,
                 (place * count, count, len(contents) * count), shape, reads,
             )  # fmt: skip
+        text, key = pattern or settings.get("structure"), self.shape(asked)
+        if isinstance(text, str) and text and key is not None:
+            if len(self._patterns) > _REMEMBERED:
+                self._patterns.clear()
+            self._patterns[key] = text
         kind = ResponseAnswer if isinstance(asked, Responses) else Answer
         return kind(
             asked, self.name, self.model.tokenizer, requests, stops, stop_ids, seed,

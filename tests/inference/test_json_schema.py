@@ -19,6 +19,7 @@ LAUGHS: dict[str, Any] = {
     str(place): {"anyOf": 2 * [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(25)
 }
 LAUGHS["25"] = NULL
+CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
 NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}}
 
 
@@ -99,6 +100,43 @@ def test_recursion_ends_at_the_depth():
 
 
 @pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"properties": {f"name_{n}": {"type": "string"} for n in range(40)}},
+         '{"name_3": "a", "name_31": ""}'),
+        ({"type": "string", "maxLength": 10_000}, f'"{"a" * 900}"'),
+        ({"type": "string", "maxLength": 10**400}, f'"{"a" * 900}"'),
+        ({"type": "array", "maxItems": 200, "items": {"type": "integer"}}, str([7] * 200)),
+        ({"type": "array", "maxItems": 200, "items": {"properties": {
+            f"name_{n}": {"type": ["string", "number"]} for n in range(20)}}},
+         '[{"name_3": "a"}, {}, {}]'),
+        ({"type": "object", "additionalProperties": {}}, '{"a": [1, "b"], "c": {"d": null}}'),
+        ({"properties": {f"name_{n}": {"type": "object"} for n in range(10)}},
+         '{"name_3": {"a": [1], "b": {}}}'),
+        ({"type": "number", "minimum": -1.7e308, "maximum": 1.7e308}, "-1.5"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, "9223372036854775807"),
+        ({"type": "integer", "maximum": 10**400}, "1" * 20),
+        ({"type": "array", "uniqueItems": False}, "[1, 1]"),
+    ],
+)  # fmt: skip
+def test_ordinary_schemas_have_automata(schema, text):
+    found = characters(regex_of_schema(schema), schemas.ALPHABET, most_states=4094)
+    state = found.start
+    for c in text:
+        state = found.next_SK[state, found.class_of[c]]
+    assert found.is_final_S[state]
+    assert re.fullmatch(regex_of_schema(schema), text)
+
+
+def test_an_object_of_optional_properties_has_a_pattern_that_grows_with_their_number():
+    sizes = [
+        len(regex_of_schema({"properties": {f"name_{n:02}": NULL for n in range(number)}}))
+        for number in (10, 20, 40)
+    ]
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+@pytest.mark.parametrize(
     ("schema", "told"),
     [
         ({"properties": {"a": {"not": {}}}}, "at #/properties/a: 'not' is not supported"),
@@ -121,6 +159,19 @@ def test_recursion_ends_at_the_depth():
         ({"prefixItems": 5}, "at #/prefixItems: must be a list"),
         ({"anyOf": [5]}, "at #/anyOf/0: 5 is not a schema"),
         ({"maximum": float("inf")}, "must be a number"),
+        ({"minimum": True}, "minimum=true must be a number"),
+        ({"minimum": 10**400}, "minimum=1000.* is too large; use a number of at most 20 digits"),
+        ({"minLength": 10**400}, "minLength=1000.* is too large; use at most 4000"),
+        ({"maxItems": -(10**400)}, "must be a non-negative integer"),
+        ({"const": float("nan")}, "the constant NaN is not JSON"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf/0 and oneOf/1 may both"),
+        ({"allOf": [CLOSED, {"required": ["b"]}]}, "no value matches"),
+        ({"allOf": [{"const": 1}, {"const": True}]}, "no value matches"),
+        ({"const": True, "enum": [1]}, "no value matches"),
+        ({"minProperties": 1, "additionalProperties": False}, "no value matches"),
+        ({"properties": {"a": {"$id": "b"}}}, "'\\$id' below the root"),
+        ({"pattern": "(?i)a"}, "flags in a pattern"), ({"pattern": "a{,3}"}, "'{,3}' differs in"),
+        ({"pattern": "[]a]"}, "differs in Python and ECMA-262"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_place(schema, told):

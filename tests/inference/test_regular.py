@@ -22,7 +22,8 @@ def _accepts(found, text):
     "pattern",
     ["", "a", "a|b", "(ab)*", "(ab|ba)*1?", "a{2}", "a{1,3}b{0,2}", "a{2,}", "(a|b)*abb", "[^a]+",
      r"\d\s?", r"[\w-]+", r"\D\W", ".*1", "(?:a+|b)+?", "((a|)b)*", "[a-b1]{2}", "x", "(|a)(|b)",
-     "^a|b$", r"\A(^ab|1)\Z", "[$^a]"],
+     "^a|b$", r"\A(^ab|1)\Z", "[$^a]", "a(?<=a)b", "(?<=a)b?", "(?<!a)b|.(?<=[ab])1",
+     "a((?:(?<=a)|(?<!a)1)b*)*", "(a|b)*(?<![^a])"],
 )  # fmt: skip
 def test_it_matches_what_re_matches(pattern):
     found = characters(pattern, ALPHABET, most_states=100)
@@ -52,7 +53,8 @@ def test_equal_states_are_one():
     ("pattern", "told"),
     [("(", "unterminated"), (r"(a)\1", "GROUPREF at position 3"),
      ("a^b", "AT at position 1"), (r"a\bb", "AT at position 1"),
-     ("b(?=a)a", "ASSERT at position 1"), (r"\p{Xy}", "not a Unicode general category"),
+     ("b(?=a)a", "ASSERT at position 1"), ("(?<=ab)b", "ASSERT at position 0"),
+     (r"\p{Xy}", "not a Unicode general category"),
      ("(?i)a", "flags"), ("(?s:.)", "flags"), ("a{70000}", "too large"),
      ("(a|b)*a(a|b){9}", "more than 100 states"), ("(" * 5000 + ")" * 5000, "recursion")],
 )  # fmt: skip

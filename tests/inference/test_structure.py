@@ -4,6 +4,9 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.structure import Structures, regex_of_objects, regex_of_schema
+from dlm_jax.inference.structure import Structures, regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import steps_needed
 
@@ -177,7 +180,9 @@ def test_steps_are_as_many_as_the_fullest_block_takes_in_each():
 
 
 def test_objects_are_json():
-    texts, _ = _texts([regex_of_objects()], gen_length=40, steps=40, order="left_to_right")
+    texts, _ = _texts(
+        [regex_of_schema({"type": "object"})], gen_length=40, steps=40, order="left_to_right"
+    )
     assert isinstance(json.loads(texts[0]), dict)
 
 
@@ -188,3 +193,51 @@ def test_tokens_that_stand_for_several_characters_are_letters_too():
     assert automaton.accepts(ids)
     assert not automaton.accepts(shipped.tokenizer.encode("ROMEO: What!"))
     assert dataclasses.is_dataclass(toy_model.MODEL)
+
+
+def _known():
+    return Structures(TOKENIZER, TOKENIZER.vocab_size, (TOKENIZER.eos_id,), TOKENIZER.banned_ids)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["((?:){4294967294}){4294967294}", "(?:a?b?c?d?){2000}", "(a{0}){4000000000}",
+     'root ::= ("" | ""){4000000000}', "(" + "|".join(["(a|b)*c?"] * 2000) + "){9}"],
+)  # fmt: skip
+def test_a_pattern_that_takes_too_much_work_is_refused_by_name(pattern):
+    began = time.process_time()
+    with pytest.raises(ValueError, match="operations|too large") as told:
+        _known().automaton(pattern)
+    assert f"structure={pattern[:20]!r}"[:-1] in str(told.value)
+    assert time.process_time() - began < 20  # about two seconds on an idle machine
+
+
+def test_nobody_waits_for_the_compilation_of_another_pattern(monkeypatch):
+    known, goes_on, compiled = _known(), threading.Event(), []
+    cached = known.automaton("[abc]")
+    compile_ = known._compiled
+
+    def slow(pattern):
+        compiled.append(pattern)
+        assert pattern != "slow" or goes_on.wait(60)
+        return compile_("a+" if pattern == "slow" else pattern)
+
+    monkeypatch.setattr(known, "_compiled", slow)
+    with ThreadPoolExecutor() as threads:
+        pair = [threads.submit(known.automaton, "slow") for _ in range(2)]
+        while not compiled:
+            time.sleep(0.001)
+        try:
+            assert known.automaton("[abc]") is cached
+            assert known.automaton("b+").accepts(TOKENIZER.encode("bb"))
+            assert known.is_compiled("b+") and not known.is_compiled("slow")
+        finally:
+            goes_on.set()
+        assert pair[0].result() is pair[1].result()
+    assert compiled == ["slow", "b+"]
+
+
+@pytest.mark.parametrize("pattern", ["a{4000}", "[abc]{0,2000}x"])
+def test_many_states_are_merged_and_measured_in_time(pattern):
+    automaton = _known().automaton(pattern)
+    assert automaton.fewest_S[automaton.start] == (4000 if pattern == "a{4000}" else 1)

@@ -4,9 +4,13 @@ import dataclasses
 import gzip
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -18,8 +22,9 @@ from serving_cases import EOS, MODEL, client_of, post, serving
 
 import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig
+from dlm_jax.inference.structure import Structures
 from dlm_jax.model.transformer import build
-from dlm_jax.serving.protocol import Limits
+from dlm_jax.serving.protocol import Completion, Limits, Planner
 
 BRACED = toy_model.of('The cat sat. A rat ran. {}[]":,-0123456789truefalsn')
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
@@ -559,6 +564,106 @@ def test_keys_limits_and_time(monkeypatch):
         lines = post(running, "/v1/completions", slow | {"stream": True}, **good).text
         assert '"code":"timeout"' in lines and "[DONE]" not in lines
         assert running.idle()
+
+
+def test_a_json_object_is_an_object_by_schema():
+    planner = Planner(MODEL, "toy", Limits())
+    forms = {"type": "json_object"}, {
+        "type": "json_schema", "json_schema": {"schema": {"type": "object"}}
+    }  # fmt: skip
+    one, other = (
+        planner._pattern(Completion.model_validate({"prompt": "", "response_format": form}))
+        for form in forms
+    )
+    assert one == other and re.fullmatch(str(one), '{ "a" :1}')
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Counts the compilations of patterns of some "s"; they end with the test."""
+    goes_on, began, compile_ = threading.Event(), threading.Semaphore(0), Structures._compiled
+
+    def slow(self, pattern):
+        if pattern.startswith("s"):
+            began.release()
+            assert goes_on.wait(60)
+        return compile_(self, pattern)
+
+    monkeypatch.setattr(Structures, "_compiled", slow)
+    yield began, goes_on
+    goes_on.set()
+
+
+def _of_form(running, regex):
+    form = {"type": "regex", "regex": regex}
+    body = {"prompt": "A ", "max_tokens": 6, "response_format": form}
+    return post(running, "/v1/completions", body)
+
+
+def test_a_structure_that_compiles_for_long_delays_nobody_else(compiling):
+    began, goes_on = compiling
+    with serving(limits=Limits(waiting=1)) as running, ThreadPoolExecutor() as threads:
+        try:
+            assert _of_form(running, "(cat|rat)").status_code == 200
+            for n in range(1, 3):  # as many as are compiled at the same time
+                threads.submit(_of_form, running, "s" * n)
+                assert began.acquire(timeout=20)
+            assert _of_form(running, "(cat|rat)").status_code == 200
+            body = {"prompt": "The <slot:who> sat.", "choices": {"who": ["cat", "r"]}}
+            decision = post(running, "/v1/decide", body).json()
+            assert decision["object"] == "decision", decision
+            four = {"prompt": ["A "] * 4, "max_tokens": 6}  # with the two, more than the five
+            assert post(running, "/v1/completions", four).status_code == 429
+        finally:
+            goes_on.set()
+
+
+def test_compilation_is_part_of_the_time_of_a_request_and_outlives_no_server(compiling):
+    with serving(limits=Limits(seconds=0.3)) as running:
+        response = _of_form(running, "sat")
+        assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keyword"),
+    [("integer", "maximum"), ("number", "minimum"), ("string", "maxLength"), ("array", "minItems")],
+)
+def test_a_number_in_a_schema_is_kept_or_refused(running, kind, keyword):
+    for number in (10**400, -(10**400), 1.5, True, None):
+        schema = {"type": "object", "properties": {"a": {"type": kind, keyword: number}}}
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        response = post(running, "/v1/completions", {"prompt": "A ", "response_format": form})
+        error = response.json()["error"]  # the model has no letters for an object
+        assert response.status_code == 400 and error["param"] == "response_format", error
+        assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_while_it_is_busy(number):
+    code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from starlette.applications import Starlette
+from dlm_jax.serving.http import Server, listening
+
+class App(Starlette):
+    async def __call__(self, scope, receive, send):
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        print("stopping", flush=True)
+        time.sleep(60)
+
+Server(App(), listening("127.0.0.1", 0), drain=1,
+       listens=lambda: print("listening", flush=True)).answer()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for word in ("listening", "stopping"):
+            assert process.stdout.readline().strip() == word
+            process.send_signal(number)
+        assert process.wait(30) == -number
 
 
 def test_a_stop_lets_what_runs_finish_and_takes_nothing_new():

@@ -119,11 +119,12 @@ class Automaton:
         reachable.
         """
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
-        for count in range(1, len(fewest) + 1):
-            is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)
-            if not is_new.any():
-                break
+        reached, count = np.flatnonzero(self.is_final_S), 0
+        while reached.size:  # each state once, so the time grows with the number of pairs of states
+            count += 1
+            is_new = self.leads_SS[:, reached].any(1) & (fewest > count)
             fewest[is_new] = count
+            reached = np.flatnonzero(is_new)
         return fewest
 
     @cached_property

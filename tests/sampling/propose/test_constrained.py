@@ -14,7 +14,7 @@ from benchmarks import constrained
 from dlm_jax.config import SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
+from dlm_jax.inference.structure import regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.propose.constrained import _by_sums
 
@@ -36,7 +36,7 @@ SCHEMA = {
 }
 PATTERNS = [
     r"[abc]{2,5}x(y|zz)*", r"[0-9]{3}-[0-9]{2}", r"(a|b)*c", regex_of_schema(SCHEMA),
-    regex_of_objects(),
+    regex_of_schema({"type": "object"}),
 ]  # fmt: skip
 
 
