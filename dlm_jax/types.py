@@ -145,6 +145,9 @@ class Network:
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
         embedding under the softmax of the logits. None if the network has no signal.
       canvas_length: number of positions in a canvas; 0 for a network without canvases.
+      predicts_first: False for a causal network that predicts each token from the tokens before it
+        and nothing else. The trunk's output at the first position of a row is then undefined, and
+        the first token is given.
     """
 
     init: Callable[[jax.Array], Params]
@@ -159,6 +162,7 @@ class Network:
     behind: Callable[..., jax.Array] | None = None
     signal: Callable[[Params, jax.Array], jax.Array] | None = None
     canvas_length: int = 0
+    predicts_first: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", _Hashable(self.heads))

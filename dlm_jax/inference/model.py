@@ -133,6 +133,14 @@ class Model:
     def eos_ids(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
 
+    @property
+    def first_ids(self) -> tuple[int, ...]:
+        """Ids before a text without a prompt: BOS if the network does not predict the first token
+        of a row and there is a BOS, as in ``generate`` of transformers; otherwise empty.
+        """
+        bos_id = self.tokenizer.bos_id
+        return () if self.network.predicts_first or bos_id is None else (bos_id,)
+
     @functools.cached_property
     def vocabulary(self) -> str:
         """A fingerprint of the tokenizer with 16 hex digits."""
@@ -155,6 +163,7 @@ class Model:
             process=self.process,
             canvas_length=self.network.canvas_length,
             shows_maps=self.network.inside is not None,
+            predicts_first=self.network.predicts_first,
         )
 
     @functools.cached_property
