@@ -263,7 +263,9 @@ def measure_start(path: str) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the table and writes the results."""
-    parser = argparse.ArgumentParser(description="What a user of a published causal model meets first")
+    parser = argparse.ArgumentParser(
+        description="What a user of a published causal model meets first"
+    )
     parser.add_argument("--model", default=MODEL, help="a directory or a Hub id")
     parser.add_argument("--quick", action="store_true", help="few prompts and rounds")
     parser.add_argument("--full", action="store_true", help="200 prompts of five kinds")

@@ -411,10 +411,9 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
     def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
         if config.tied_head:
-            kernel_DV = params["embedding"].T
+            logits = cpu.linear_by_rows(hidden_ND, params["embedding"].astype(hidden_ND.dtype))
         else:
-            kernel_DV = params["head"]["kernel"]
-        logits = cpu.linear(hidden_ND, kernel_DV.astype(hidden_ND.dtype))
+            logits = cpu.linear(hidden_ND, params["head"]["kernel"].astype(hidden_ND.dtype))
         return capped(logits.astype(jnp.float32))
 
     def logits_of(params: Params, hidden_ND: jax.Array, ids_NK: jax.Array) -> jax.Array:
