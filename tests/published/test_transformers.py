@@ -4,6 +4,8 @@ References are transformers' own calls, as a user makes them: ``tokenizer(text)`
 ``apply_chat_template``, ``generate``, and the log-softmax of its logits.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import transformers_cases as cases
@@ -117,6 +119,32 @@ def test_windows_of_a_long_text_score_all_tokens_but_the_first(loaded):
     wanted = -sum(float(_logprobs(theirs, part).sum()) for part in parts)
     np.testing.assert_allclose(found.nats, [wanted], rtol=1e-5)
     assert found.tokens.tolist() == [149]
+
+
+def test_the_harness_returns_the_log_softmax_and_what_is_greedy(loaded):
+    """Without a context, the row begins with BOS, as in the harness's own model class."""
+    from dlm_jax.harness.lm import Evaluated
+
+    model, theirs, tokenizer = loaded
+    written = model.tokenizer.decode(_ours(model, [{"tokens": tokenizer("the cat").input_ids}])[0])
+    pairs = [("the cat", written), ("the cat", " sat"), ("a rat", " ran."), ("", "who")]
+    asked = [SimpleNamespace(args=pair) for pair in pairs]
+    found = Evaluated(model=model, batch_size=1).loglikelihood(asked)
+    prefix = list(getattr(model, "prefix_ids", ()))
+    for (context, rest), (logprob, is_greedy) in zip(pairs, found, strict=True):
+        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (context, rest)]
+        given = prefix + ids[0] or [tokenizer.bos_token_id]
+        wanted = _logprobs(theirs, given + ids[1])[-len(ids[1]) :].sum()
+        np.testing.assert_allclose(logprob, float(wanted), rtol=1e-5)
+        with torch.no_grad():
+            best = theirs(torch.tensor([given + ids[1]])).logits[0].argmax(dim=-1).tolist()
+        assert is_greedy == (best[len(given) - 1 : -1] == ids[1])
+    (rolling,) = Evaluated(model=model).loglikelihood_rolling(
+        [SimpleNamespace(args=("a rat sat",))]
+    )
+    ids = tokenizer("a rat sat", add_special_tokens=False).input_ids
+    wanted = _logprobs(theirs, (prefix or [tokenizer.bos_token_id]) + ids).sum()
+    np.testing.assert_allclose(rolling, float(wanted), rtol=1e-5)
 
 
 def test_a_score_does_not_depend_on_the_batch_size(loaded):
