@@ -149,6 +149,9 @@ class Network:
           each matrix ``[..., fan_in, fan_out]`` or stack of matrices, to which Muon and weight
           decay apply. Parameters under the top-level names that the tree omits, or all if None,
           are judged by shape (`dlm_jax.training.optimisers.matrices_by_shape`).
+      predicts_first: False for a causal network that predicts each token from the tokens before it
+        and nothing else. The trunk's output at the first position of a row is then undefined, and
+        the first token is given.
     """
 
     init: Callable[[jax.Array], Params]
@@ -164,6 +167,7 @@ class Network:
     signal: Callable[[Params, jax.Array], jax.Array] | None = None
     canvas_length: int = 0
     is_matrix: Callable[[Params], Params] | None = None
+    predicts_first: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", _Hashable(self.heads))

@@ -247,7 +247,8 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
     corpus, rows = _held_out_rows(model, args)
     cost = score_rows(model, rows, **drawn)
     place_L = np.arange(rows["tokens"].shape[1])[None]
-    is_free_NL = (place_L >= rows["given"][:, None]) & (place_L < rows["length"][:, None])
+    given_N = np.maximum(rows["given"], 0 if model.network.predicts_first else 1)
+    is_free_NL = (place_L >= given_N[:, None]) & (place_L < rows["length"][:, None])
     is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
     tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
     tokens_N = free_N - tail_N

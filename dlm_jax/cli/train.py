@@ -77,7 +77,7 @@ def dry_run(config: Config, topology: str) -> Plan:
     if config.model.vocab_size == 0:
         config, corpus = load_resolved(config, report=say)
         tokenizer = corpus.tokenizer
-    elif config.model.attention_type == "causal" and config.model.start_id < 0:
+    elif config.model.has_start and config.model.start_id < 0:
         model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)
         config = dataclasses.replace(config, model=model)
     devices = jax.devices() if devices is None else devices

@@ -505,7 +505,8 @@ class ModelConfig(Section):
     logit_alignment: str = setting(
         "same",
         "output that predicts the token at a position: same (the output at this position) or "
-        "shifted (the output at the previous position; the first position uses its own)",
+        "shifted (the output at the previous position; the first position uses its own, and has no "
+        "prediction in a causal model, which then has no start_id)",
         Trait.TURNED | Trait.UNSEEN,
         choices=("same", "shifted"),
     )
@@ -690,6 +691,16 @@ class ModelConfig(Section):
         return self.head_size or self.width // self.heads
 
     @property
+    def has_start(self) -> bool:
+        """Whether the input of the network is ``start_id`` and all tokens except the last."""
+        return self.attention_type == "causal" and self.logit_alignment == "same"
+
+    @property
+    def predicts_first(self) -> bool:
+        """Whether the network predicts the first token of a row (`Network.predicts_first`)."""
+        return self.attention_type != "causal" or self.has_start
+
+    @property
     def rotary_size(self) -> int:
         return int(self.size_of_head * self.rotary_share)
 
@@ -758,12 +769,6 @@ class ModelConfig(Section):
             "model.block_length", self.block_length,
             f"is not supported with model.attention_type={kind!r}",
             f"use {'at least 2' if is_in_blocks else 0}", "model.attention_type",
-        )  # fmt: skip
-        require(
-            self.logit_alignment == "same" or kind != "causal", "model.logit_alignment",
-            self.logit_alignment,
-            "is not supported with model.attention_type='causal', which shifts its inputs",
-            "use 'same'", "model.attention_type",
         )  # fmt: skip
 
     def _check_canvas(self) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.diffusion.corruption import LINEAR, mask_exactly
-from dlm_jax.diffusion.losses import cross_entropy, hidden_of
+from dlm_jax.diffusion.losses import cross_entropy, hidden_of, nll, read_out, unpredicted
 from dlm_jax.diffusion.objectives import Batch, noised_at, process_costs
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.types import Network, Params
@@ -174,7 +174,7 @@ def _weighed(
 
 def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
     """Exact negative log-likelihood in nats ``[B]`` of the free tokens in each row, for a causal
-    model.
+    model. The first token of a row costs 0 if the network does not predict it.
     """
     return jnp.sum(_causal_nll(network, params, batch, mask_id=mask_id), axis=1)
 
@@ -182,7 +182,31 @@ def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) 
 def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
     hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
     nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
+    batch = batch if network.predicts_first else batch.with_first_given()
     return jnp.where(batch.is_free_BL(), nll_BL, 0.0)
+
+
+def causal_costs(
+    network: Network, params: Params, batch: Batch, *, mask_id: int
+) -> tuple[jax.Array, jax.Array]:
+    """The cost of each free token in nats under a causal model, and whether the token is the most
+    likely one, each ``[B, L]``; 0 and True elsewhere. In a tie, the lowest id is the most likely.
+    """
+
+    def signed(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+        # Negative where another token is more likely, where the cost is never 0.
+        is_top_N = jnp.argmax(logits_NV, axis=1) == targets.reshape(-1)
+        nll_N = nll(logits_NV, targets)
+        return jnp.where(is_top_N, nll_N, -nll_N)
+
+    batch = batch if network.predicts_first else batch.with_first_given()
+    hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
+    cost_BL = read_out(
+        signed, network.readout, params, (hidden_BLD,), (batch.tokens_BL,),
+        vocab_size=network.vocab_size, mask_id=unpredicted(network, mask_id),
+    )  # fmt: skip
+    cost_BL = jnp.where(batch.is_free_BL(), cost_BL, 0.0)
+    return jnp.abs(cost_BL), cost_BL >= 0
 
 
 def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:

@@ -58,17 +58,24 @@ def cross_entropy(
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
-    MASK is never predicted, because its logit is set to -inf. Each device applies the head to its
-    own positions, and the parameters of the head are gathered once. If there are more than 2^24
-    logits per device (2^26 on accelerators), the logits are computed in slices of positions and
-    recomputed in the backward pass. `is_read_BL` is True where the result is needed; None means all
-    positions. At other positions, the result is undefined (but not NaN) and is not computed on
-    accelerators.
+    MASK is never predicted, because its logit is set to -inf, except by a network without a
+    prediction of the first token, which reads no MASK and was trained without one. Each device
+    applies the head to its own positions, and the parameters of the head are gathered once. If
+    there are more than 2^24 logits per device (2^26 on accelerators), the logits are computed in
+    slices of positions and recomputed in the backward pass. `is_read_BL` is True where the result
+    is needed; None means all positions. At other positions, the result is undefined (but not NaN)
+    and is not computed on accelerators.
     """
     return read_out(
         nll, network.readout, params, (hidden_BLD,), (targets_BL,),
-        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+        vocab_size=network.vocab_size, mask_id=unpredicted(network, mask_id),
+        is_read_BL=is_read_BL,
     )  # fmt: skip
+
+
+def unpredicted(network: Network, mask_id: int) -> int:
+    """The id without a probability: MASK, or -1 if all ids have one. See `cross_entropy`."""
+    return mask_id if network.predicts_first else -1
 
 
 def read_out(

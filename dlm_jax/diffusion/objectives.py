@@ -250,6 +250,10 @@ class Batch(NamedTuple):
         place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
         return (place_1L < self.length_B[:, None]) & (place_1L >= self.given_B[:, None])
 
+    def with_first_given(self) -> Batch:
+        """The rows, with at least their first token given."""
+        return self._replace(given_B=jnp.maximum(self.given_B, 1))
+
 
 class Example(NamedTuple):
     """The network inputs and targets of a batch.
@@ -566,10 +570,13 @@ def proofreading(
     return Example(shown_BL, weight_BL, jnp.sum(weight_BL), truth)
 
 
-def next_token(batch: Batch) -> Example:
+def next_token(batch: Batch, *, predicts_first: bool = True) -> Example:
     """The autoregressive example of a causal model: every free token is predicted from the tokens
     to its left.
+
+    `predicts_first` is that of the network (`Network.predicts_first`).
     """
+    batch = batch if predicts_first else batch.with_first_given()
     weight_BL = batch.is_free_BL().astype(jnp.float32)
     return Example(batch.tokens_BL, weight_BL, jnp.sum(weight_BL))
 

@@ -4,10 +4,11 @@ The likelihood of a diffusion model is a bound, the mean over several masks. The
 depends on the request. The likelihood of a causal model is exact. Results are bitwise independent
 of the batch size and of the order of requests.
 
-A request runs in a program with a fixed number of rows, on a canvas whose size depends only on the
-length of the request. Masks are drawn in antithetic pairs with the same random order of tokens: the
-first mask hides the first k tokens in this order, and the second mask hides the k-th and all later
-tokens.
+A request runs in a program whose number of rows depends only on the size of the canvas, which
+depends only on the length of the request. Programs are filled with the requests there are, also if
+the harness asks for batches of one. Masks are drawn in antithetic pairs with the same random order
+of tokens: the first mask hides the first k tokens in this order, and the second mask hides the k-th
+and all later tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
-from dlm_jax.diffusion.likelihood import bound_at, causal_nll
+from dlm_jax.devices import platform
+from dlm_jax.diffusion.likelihood import bound_at, causal_costs
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
@@ -35,6 +37,7 @@ from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.inference.scoring import compiled
+from dlm_jax.sampling.positions import group_size
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
@@ -81,13 +84,16 @@ def _fitted(
 ) -> Pair:
     if not rest.size:
         raise ValueError("the continuation has no tokens; pass some text")
-    room = model.max_length - len(prefix_ids) - rest.size
+    prefix = np.array(prefix_ids, np.int32)
+    if not (prefix.size or given.size or model.network.predicts_first):
+        prefix = _first_token(model)
+    # A network that does not predict the first token does not read the last one.
+    room = model.max_length + (not model.network.predicts_first) - prefix.size - rest.size
     if room < 0:
         raise ValueError(
             f"continuation of {rest.size} tokens exceeds the model's canvas of {model.max_length}; "
             "use loglikelihood_rolling for whole texts"
         )
-    prefix = np.array(prefix_ids, np.int32)
     given = np.concatenate([prefix, given[max(0, given.size - room) :]])
     return Pair(np.concatenate([given, rest]).astype(np.int32), int(given.size))
 
@@ -99,6 +105,8 @@ def windows_of(model: Model, text: str) -> list[Pair]:
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
+    if not model.network.predicts_first:
+        return _windows_after_first(model, ids)
     prefix = np.array(model.prefix_ids, np.int32)
     size = model.max_length - prefix.size
 
@@ -110,6 +118,25 @@ def windows_of(model: Model, text: str) -> list[Pair]:
     if rest and len(found) > 1:
         found[-1] = window(ids[-size:], size - rest)
     return found
+
+
+def _windows_after_first(model: Model, ids: np.ndarray) -> list[Pair]:
+    """`windows_of` for a network that predicts tokens only from those before them.
+
+    The first window begins with a given token, and each other window with the last token of the
+    previous one, so a row has one token more than the canvas. The last token is not read.
+    """
+    ids, size = np.concatenate([_first_token(model), ids]), model.max_length
+    found = [Pair(ids[first : first + size + 1], 1) for first in range(0, ids.size - 1, size)]
+    rest = (ids.size - 1) % size
+    if rest and len(found) > 1:
+        found[-1] = Pair(ids[-(size + 1) :], size + 1 - rest)
+    return found
+
+
+def _first_token(model: Model) -> np.ndarray:
+    """The token before a text without a context: BOS or EOS, as in lm-evaluation-harness."""
+    return np.array(model.prefix_ids[-1:] or model.first_ids or (model.tokenizer.eos_id,), np.int32)
 
 
 _LENGTH = 256
@@ -255,7 +282,12 @@ def _request(
 
 
 ROWS = 32
-"""Number of rows in every program."""
+"""Maximum number of rows in a program."""
+
+
+def num_slots() -> int:
+    """Number of rows in every program that generates. A few rows saturate a CPU."""
+    return 8 if platform() == "cpu" else ROWS
 
 
 Row = tuple[Pair, np.ndarray]
@@ -295,8 +327,7 @@ class Likelihoods:
     Args:
       model: a diffusion model (bounds) or a causal model (exact likelihoods).
       num_draws: number of masks per pair.
-      batch_size: number of rows per call, up to `ROWS`. The remaining rows of the program are
-        padding.
+      batch_size: maximum number of rows per call. The remaining rows of the program are padding.
       seed: seed of the masks.
     """
 
@@ -319,17 +350,23 @@ class Likelihoods:
         self._batch_size = min(batch_size, ROWS)
         self._mask_id = model.tokenizer.mask_id
 
+    def exact(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, list[bool]]:
+        """Returns `nats` and `are_greedy` of a causal model, from one forward pass."""
+        run = self._compiled(_exact)
+        nats, is_greedy = np.zeros(len(pairs)), np.zeros(len(pairs), bool)
+        for places, arrays in self._batches([(pair, np.zeros(0, bool)) for pair in pairs]):
+            made = jax.device_get(run(self._model.params, *arrays[:3]))
+            nats[places], is_greedy[places] = (column[: len(places)] for column in made)
+        return nats, is_greedy.tolist()
+
     def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the negative log-likelihood of each pair in nats, float64 ``[N]``."""
+        if self._model.is_causal:
+            return self.exact(pairs)[0]
         unit = self._model.network.block_length
-        masks = [
-            np.zeros((1, 0), bool)
-            if self._model.is_causal
-            else masks_of(pair, self._num_draws, self._seed, unit)
-            for pair in pairs
-        ]
+        masks = [masks_of(pair, self._num_draws, self._seed, unit) for pair in pairs]
         rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        run = self._compiled(_costs, is_causal=self._model.is_causal)
+        run = self._compiled(_bounds)
         found = np.zeros(len(rows))
         for places, arrays in self._batches(rows):
             found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
@@ -341,6 +378,8 @@ class Likelihoods:
 
         The most confident token is decoded first, or the leftmost token in a causal model.
         """
+        if self._model.is_causal:
+            return self.exact(pairs)[1]
         run = self._compiled(_guesses)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
         is_greedy = [True] * len(pairs)
@@ -352,8 +391,7 @@ class Likelihoods:
                 for number, place in enumerate(places):
                     owner, (pair, mask) = open_[place], rows[place]
                     holes = np.flatnonzero(mask)
-                    first = np.argmax(sure_RL[number, holes]) if not self._model.is_causal else 0
-                    at = holes[first]
+                    at = holes[np.argmax(sure_RL[number, holes])]
                     is_greedy[owner] = bool(ids_RL[number, at] == pair.ids[at])
                     mask[at] = False
             open_ = [owner for owner in open_ if is_greedy[owner] and masks[owner].any()]
@@ -370,14 +408,16 @@ class Likelihoods:
             size = canvas_size(pair.ids.size, is_shared=True)
             sizes.setdefault(size, []).append(place)
         for size, places in sorted(sizes.items()):
-            for first in range(0, len(places), self._batch_size):
-                some = places[first : first + self._batch_size]
-                yield some, self._arrays([rows[place] for place in some], size)
+            count = group_size(ROWS, size)
+            step = min(self._batch_size, count)
+            for first in range(0, len(places), step):
+                some = places[first : first + step]
+                yield some, self._arrays([rows[place] for place in some], (count, size))
 
-    def _arrays(self, rows: Sequence[Row], size: int) -> tuple[np.ndarray, ...]:
-        tokens = np.full((ROWS, size), self._model.tokenizer.pad_id, np.int32)
-        length, given = np.ones(ROWS, np.int32), np.zeros(ROWS, np.int32)
-        is_masked = np.zeros((ROWS, size), bool)
+    def _arrays(self, rows: Sequence[Row], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+        tokens = np.full(shape, self._model.tokenizer.pad_id, np.int32)
+        length, given = np.ones(shape[0], np.int32), np.zeros(shape[0], np.int32)
+        is_masked = np.zeros(shape, bool)
         for number, (pair, mask) in enumerate(rows):
             n = pair.ids.size
             tokens[number, :n], length[number], given[number] = pair.ids, n, pair.given
@@ -385,14 +425,24 @@ class Likelihoods:
         return tokens, length, given, is_masked
 
 
-def _costs(
+def _bounds(
     network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array,
-    masked: jax.Array, *, mask_id: int, is_causal: bool,
+    masked: jax.Array, *, mask_id: int,
 ) -> jax.Array:  # fmt: skip
     batch = Batch(tokens, length, given)
-    if is_causal:
-        return causal_nll(network, params, batch, mask_id=mask_id)
     return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
+
+
+def _exact(
+    network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, *,
+    mask_id: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns the cost of each row under a causal model, and whether all its scored tokens are the
+    most likely ones.
+    """
+    batch = Batch(tokens, length, given)
+    nats_RL, is_top_RL = causal_costs(network, params, batch, mask_id=mask_id)
+    return jax.numpy.sum(nats_RL, axis=1), jax.numpy.all(is_top_RL, axis=1)
 
 
 def _guesses(
@@ -440,8 +490,7 @@ class Evaluated:
       draws: number of masks per likelihood.
       likelihood: ``bound``, or ``chain`` for the exact probability of decoding a continuation from
         left to right (as in `dlm_jax.decide`), which needs no masks.
-      batch_size: number of rows per call, up to 32; "auto" uses 32. Results do not depend on this
-        argument.
+      batch_size: ignored; the number of rows per call follows the number of requests.
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
@@ -473,7 +522,8 @@ class Evaluated:
         if model is None:
             model = load(checkpoint, dtype=dtype, quantize=quantize)
         self.model = model
-        self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
+        if not str(batch_size).startswith("auto") and int(batch_size) < 1:
+            raise SettingError("batch_size", batch_size, "must be at least 1")
         self._seed, self._is_chat = int(seed), False
         self._chats: dict[str, np.ndarray] = {}
         if likelihood not in ("bound", "chain"):
@@ -481,9 +531,7 @@ class Evaluated:
         self._is_chain = likelihood == "chain" and not self.model.is_causal
         self._settings = layered(self.model.preset(preset) if preset else None, settings)
         settings_of_call(self.model, self._settings)
-        self._likelihoods = Likelihoods(
-            self.model, num_draws=int(draws), batch_size=self._batch_size, seed=self._seed
-        )
+        self._likelihoods = Likelihoods(self.model, num_draws=int(draws), seed=self._seed)
 
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each continuation and whether greedy decoding generates
@@ -493,15 +541,19 @@ class Evaluated:
             pair_of(self.model, *request.args, ids=self._chat_ids(request.args[0]))
             for request in requests
         ]
-        nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
-        found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
+        if self.model.is_causal:
+            nats, are_greedy = self._likelihoods.exact(pairs)
+        else:
+            nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
+            are_greedy = self._likelihoods.are_greedy(pairs)
+        found = list(zip((-nats).tolist(), are_greedy, strict=True))
         self._keep("loglikelihood", requests, found)
         return found
 
     def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the negative log-probability of each continuation decoded from left to right."""
         rows = [decisions.DecodingRow(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
-        return -decisions.logprobs(self.model, rows, num_rows=ROWS)
+        return -decisions.logprobs(self.model, rows, num_rows=num_slots())
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """Returns the log-likelihood of whole texts, scored in windows of the canvas size."""
@@ -524,7 +576,7 @@ class Evaluated:
             told = f"{name}={value!r} has no effect on a diffusion model; it is ignored"
             print(told, file=sys.stderr)
         found = texts(
-            self.model, asked, common=self._settings, slots=ROWS, batch_size=self._batch_size,
+            self.model, asked, common=self._settings, slots=num_slots(), batch_size=num_slots(),
             seed=self._seed,
         )  # fmt: skip
         self._keep("generate_until", requests, found)

@@ -25,6 +25,7 @@ import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 
 from dlm_jax.diffusion.likelihood import half_width
+from dlm_jax.diffusion.losses import unpredicted
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scoring import check_sizes, compiled
@@ -309,6 +310,13 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
         parts, named = _slots(model, _text("prompt", prompt), choices)
     if isinstance(prompt, str):
         parts[0] = np.concatenate([prefix, parts[0]])
+    if not len(parts[0]) and not model.network.predicts_first:
+        if not model.first_ids:
+            raise SettingError(
+                "prompt", UNSET, "has no text before the first slot, but the model predicts each "
+                "token from the tokens before it, and there is no BOS", "put a text before it",
+            )  # fmt: skip
+        parts[0] = np.array(model.first_ids, np.int32)
     known = {name: _checked(name, labels) for name, labels in named.items()}
     ids = [_ids(model, name, labels) for name, labels in known.items()]
     made = Question(known, ids, parts)
@@ -646,7 +654,7 @@ def _read(
         place_B, ids_BK = asked
         hidden_BD = jnp.take_along_axis(hidden_BLD, place_B[:, None, None], axis=1)[:, 0]
         logits_BV = positions.logits(network, params, hidden_BD)
-        is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == mask_id
+        is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == unpredicted(network, mask_id)
         logits_BV = jnp.where(is_mask_1V, -jnp.inf, logits_BV)
         norm_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
         return jnp.take_along_axis(logits_BV, ids_BK, axis=1) - norm_B1

@@ -148,6 +148,16 @@ class Model:
         """Ids at the start of each row of text, as in the training of a published model."""
         return prefix_of(self.tokenizer, self.start_id)
 
+    @property
+    def first_ids(self) -> tuple[int, ...]:
+        """Ids before a text without a prompt: BOS if the network does not predict the first token
+        of a row, there is a BOS and no other prefix, as in ``generate`` of transformers; otherwise
+        empty.
+        """
+        bos_id = self.tokenizer.bos_id
+        is_begun = self.network.predicts_first or self.prefix_ids or bos_id is None
+        return () if is_begun else (bos_id,)
+
     @functools.cached_property
     def vocabulary(self) -> str:
         """A fingerprint of the tokenizer with 16 hex digits."""
@@ -170,6 +180,7 @@ class Model:
             process=self.process,
             canvas_length=self.network.canvas_length,
             shows_maps=self.network.inside is not None,
+            predicts_first=self.network.predicts_first,
         )
 
     @functools.cached_property

@@ -354,6 +354,14 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
             f"are given after a hole, where {kind} does not attend to them",
             "put them before it, or use a bidirectional model",
         )
+    if is_open[0] and not facts.predicts_first:
+        raise SettingError(
+            "prompt",
+            UNSET,
+            "is empty, but the model predicts each token from the tokens before it, and there is "
+            "no BOS",
+            "pass a prompt, or tokens that begin with a given id",
+        )
     for rule in sample.table.of(sample):
         rule.check_canvas(sample, facts, is_open)
     if block_length == 0:
@@ -554,6 +562,9 @@ def make_requests(
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
+    is_without = [text.get(name) is None for name in ("template", "tokens")]
+    if model.first_ids and all(is_without) and _is_empty(text.get("prompt")):
+        text |= {"prompt": None, "tokens": model.first_ids}
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
     room = room_of(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
@@ -639,6 +650,10 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
     steps = (length // block + 2) * block if block else length
     needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False, "steps": steps}
     return {**needed, **settings}
+
+
+def _is_empty(prompt: Any) -> bool:
+    return prompt is None or (isinstance(prompt, str) and not prompt)
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:

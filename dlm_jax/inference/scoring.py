@@ -41,7 +41,8 @@ class Score:
 
     Attributes:
       nats: float64 ``[N]``, cost of each text.
-      tokens: int ``[N]``, number of scored tokens, without the prompt.
+      tokens: int ``[N]``, number of scored tokens, without the prompt and without the first token
+        of a row if the network does not predict it (`Network.predicts_first`).
       characters: int ``[N]``, number of characters of the text without the prompt.
       draw_error: float64 ``[N]``, standard error of the cost of each text due to the random masks;
         0 for exact likelihoods, NaN if a window of the text has only one draw.
@@ -77,6 +78,8 @@ class Score:
         return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
 
     def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
+        if not counts.any():
+            return math.nan, math.nan
         ratio, error = ratio_and_error(self.nats / nats, counts)
         if len(self.nats) == 1:
             error = float(self.draw_error[0]) / nats / float(counts[0])
@@ -96,6 +99,11 @@ def score(
 
     If a text without a prompt is longer than the model's canvas, it is split into windows, each
     scored without the previous windows. The cost of the text is the sum over its windows.
+
+    A published causal model predicts a token only from the tokens before it. The first token of a
+    text without a prompt therefore costs 0 and is not counted in `Score.tokens`, as in the loss of
+    transformers. Each further window begins with the last token of the previous one, so that every
+    other token is scored.
 
     Args:
       model: a model from `dlm_jax.load`, or a custom one.
@@ -134,12 +142,18 @@ def score(
 
     return Score(
         nats=per_text(cost.nats_B),
-        tokens=per_text(rows["length"] - rows["given"]).astype(np.int64),
+        tokens=per_text(num_scored(model, rows)).astype(np.int64),
         characters=np.array([len(text) for text in texts]),
         draw_error=np.sqrt(per_text(cost.variance_B)),
         is_exact=model.is_causal,
         num_draws=num_draws,
     )
+
+
+def num_scored(model: Model, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the number of scored tokens of each row, int ``[N]``."""
+    least = 0 if model.network.predicts_first else 1
+    return np.maximum(rows["length"] - np.maximum(rows["given"], least), 0)
 
 
 def score_rows(
@@ -211,15 +225,17 @@ def _in_batches(
 ) -> Any:
     """Runs `run` in batches on the rows, their indices and the key of `seed`.
 
-    The last batch is padded with its last row, so that only one shape is compiled.
+    A batch is padded with its last row to the smallest sufficient power of two, up to `batch_size`,
+    so that the cost follows the number of rows, and few shapes are compiled.
     """
     columns = [np.asarray(rows[name], np.int32) for name in ("tokens", "length", "given")]
     num_rows = len(rows["length"])
     parts = []
     for first in range(0, num_rows, batch_size):
-        index = np.minimum(np.arange(first, first + batch_size), num_rows - 1)
+        count = min(batch_size, 1 << (num_rows - first - 1).bit_length())
+        index = np.minimum(np.arange(first, first + count), num_rows - 1)
         batch = Batch(*(jnp.asarray(column[index]) for column in columns))
-        number_B = jnp.arange(first, first + batch_size, dtype=jnp.int32)
+        number_B = jnp.arange(first, first + count, dtype=jnp.int32)
         parts.append(jax.device_get(run(model.params, batch, number_B, key_of(seed))))
     return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows], *parts)
 
@@ -257,9 +273,12 @@ def _windows(model: Model, prompt: str, text: str) -> list[Window]:
                 f"of {model.max_length}; shorten one of them"
             )
         return [(np.concatenate([given, ids]), given.size)]
-    size = model.max_length - prefix.size
-    parts = (ids[start : start + size] for start in range(0, ids.size, size))
-    return [(np.concatenate([prefix, part]), prefix.size) for part in parts]
+    if prefix.size or model.network.predicts_first:
+        size = model.max_length - prefix.size
+        parts = (ids[start : start + size] for start in range(0, ids.size, size))
+        return [(np.concatenate([prefix, part]), prefix.size) for part in parts]
+    starts = range(0, max(ids.size - 1, 1), max(model.max_length - 1, 1))
+    return [(ids[start : start + model.max_length], 1) for start in starts]
 
 
 def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:

@@ -413,12 +413,13 @@ def seen_keys(
     *,
     block_length: int,
     num_shared: int,
+    first: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention biases for the queries at positions `place_BW` of the window.
 
     The first bias applies to the cached keys of the row, and the second to the keys of the window.
     The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. See `shared_bias` for the
-    values.
+    values. Keys at positions before `first` are hidden.
     """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
@@ -426,8 +427,8 @@ def seen_keys(
     def is_own(place: jax.Array) -> jax.Array:
         return (place >= begin_B1) & (place < end_B1)
 
-    is_kept_BL = (place_1L < length_B1) & ~is_own(place_1L)
-    is_new_BW = (place_BW < length_B1) & is_own(place_BW)
+    is_kept_BL = (place_1L >= first) & (place_1L < length_B1) & ~is_own(place_1L)
+    is_new_BW = (place_BW >= first) & (place_BW < length_B1) & is_own(place_BW)
     is_kept_BWL = is_kept_BL[:, None, :] & _sees(place_BW, place_1L, block_length)
     is_new_BWW = is_new_BW[:, None, :] & _sees(place_BW, place_BW, block_length)
     return cpu.shared_bias(is_kept_BWL, num_shared), cpu.shared_bias(is_new_BWW, num_shared)

@@ -5,7 +5,9 @@ dtype: ``2 depth B L G K`` numbers in total. The products of attention read this
 Without a layout constraint, the TPU compiler would transpose the whole cache at every step. On CPU,
 the layers are unrolled, and each layer has its own leaves, ``[B, G, L K]``. With shifted
 predictions, the hidden vectors of all positions are also cached, ``[B, L, D]``, because the
-position before a window predicts the first position of the window.
+position before a window predicts the first position of the window. A causal network with shifted
+predictions needs no such vectors: position i of its cache contains the keys and values of the token
+at i - 1, as if the input were shifted. Position 0 is hidden.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FEW = 8
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
-    """Shifts vectors right by one position, after `before_BD` (None repeats the first vector)."""
+    """Shifts arrays right by one position, after `before_BD` (None repeats the first position)."""
     first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
     return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
 
@@ -79,11 +81,13 @@ def put_at(
 
 
 def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
-    """The input of a causal network: `start_id` and all tokens except the last."""
+    """`start_id` and all tokens except the last."""
     return left_of(tokens_BL, start_id)
 
 
-_UNROLLED = 16
+# Maximum depth of an unrolled network. A scan copies the parameters of each layer at every step,
+# but each unrolled layer takes a quarter of a second to compile.
+_UNROLLED = 48
 
 
 def cached_trunk(
@@ -128,14 +132,19 @@ class _Pieces:
     def head_size(self) -> int:
         return self.config.size_of_head
 
-    def read(self, tokens_NL: jax.Array) -> jax.Array:
-        """The input tokens of the network, shifted if the network is causal."""
-        is_causal = self.config.attention_type == "causal"
-        return shifted(tokens_NL, self.config.start_id) if is_causal else tokens_NL
+    @property
+    def is_causal(self) -> bool:
+        return self.config.attention_type == "causal"
+
+    @property
+    def hides_first(self) -> bool:
+        """Whether position i of the cache is of the token at i - 1, and no token is at 0."""
+        return not self.config.predicts_first
 
     @property
     def is_shifted(self) -> bool:
-        return self.config.logit_alignment == "shifted"
+        """Whether the cache contains hidden vectors."""
+        return self.config.logit_alignment == "shifted" and not self.is_causal
 
     def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
         config = self.config
@@ -169,17 +178,20 @@ class _Pieces:
             module, made = self.block(block), []
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                made.append((self._as_kept(k), self._as_kept(v)))
+                own = (one_later(k), one_later(v)) if self.hides_first else (k, v)
+                made.append((self._as_kept(own[0]), self._as_kept(own[1])))
                 return module.attention.attend(q, k, v, length_N)
 
             return module.around(x_NLD, turns, attend), made[0]
 
-        x_NLD = self.embed(params, self.read(tokens_NL))
+        if self.config.has_start:
+            tokens_NL = shifted(tokens_NL, self.config.start_id)
+        x_NLD = self.embed(params, tokens_NL)
         x_NLD, piece = self._through(layer, x_NLD, params, None)
         x_NLD = self.norm(params, x_NLD)
         if self.is_shifted:
             return one_later(x_NLD), (piece, x_NLD)
-        return x_NLD, piece
+        return one_later(x_NLD) if self.hides_first else x_NLD, piece
 
     def window(
         self,
@@ -196,10 +208,11 @@ class _Pieces:
         num_positions = tokens_NL.shape[1]
         num_seen = num_positions if num_seen is None else num_seen
         place_NW = window.place_N[:, None] + jnp.arange(size)[None]
-        turns = tuple(table_LK[place_NW] for table_LK in self.angles(num_positions))
+        at_NW = jnp.maximum(place_NW - 1, 0) if self.hides_first else place_NW
+        turns = tuple(table_LK[at_NW] for table_LK in self.angles(num_positions))
         seen = seen_keys(
             window, place_NW, length_N, num_seen, block_length=self.block_length,
-            num_shared=self.config.heads // self.num_groups,
+            num_shared=self.config.heads // self.num_groups, first=int(self.hides_first),
         )  # fmt: skip
 
         def layer(x_NWD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
@@ -217,7 +230,9 @@ class _Pieces:
 
             return module.around(x_NWD, turns, attend), made[0]
 
-        tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
+        if self.is_causal:
+            tokens_NL = shifted(tokens_NL, max(self.config.start_id, 0))
+        tokens_NW = jnp.take_along_axis(tokens_NL, place_NW, axis=1)
         x_NWD = self.embed(params, tokens_NW)
         layers, said_BLD = kept if self.is_shifted else (kept, None)
         x_NWD, piece = self._through(layer, x_NWD, params, layers)

@@ -282,12 +282,13 @@ def build(config: ModelConfig) -> Network:
     `Network`.
 
     The input of a causal network is ``start_id`` followed by all tokens except the last. The output
-    at a position depends only on earlier tokens and predicts the token at that position.
+    at a position depends only on earlier tokens and predicts the token at that position. With
+    shifted predictions, the input is the tokens themselves, and the output at a position is that of
+    the token before it, so the first token has no prediction (`Network.predicts_first`).
     """
     if config.vocab_size < 1:
         raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")
-    is_causal = config.attention_type == "causal"
-    if is_causal and config.start_id < 0:
+    if config.has_start and config.start_id < 0:
         raise ValueError("model.start_id=-1 is unresolved; set it to the tokenizer's MASK")
     dtype = jnp.dtype(config.compute_dtype)
     # Graph definitions contain structure but no arrays; parameters are plain dicts of arrays.
@@ -323,7 +324,7 @@ def build(config: ModelConfig) -> Network:
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
     ) -> tuple[jax.Array, None]:
-        if is_causal:
+        if config.has_start:
             tokens_BL = shifted(tokens_BL, config.start_id)
         size = config.rotary_size
         angles = rotary_angles(tokens_BL.shape[1], size, config.rope_theta)
@@ -349,6 +350,7 @@ def build(config: ModelConfig) -> Network:
         inside=_inside_of(config, vectors_of, module_of, final_norm),
         heads={head.key: _head_function(head, config, readout) for head in HEADS
                if head.is_added(config)},
+        predicts_first=config.predicts_first,
     )  # fmt: skip
 
 
@@ -361,7 +363,7 @@ def _inside_of(
     """Makes `Network.inside`, which runs the blocks one by one with plain attention."""
 
     def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
-        if config.attention_type == "causal":
+        if config.has_start:
             tokens_BL = shifted(tokens_BL, config.start_id)
         angles = rotary_angles(tokens_BL.shape[1], config.rotary_size, config.rope_theta)
         hidden, maps = [vectors_of(params, tokens_BL)], []
@@ -419,10 +421,9 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
     def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
         if config.tied_head:
-            kernel_DV = params["embedding"].T
+            logits = cpu.linear_by_rows(hidden_ND, params["embedding"].astype(hidden_ND.dtype))
         else:
-            kernel_DV = params["head"]["kernel"]
-        logits = cpu.linear(hidden_ND, kernel_DV.astype(hidden_ND.dtype))
+            logits = cpu.linear(hidden_ND, params["head"]["kernel"].astype(hidden_ND.dtype))
         return capped(logits.astype(jnp.float32))
 
     def logits_of(params: Params, hidden_ND: jax.Array, ids_NK: jax.Array) -> jax.Array:

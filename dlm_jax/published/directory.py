@@ -99,9 +99,6 @@ def read_published(
     said = read_settings(directory, length, lambda said: family.recommended(said, model))
     shards = Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
-    if model.attention_type == "causal":
-        begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        model = dataclasses.replace(model, start_id=begins)
     chat = read_chat(directory, tokenizer)
     abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = family.sources(model)

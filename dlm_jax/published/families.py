@@ -205,8 +205,9 @@ def _causal(name: str, architecture: str, **settings: bool) -> Family:
         name=name,
         architectures=(architecture,),
         model_type=name,
-        # `read_published` replaces the start id.
-        read=lambda fields: _read_qwen(fields, attention_type="causal", start_id=0, **settings),
+        read=lambda fields: _read_qwen(
+            fields, attention_type="causal", logit_alignment="shifted", **settings
+        ),
         write=_write_qwen,
         sources=qwen_sources,
         presets=CAUSAL,

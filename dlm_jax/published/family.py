@@ -371,6 +371,6 @@ DIFFUSION_GEMMA: dict[str, dict[str, Any]] = {
 CAUSAL: dict[str, dict[str, Any]] = {
     "greedy": {
         "gen_length": 128, "steps": 128, "temperature": 0.0, "order": "left_to_right",
-        "stop_at_eos": True, "block_length": 1, "ties": "lower",
+        "stop_at_eos": True, "block_length": 1, "cache": "exact", "ties": "lower",
     },
 }  # fmt: skip

@@ -53,6 +53,7 @@ class ModelFacts:
       block_length: number of positions per block in a block-causal model; 0 for other models.
       process: forward process used in training; None if unknown.
       canvas_length: number of positions in a canvas of a network with canvases; 0 otherwise.
+      predicts_first: True if the network predicts the first token of a row.
     """
 
     vocab_size: int
@@ -67,6 +68,7 @@ class ModelFacts:
     process: NoiseProcess | None = None
     canvas_length: int = 0
     shows_maps: bool = False
+    predicts_first: bool = True
 
 
 class Rules(NamedTuple):

@@ -178,7 +178,8 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
         return config, None
     theirs, tokenizer = read_shape(Path(source))
     default, settings = ModelConfig(), {}
-    own = Trait.OWN | (Trait.TURNED if theirs.attention_type == "causal" else Trait.NONE)
+    is_turned = theirs.attention_type == "causal" != config.model.attention_type
+    own = Trait.OWN | (Trait.TURNED if is_turned else Trait.NONE)
     for name, traits in ModelConfig.traits.items():
         ours, other = getattr(config.model, name), getattr(theirs, name)
         settings[name] = ours if traits & own else other
@@ -316,7 +317,7 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
             f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
         )
     start = config.model.start_id
-    if config.model.attention_type == "causal" and start < 0:
+    if config.model.has_start and start < 0:
         start = corpus.tokenizer.mask_id
     model = dataclasses.replace(config.model, vocab_size=size, start_id=start)
     return dataclasses.replace(config, model=model)

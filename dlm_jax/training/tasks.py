@@ -347,7 +347,8 @@ def make_mixture(setup: Setup) -> Mixture:
     config = setup.config
     _check_canvases(config)
     if config.model.attention_type == "causal":
-        return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
+        example = functools.partial(next_token, predicts_first=config.model.predicts_first)
+        return Mixture({"next_token": lambda batch, key: example(batch)}, {"next_token": 1.0})
     mixture = mixture_of(
         config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
         banned_ids=setup.banned_ids, noise_ids=setup.noise_ids,

@@ -567,7 +567,8 @@ def held_out(
         batch = Batch(*(place(windows[name][rows]) for name in ("tokens", "length", "given")))
         number_B = place(np.arange(rows.start, rows.stop, dtype=np.int32))
         parts.append(eval_step(params, batch, number_B, key_of(0)))
-    free_N = windows["length"] - windows["given"]
+    least = 0 if run.network.predicts_first else 1
+    free_N = np.maximum(windows["length"] - np.maximum(windows["given"], least), 0)
     columns = jax.tree.map(lambda *cut: np.concatenate(cut), *jax.device_get(parts))
     return columns, free_N
 

@@ -14,6 +14,7 @@ from dlm_jax.distributed.partitions import (
     make_mesh,
     partition,
     path_name,
+    replicated_by_default,
     shardings,
     share_of_batch,
 )
@@ -127,10 +128,12 @@ def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
     assert partition("blocks/mlp/up/kernel", (2, 15, 64), mesh) == P(None, None, "tensor")
 
 
-def test_a_matrix_without_a_rule_is_refused_by_its_path():
+def test_a_matrix_without_a_rule_is_replicated_and_named():
     mesh = make_mesh(CUBE)
-    with pytest.raises(ValueError, match=r"'blocks/adapter/lora' of shape \(2, 4, 4\)"):
-        shardings({"blocks": {"adapter": {"lora": np.zeros((2, 4, 4))}}}, mesh)
+    params = {"blocks": {"adapter": {"lora": np.zeros((2, 4, 4))}}}
+    (sharding,) = jax.tree.leaves(shardings(params, mesh))
+    assert sharding.is_fully_replicated
+    assert "blocks/adapter/lora" in replicated_by_default(params, mesh)
     assert partition("count", (), mesh) == P()
 
 

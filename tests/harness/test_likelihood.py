@@ -194,3 +194,10 @@ def test_a_chain_is_exact_and_the_same_in_any_order():
     assert _bits(nats(requests[::-1])[::-1]) == _bits(found) == _bits(nats(requests, batch_size=2))
     with pytest.raises(ValueError, match="likelihood='best' is unknown; use bound or chain"):
         Evaluated(model=MODEL, likelihood="best")
+
+
+def test_requests_run_together_though_the_harness_asks_for_batches_of_one():
+    made = Evaluated(model=MODEL, batch_size=1)
+    rows = [(pair, np.ones(pair.ids.size, bool)) for pair in PAIRS[:1] * 12]
+    sizes = [(len(places), arrays[0].shape) for places, arrays in made._likelihoods._batches(rows)]
+    assert sizes == [(4, (4, 64))] * 3

@@ -10,7 +10,7 @@ import toy
 import toy_model
 from oracles import likelihood as oracle
 
-from dlm_jax.inference.scoring import score
+from dlm_jax.inference.scoring import _in_batches, score
 from dlm_jax.model.transformer import build
 
 MODEL = toy_model.MODEL
@@ -125,3 +125,22 @@ def test_bad_input_is_refused_in_one_line(arguments, said):
         score(MODEL, **arguments)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_batch_has_the_smallest_power_of_two_of_rows_that_holds_the_rows_there_are():
+    sizes = []
+
+    def run(params, batch, number_B, key):
+        sizes.append(number_B.size)
+        return number_B
+
+    for num_rows, batch_size, wanted in (
+        (4, 16, [4]),
+        (1, 16, [1]),
+        (11, 8, [8, 4]),
+        (5, 3, [3, 2]),
+    ):
+        rows = {name: np.zeros((num_rows, 1), int) for name in ("tokens", "length", "given")}
+        found = _in_batches(run, MODEL, rows, batch_size)
+        assert sizes == wanted and found.tolist() == list(range(num_rows))
+        sizes.clear()

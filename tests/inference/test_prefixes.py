@@ -23,13 +23,14 @@ SETTINGS = {"cache": "exact", "gen_length": 8, "steps": 8, "temperature": 0.8, "
 KINDS = {
     "block_causal": ({"block_length": 4}, {"order": "low_confidence"}),
     "causal": ({"start_id": TOKENIZER.mask_id}, {"order": "left_to_right"}),
+    "shifted causal": ({"logit_alignment": "shifted"}, {"order": "left_to_right"}),
     "shifted": ({"block_length": 4, "logit_alignment": "shifted"}, {"order": "random"}),
 }
 
 
 def _model(kind, **more):
     changes, settings = KINDS[kind]
-    kind = "block_causal" if kind == "shifted" else kind
+    kind = {"shifted": "block_causal", "shifted causal": "causal"}.get(kind, kind)
     network = build(
         toy.config(vocab_size=TOKENIZER.vocab_size, attention_type=kind, **changes, **more)
     )
@@ -56,6 +57,7 @@ def _same_bits(row, other):
     [
         "block_causal",
         pytest.param("causal", marks=pytest.mark.slow),
+        pytest.param("shifted causal", marks=pytest.mark.slow),
         pytest.param("shifted", marks=pytest.mark.slow),
     ],
 )
@@ -69,8 +71,8 @@ def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without
         computed = engine.report().prefix_computed
         again = _rows(engine, model, prompts, settings)
         report = engine.report()
-    ends = sum((len(prompt) // 4 if kind != "causal" else len(prompt)) for prompt in prompts)
-    total = ends * (4 if kind != "causal" else 1)
+    unit = 1 if model.is_causal else 4
+    total = sum(len(prompt) // unit for prompt in prompts) * unit
     # The whole chunks of 64 of the second and third prompt are those of the first one.
     assert computed == total - 128 - 64
     # The rest of a prompt is no whole chunk, and is computed again.

@@ -16,6 +16,7 @@ from dlm_jax.types import Window
 KINDS = {
     "bidirectional": {"kv_heads": 1},
     "causal": {"attention_type": "causal", "start_id": toy.MASK},
+    "shifted causal": {"attention_type": "causal", "logit_alignment": "shifted", "kv_heads": 1},
     "block_causal": {"attention_type": "block_causal", "block_length": 3, "kv_heads": 1},
     "shifted": {"logit_alignment": "shifted"},
     "shifted in blocks": {
@@ -93,10 +94,12 @@ def test_a_window_beside_what_is_kept_is_what_the_trunk_returns_there(kind):
 
     Where every position sees all others nothing may have changed.
     """
-    size = {"causal": 1, "bidirectional": 5, "shifted": 5}.get(kind, 3)
-    begin = np.array([6, 3, 0])
+    size = {"causal": 1, "shifted causal": 2, "bidirectional": 5, "shifted": 5}.get(kind, 3)
+    is_causal = "causal" in kind and "block" not in kind
+    # The first position of a row has no prediction.
+    begin = np.array([6, 3, 1 if kind == "shifted causal" else 0])
     # A causal position reads the token before it.
-    changed = (jnp.arange(L)[None] >= begin[:, None] - (kind == "causal")) & (size != 5)
+    changed = (jnp.arange(L)[None] >= begin[:, None] - is_causal) & (size != 5)
     new = jnp.where(changed, (TOKENS + 1) % toy.VOCAB_SIZE, TOKENS)
     window = Window(*(jnp.asarray(x, jnp.int32) for x in (begin, begin, begin + size)))
     hidden, swapped, again = _beside(kind, TOKENS, new, size, window)

@@ -167,3 +167,23 @@ def test_run_blocks_equals_a_python_loop(depth):
         *(normal(0, 3, 4), 0.3 * normal(1, depth, 4, 4), normal(2, 3, 4)),
         tolerance=1e-3,
     )
+
+
+def test_a_product_with_the_rows_of_a_large_table_is_the_plain_one(monkeypatch):
+    """Blocks of the table that overlap at its end, and the gradients."""
+    monkeypatch.setattr(cpu, "_LARGE_TABLE", 1)
+    rng = np.random.default_rng(0)
+    x_ND, table_VD = (jnp.asarray(rng.normal(size=(n, 4)), jnp.float32) for n in (3, 2500))
+    weight_NV = jnp.asarray(rng.normal(size=(3, 2500)), jnp.float32)
+
+    def both(product):
+        def loss(x_ND, table_VD):
+            y_NV = product(x_ND, table_VD)
+            return jnp.sum(jnp.sin(y_NV) * weight_NV), y_NV
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x_ND, table_VD)
+
+    ours = jax.tree.leaves(both(cpu.linear_by_rows))
+    plain = jax.tree.leaves(both(lambda x_ND, table_VD: x_ND @ table_VD.T))
+    for found, wanted in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

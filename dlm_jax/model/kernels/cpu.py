@@ -34,6 +34,50 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     return y_NF.reshape(*x.shape[:-1], kernel_DF.shape[-1])
 
 
+_BLOCK = 1024
+# Smaller tables fit into the cache, and more rows amortise the copy of the whole table.
+_LARGE_TABLE, _FEW_ROWS = 2**23, 256
+
+
+def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
+    """``x @ table.T``, shape ``[N, V]``.
+
+    On CPU, XLA copies the whole table for a product with 2 or more rows. The products of few rows
+    with a large table are therefore computed in blocks of the table, whose copies stay in the
+    cache.
+    """
+    is_large = table_VD.size >= _LARGE_TABLE and table_VD.shape[0] >= _BLOCK
+    if platform() != "cpu" or not is_large or not 1 < x_ND.shape[0] <= _FEW_ROWS:
+        return linear(x_ND, table_VD.T)
+    return _linear_by_rows(x_ND, table_VD)
+
+
+@jax.custom_vjp
+def _linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
+    num_ids = table_VD.shape[0]
+
+    def write(number: int, y_NV: jax.Array) -> jax.Array:
+        # The last block overlaps the one before it.
+        first = jnp.minimum(number * _BLOCK, num_ids - _BLOCK)
+        block_UD = lax.dynamic_slice_in_dim(table_VD, first, _BLOCK)
+        return lax.dynamic_update_slice_in_dim(y_NV, x_ND @ block_UD.T, first, axis=1)
+
+    y_NV = jnp.zeros((x_ND.shape[0], num_ids), jnp.result_type(x_ND, table_VD))
+    return lax.fori_loop(0, -(-num_ids // _BLOCK), write, y_NV)
+
+
+def _linear_by_rows_forward(x_ND, table_VD):
+    return _linear_by_rows(x_ND, table_VD), (x_ND, table_VD)
+
+
+def _linear_by_rows_backward(given, g_NV):
+    x_ND, table_VD = given
+    return (g_NV @ table_VD).astype(x_ND.dtype), (g_NV.T @ x_ND).astype(table_VD.dtype)
+
+
+_linear_by_rows.defvjp(_linear_by_rows_forward, _linear_by_rows_backward)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
 

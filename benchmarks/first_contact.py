@@ -1,0 +1,301 @@
+"""What a user of a published causal model meets first, beside transformers on the same machine.
+
+    python -m benchmarks.first_contact [--model DIR] [--quick | --full] [--only PART ...]
+
+Four parts, all in float32 and with the calls of a user on both sides:
+
+- ``ids``: greedy tokens of prompts and chats, in batches of 1 and 8 rows. Each difference is shown
+  with transformers' two logits at that position; within `TIE` of each other, they are a tie.
+- ``likelihoods``: negative log-likelihoods of texts (`dlm_jax.score`), relative to transformers.
+- ``speed``: seconds per token at 1 and 8 rows, and seconds of 12 likelihoods in
+  lm-evaluation-harness with batches of one; both programs alternate in one process.
+- ``start``: seconds of a new process to its first chat answer, without and with compiled programs.
+
+The table is printed and written to benchmarks/results/first_contact.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results" / "first_contact.json"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NEW = 40
+"""Number of new tokens."""
+TIE = 1e-3
+"""Two logits within this distance are a tie between programs that round differently."""
+TARGETS = {
+    "differences other than ties": 0, "likelihoods, largest relative difference": 1e-4,
+    "1 row, of transformers": 0.6, "8 rows, of transformers": 0.6, "lm-eval, of hf": 1.5,
+    "first chat answer, cold": 15, "first chat answer, warm": 5,
+}  # fmt: skip
+
+SUBJECTS = (
+    "the capital of France", "how rain forms", "a cat and a dog", "the number seven", "old books",
+    "cooking rice", "the moon landing", "learning to swim", "a long train journey", "green tea",
+    "the history of bread", "bees", "a broken clock", "winter in the mountains", "prime numbers",
+    "a letter to a friend", "how to plant a tree", "the colour blue", "rivers", "a good sleep",
+)  # fmt: skip
+_PLAIN = ("Here is what I know about {}:", "Once upon a time, {} and")
+_CHAT = ("Tell me about {}.", "Write one sentence about {}.")
+_UNICODE = ("Über {} — naïve façade, 日本語の文章: ", "{} 🙂🚀 и немного текста про это, ")
+_CODE = (
+    'def describe():\n    """Returns a text about {}."""\n    return',
+    "# {}\nfor i in range(10):\n",
+)
+
+
+def prompts(kind: str, count: int) -> list[Any]:
+    """Texts, or conversations of the kind ``chat``."""
+    forms = {"plain": _PLAIN, "chat": _CHAT, "unicode": _UNICODE, "code": _CODE}.get(kind, _PLAIN)
+    made: list[Any] = [
+        forms[number // len(SUBJECTS) % len(forms)].format(SUBJECTS[number % len(SUBJECTS)])
+        for number in range(count)
+    ]
+    if kind == "long":
+        words = " ".join(SUBJECTS)
+        return [f"{number}. " + f"{words}. " * 28 + text for number, text in enumerate(made)]
+    return [[{"role": "user", "content": text}] for text in made] if kind == "chat" else made
+
+
+class Both:
+    """The same model in both programs."""
+
+    def __init__(self, path: str):
+        import torch
+        import transformers
+
+        import dlm_jax
+
+        self.torch, self.dlm_jax = torch, dlm_jax
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.theirs: Any = theirs.eval()
+        self.ours = dlm_jax.load(path, dtype="float32")
+
+    def their_ids(self, prompt: Any) -> list[int]:
+        """The ids that transformers reads."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt).input_ids)
+        made = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        return list(made if isinstance(made, list) else made["input_ids"])
+
+    def their_answers(self, asked: Sequence[Any], num_new: int, **more: Any) -> list[list[int]]:
+        self.tokenizer.padding_side = "left"
+        rows = [self.their_ids(prompt) for prompt in asked]
+        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        how: dict[str, Any] = {"do_sample": False, "max_new_tokens": num_new} | more
+        with self.torch.no_grad():
+            out = self.theirs.generate(**padded, **how)
+        return [self._upto_end(row) for row in out[:, padded["input_ids"].shape[1] :].tolist()]
+
+    def our_answers(self, asked: Sequence[Any], num_new: int, **more: Any) -> list[list[int]]:
+        given = [
+            {"prompt": one} if isinstance(one, str) else {"tokens": self._chat(one)}
+            for one in asked
+        ]
+        how: dict[str, Any] = {"temperature": 0.0, "gen_length": num_new, "steps": num_new} | more
+        made = self.dlm_jax.generate(self.ours, given, **how)
+        rows = zip(made.tokens, made.committed >= 0, strict=True)
+        return [self._upto_end(tokens[is_new].tolist()) for tokens, is_new in rows]
+
+    def _chat(self, messages: Any) -> list[int]:
+        chat = self.ours.chat
+        if chat is None:
+            raise SystemExit("the model has no chat template; choose an instruction-tuned model")
+        return chat.ids(messages).tolist()
+
+    def _upto_end(self, ids: list[int]) -> list[int]:
+        ends = [place for place, id_ in enumerate(ids) if id_ in self.ours.eos_ids]
+        return ids[: ends[0] + 1] if ends else ids
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Transformers' logits after these ids."""
+        with self.torch.no_grad():
+            return self.theirs(self.torch.tensor([list(ids)])).logits[0, -1].numpy()
+
+    def nats(self, ids: Sequence[int]) -> float:
+        """The negative log-likelihood of all ids but the first, by transformers."""
+        with self.torch.no_grad():
+            logits = self.theirs(self.torch.tensor([list(ids)])).logits[0, :-1].double()
+        logprobs = self.torch.log_softmax(logits, dim=-1)
+        return -float(logprobs[self.torch.arange(len(ids) - 1), list(ids[1:])].sum())
+
+
+def measure_ids(both: Both, counts: dict[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = {"differences": []}
+    others = 0
+    for kind, count in counts.items():
+        asked = prompts(kind, count)
+        wanted = [both.their_answers([prompt], NEW)[0] for prompt in asked]
+        for batch in (1, 8):
+            made: list[list[int]] = []
+            for first in range(0, count, batch):
+                made += both.our_answers(asked[first : first + batch], NEW)
+            found[f"{kind}, {batch} rows"] = f"{sum(map(_same, made, wanted))} of {count}"
+            for prompt, ours, theirs in zip(asked, made, wanted, strict=True):
+                if ours == theirs:
+                    continue
+                at = len(os.path.commonprefix([ours, theirs]))
+                one = {"kind": kind, "rows": batch, "prompt": str(prompt)[:60], "at": at}
+                if at < min(len(ours), len(theirs)):
+                    logits = both.logits(both.their_ids(prompt) + theirs[:at])
+                    pair = float(logits[theirs[at]]), float(logits[ours[at]])
+                    one |= {"logits": pair, "is_tie": abs(pair[0] - pair[1]) <= TIE}
+                others += not one.get("is_tie", False)
+                found["differences"].append(one)
+    return found | {"differences other than ties": others}
+
+
+def _same(ours: list[int], theirs: list[int]) -> bool:
+    return ours == theirs
+
+
+def measure_likelihoods(both: Both, count: int) -> dict[str, Any]:
+    texts = [text + " It is well known, and often told." for text in prompts("plain", count)]
+    texts += prompts("unicode", max(1, count // 4)) + prompts("code", max(1, count // 4))
+    made = both.dlm_jax.score(both.ours, texts).nats
+    wanted = np.array([both.nats(both.their_ids(text)) for text in texts])
+    return {
+        "texts": len(texts),
+        "likelihoods, largest relative difference": float(np.abs(made / wanted - 1).max()),
+    }
+
+
+def _alternate(
+    rounds: int, ours: Callable[[], object], theirs: Callable[[], object]
+) -> tuple[float, float]:
+    """Median seconds of both, which run once before they are timed."""
+    times: tuple[list[float], list[float]] = [], []
+    for number in range(rounds + 1):
+        for own, run in zip(times, (ours, theirs), strict=True):
+            began = time.perf_counter()
+            run()
+            if number:
+                own.append(time.perf_counter() - began)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def measure_speed(both: Both, rounds: int, num_new: int) -> dict[str, Any]:
+    from lm_eval.models.huggingface import HFLM
+
+    from dlm_jax.harness.lm import Evaluated
+
+    found: dict[str, Any] = {}
+    for rows in (1, 8):
+        asked = prompts("plain", rows)
+        ours, theirs = _alternate(
+            rounds,
+            lambda asked=asked: both.our_answers(
+                asked, num_new, ignore_eos=True, stop_at_eos=False
+            ),
+            lambda asked=asked: both.their_answers(asked, num_new, min_new_tokens=num_new),
+        )  # fmt: skip
+        found[f"{rows} rows, ms per token"] = 1e3 * ours / num_new
+        found[f"{rows} rows, ms per token of transformers"] = 1e3 * theirs / num_new
+        found[f"{rows} row{'s' * (rows > 1)}, of transformers"] = ours / theirs
+    contexts = prompts("plain", 3)
+    asked = [
+        SimpleNamespace(args=(context, f" {subject} and other things"))
+        for context in contexts for subject in SUBJECTS[:4]
+    ]  # fmt: skip
+    make: Any = HFLM
+    hf = make(pretrained=both.theirs, tokenizer=both.tokenizer, batch_size=1)
+    evaluated = Evaluated(model=both.ours, batch_size=1)
+    made: list[Any] = [None, None]
+
+    def run(place: int, model: Any) -> None:
+        made[place] = model.loglikelihood(asked)
+
+    began = time.perf_counter()
+    run(0, evaluated)
+    found["lm-eval, first call in s"] = time.perf_counter() - began
+    ours, theirs = _alternate(rounds, lambda: run(0, evaluated), lambda: run(1, hf))
+    found |= {"lm-eval, s": ours, "lm-eval, s of hf": theirs, "lm-eval, of hf": ours / theirs}
+    pairs = zip(made[0], made[1], strict=True)
+    found["lm-eval, largest difference in nats"] = max(abs(a[0] - b[0]) for a, b in pairs)
+    found["lm-eval, same greedy"] = all(a[1] == b[1] for a, b in zip(*made, strict=True))
+    return found
+
+
+_CHILD = """
+import json, sys, time
+import dlm_jax
+from dlm_jax.cli.common import start_jax
+start_jax()
+model = dlm_jax.load(sys.argv[1], dtype="float32")
+loaded = time.time()
+ids = model.chat.ids([{"role": "user", "content": "What is the capital of France?"}]).tolist()
+made = dlm_jax.generate(model, [{"tokens": ids}], gen_length=32, steps=32)
+print(json.dumps({"loaded": loaded, "answered": time.time(), "text": made.texts[0][-80:]}))
+"""
+
+
+def measure_start(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
+        for name in ("cold", "warm"):
+            began = time.time()
+            done = subprocess.run(
+                [sys.executable, "-c", _CHILD, path], env=environment, check=True,
+                stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            said = json.loads(done.stdout.splitlines()[-1])
+            found[f"load, {name}"] = said["loaded"] - began
+            found[f"first chat answer, {name}"] = said["answered"] - began
+            found["answer"] = said["text"]
+    return found
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    parser = argparse.ArgumentParser(
+        description="What a user of a published causal model meets first"
+    )
+    parser.add_argument("--model", default=MODEL, help="a directory or a Hub id")
+    parser.add_argument("--quick", action="store_true", help="few prompts and rounds")
+    parser.add_argument("--full", action="store_true", help="200 prompts of five kinds")
+    parts = ("ids", "likelihoods", "speed", "start")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    args = parser.parse_args()
+    if args.quick and args.full:
+        parser.error("--quick and --full cannot be combined")
+    kinds = ("plain", "chat", "unicode", "code", "long") if args.full else ("plain", "chat")
+    counts: dict[str, int] = dict.fromkeys(kinds, 40 if args.full else 4 if args.quick else 20)
+    found: dict[str, Any] = {}
+    if "start" in args.only:
+        found |= measure_start(args.model)
+    if args.only != ["start"]:
+        both = Both(args.model)
+        if "ids" in args.only:
+            found |= measure_ids(both, counts)
+        if "likelihoods" in args.only:
+            found |= measure_likelihoods(both, 4 if args.quick else 20)
+        if "speed" in args.only:
+            found |= measure_speed(both, *((3, 32) if args.quick else (7, 64)))
+    print("| figure | value | target |\n| --- | --- | --- |")
+    for name, value in found.items():
+        if name != "differences":
+            shown = f"{value:.3g}" if isinstance(value, float) else value
+            print(f"| {name} | {shown} | {TARGETS.get(name, '')} |")
+    for one in found.get("differences", ()):
+        print(json.dumps(one, ensure_ascii=False))
+    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
