@@ -288,6 +288,10 @@ def _code_points(text: str) -> np.ndarray:
 MOST_IDS = 2**22
 """The largest vocabulary size of a tokenizer, 16 times that of published models."""
 
+NO_MASK = MOST_IDS
+"""The `Tokenizer.mask_id` of a vocabulary without MASK. It marks the empty positions of a canvas;
+causal networks do not read it."""
+
 # Names of special tokens without brackets, in lower case. The first name in the file is used.
 _NAMES = {
     "mask": ("mask", "mdm_mask"),
@@ -649,7 +653,7 @@ class HubTokenizer:
     Unlike in `SubwordTokenizer`, no special tokens are appended, because the model was trained with
     its own special tokens. `encode` never encodes text as MASK, PAD, BOS, EOS or a token that the
     file declares special. `encode_marked` is for chat templates, in which names of special tokens
-    represent these tokens.
+    represent these tokens. The `mask_id` of a causal model without MASK is `NO_MASK`.
     """
 
     content: str
@@ -680,7 +684,7 @@ class HubTokenizer:
     @cached_property
     def _specials(self) -> tuple[int, ...]:
         given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        return tuple(id_ for id_ in given if id_ is not None)
+        return tuple(id_ for id_ in given if id_ not in (None, NO_MASK))
 
     @property
     def vocab_size(self) -> int:

@@ -445,6 +445,7 @@ class Evaluated:
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
+      ignore_config: as in `dlm_jax.load`; a text names fields separated by ``+``.
       preset: name of one of the model's presets.
       model: a loaded model, used instead of `checkpoint`.
       max_batch_size: ignored.
@@ -462,6 +463,7 @@ class Evaluated:
         seed: int = 0,
         dtype: str | None = None,
         quantize: str | None = None,
+        ignore_config: str | Sequence[str] = (),
         preset: str | None = None,
         model: Model | None = None,
         max_batch_size: int | None = None,
@@ -471,7 +473,9 @@ class Evaluated:
         super().__init__()
         del max_batch_size, device
         if model is None:
-            model = load(checkpoint, dtype=dtype, quantize=quantize)
+            if isinstance(ignore_config, str):
+                ignore_config = ignore_config.split("+")
+            model = load(checkpoint, dtype=dtype, quantize=quantize, ignore_config=ignore_config)
         self.model = model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
