@@ -639,11 +639,15 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     return tokenizer
 
 
-# The split of Qwen2 (like GPT-4's): contractions, words, single digits, punctuation, white space.
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+def qwen_split(num_digits: int) -> str:
+    """The pattern that splits texts before the BPE of Qwen2 (like GPT-4's): contractions, words, up
+    to `num_digits` digits, punctuation, white space.
+    """
+    digits = r"\p{N}" if num_digits == 1 else rf"\p{{N}}{{1,{num_digits}}}"
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
 
 
 @dataclass(frozen=True)
@@ -903,7 +907,7 @@ def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[st
     pairs = [(left, right) for left, _, right in (line.partition(" ") for line in merges)]
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     made.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(tokenizers.Regex(_QWEN_SPLIT), behavior="isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(qwen_split(1)), behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
     made.decoder = decoders.ByteLevel()

@@ -219,9 +219,10 @@ def load(
     Args:
       path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
         dlm_jax.export``; a directory in Hub layout with config.json, safetensors and a tokenizer
-        (docs/published.md); the name of a model that ships with the package; or a Hub id,
-        ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
-        precedence over the Hub. The default is ``shakespeare``.
+        (docs/published.md); a GGUF file, which requires the extra ``gguf``; the name of a model
+        that ships with the package; or a Hub id, ``org/name`` or ``org/name@revision``, which
+        requires the extra ``hub``. Existing paths take precedence over the Hub. The default is
+        ``shakespeare``.
       network: the custom network that the model was trained with: a `Network`, or a function of the
         `ModelConfig` of the run, as in `dlm_jax.train`.
       mesh: devices over which the parameters and the sampled rows are sharded, or the number of

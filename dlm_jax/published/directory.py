@@ -23,6 +23,7 @@ from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
 from dlm_jax.published.families import family_for, family_of
 from dlm_jax.published.family import Family, FileFields, pieces_of, read_json
+from dlm_jax.published.gguf import SOURCES, is_gguf, opened
 from dlm_jax.published.tensors import (
     Finish,
     Place,
@@ -76,8 +77,8 @@ class Published:
 
 
 def is_published(path: str | os.PathLike[str]) -> bool:
-    """Returns whether `path` is a directory with a config.json."""
-    return (Path(path) / CONFIG).is_file()
+    """Returns whether `path` is a directory with a config.json, or a GGUF file."""
+    return is_gguf(path) or (Path(path) / CONFIG).is_file()
 
 
 def read_published(
@@ -91,7 +92,7 @@ def read_published(
     """Loads the model in a directory, tensor by tensor.
 
     Args:
-      path: directory with config.json, safetensors and a tokenizer.
+      path: directory with config.json, safetensors and a tokenizer; or a GGUF file.
       dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None means the stored
         dtype.
       place: maps a parameter's path and shape to its sharding; None means the default device.
@@ -104,18 +105,20 @@ def read_published(
     family, model, longest, fields, ignored = read_model(directory, ignore)
     length = min(family.trained_length or longest, longest)
     said = read_settings(directory, length, lambda said: family.recommended(said, model))
-    shards = Shards(directory, family.name_of)
+    shards = opened(directory) if is_gguf(directory) else Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
     if model.attention_type == "causal":
         begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         model = dataclasses.replace(model, start_id=begins)
     chat = read_chat(directory, tokenizer)
     abstract = jax.eval_shape(build(model).init, key_of(0))
-    sources = family.sources(model)
+    sources = SOURCES if is_gguf(directory) else family.sources(model)
     pieces = pieces_of(sources, abstract, layers=model.layers)
     table = pieces["embedding"][0].tensor
     redundant = {str(sources["head/kernel"]): table} if model.tied_head else {}
-    check_tensors(shards, pieces, redundant=redundant, where=str(directory))
+    check_tensors(
+        shards, pieces, redundant=redundant, where=str(directory), config=_config_of(directory).name
+    )
     _check_mask(tokenizer, model, directory)
     stored = shards.entries[table].dtype.name
     model = dataclasses.replace(
@@ -145,9 +148,14 @@ def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
 def _check_mask(tokenizer: HubTokenizer, model: ModelConfig, directory: Path) -> None:
     if tokenizer.mask_id == NO_MASK and model.attention_type != "causal":
         raise ValueError(
-            f"{directory / CONFIG} has no field 'mask_token_id', and its vocabulary has no free "
+            f"{_config_of(directory)} has no field 'mask_token_id', and its vocabulary has no free "
             "id; add it"
         )
+
+
+def _config_of(directory: Path) -> Path:
+    """The file with the config of a model."""
+    return directory if is_gguf(directory) else directory / CONFIG
 
 
 def read_model(
@@ -158,8 +166,8 @@ def read_model(
 
     The fields in `ignore` are not read. Raises ValueError for a name that is not a field.
     """
-    where = directory / CONFIG
-    said = read_json(where)
+    where = _config_of(directory)
+    said = opened(directory).config if is_gguf(directory) else read_json(where)
     family = family_of(said, str(where))
     said = family.said(said)
     for name in ignore:
@@ -233,7 +241,7 @@ def read_tokenizer(
 
     eos = ids("eos") or ids("pad")
     if not eos:
-        raise ValueError(f"{directory / 'config.json'} has no field 'eos_token_id'; add it")
+        raise ValueError(f"{_config_of(directory)} has no field 'eos_token_id'; add it")
     mask = ids("mask") or tuple(
         id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None
     ) or (() if family.mask_id is None else (family.mask_id,))  # fmt: skip
@@ -248,7 +256,8 @@ def read_tokenizer(
     try:
         check_fits(tokenizer, vocab_size)
     except ValueError as error:
-        raise ValueError(f"{directory / 'tokenizer.json'}: {error}") from None
+        file = directory if is_gguf(directory) else directory / "tokenizer.json"
+        raise ValueError(f"{file}: {error}") from None
     return tokenizer, eos[1:]
 
 
@@ -339,6 +348,8 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     else:
         file = directory / "tokenizer_config.json"
         source = _optional(file).get("chat_template")
+    if is_gguf(directory):
+        file, source = directory, opened(directory).template
     if isinstance(source, list):
         named = (entry for entry in source if isinstance(entry, dict))
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
@@ -359,7 +370,7 @@ def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -
     for id_ in ids:
         if not 0 <= id_ < vocab_size:
             raise ValueError(
-                f"{directory / 'config.json'}: {role}_token_id={id_} is outside the vocabulary of "
+                f"{_config_of(directory)}: {role}_token_id={id_} is outside the vocabulary of "
                 f"{vocab_size}; the tokenizer belongs to another model"
             )
     return ids
@@ -369,6 +380,9 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
     """The text of tokenizer.json, made from vocab.json and merges.txt if there is no such file."""
     file = directory / "tokenizer.json"
     try:
+        if is_gguf(directory):
+            file = directory
+            return HubTokenizer(opened(directory).tokenizer, 0, 0, 0).content
         if file.exists():
             content = file.read_text(encoding="utf-8-sig")
             return HubTokenizer(content, 0, 0, 0).content
