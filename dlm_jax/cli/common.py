@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
@@ -155,6 +155,8 @@ QUANTIZE = (
     f"default: no quantisation"
 )
 
+IGNORE_CONFIG = "field of a published config.json that is not read; repeatable"
+
 PRESET = (
     f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or a preset of a "
     f"published model, which sets the order of the model's project (docs/published.md)"
@@ -274,9 +276,10 @@ def load_model(
     mesh: Any = None,
     dtype: str | None = None,
     quantize: str | None = None,
+    ignore_config: Sequence[str] = (),
 ) -> Model:
     model = load(
-        path, mesh=mesh, dtype=dtype, quantize=quantize,
+        path, mesh=mesh, dtype=dtype, quantize=quantize, ignore_config=ignore_config,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     broken = not_finite(model.params)

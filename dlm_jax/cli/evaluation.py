@@ -27,7 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.cli.common import CHECKPOINT, QUANTIZE, SEED, Parser, load_model, start_jax, whole
+from dlm_jax.cli.common import (
+    CHECKPOINT,
+    IGNORE_CONFIG,
+    QUANTIZE,
+    SEED,
+    Parser,
+    load_model,
+    start_jax,
+    whole,
+)
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
@@ -102,6 +111,7 @@ def make_parser() -> Parser:
         help="windows per batch (16)")  # fmt: skip
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
     add("--quantize", metavar="KIND", help=QUANTIZE)
+    add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--json", action="store_true", help="print JSON, one object per line")
     return parser
 
@@ -119,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--split has no effect without --text; add it or remove --split")
         _check_labelled(args)
         check_output()
-        model = load_model(args.checkpoint, quantize=args.quantize)
+        model = load_model(
+            args.checkpoint, quantize=args.quantize, ignore_config=args.ignore_config
+        )
         if args.labelled is not None:
             _decide(model, args)
             return End.DONE

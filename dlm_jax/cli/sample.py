@@ -32,6 +32,7 @@ from dlm_jax import devices
 from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
+    IGNORE_CONFIG,
     PRESET,
     QUANTIZE,
     SEED,
@@ -226,6 +227,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--quantize", metavar="KIND", help=QUANTIZE)
+    add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--time-steps", action="store_true",
         help="after sampling, measure the fraction of a step spent in the trunk")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
@@ -318,7 +320,10 @@ def _main(argv: Sequence[str]) -> int:
         if args.distributed:
             check_same_everywhere(_facts_of(args, overrides, rules))
         mesh = mesh_of(overrides, is_distributed=args.distributed)
-        model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize)
+        model = load_model(
+            args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize,
+            ignore_config=args.ignore_config,
+        )  # fmt: skip
         if mesh is not None:
             _check_batch(model.params, args.batch_size)
         settings = layered(model.preset(args.preset) if args.preset else None, settings)

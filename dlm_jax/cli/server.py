@@ -29,6 +29,7 @@ import dlm_jax
 from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
+    IGNORE_CONFIG,
     PRESET,
     QUANTIZE,
     Parser,
@@ -121,6 +122,7 @@ def make_parser() -> Parser:
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--quantize", metavar="KIND", help=QUANTIZE)
+    add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
     return parser
@@ -151,7 +153,14 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
         model = _with_template(
-            load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize), args
+            load_model(
+                args.checkpoint,
+                mesh=mesh,
+                dtype=args.dtype,
+                quantize=args.quantize,
+                ignore_config=args.ignore_config,
+            ),
+            args,
         )
         preset = model.preset(args.preset) if args.preset else {}
         defaults = _defaults(model, preset, args.default, _rules(args.rules))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dlm_jax.config.rope import read_scaling
 from dlm_jax.diffusion.objectives import ObjectiveConfig
 from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.heads import HEADS
@@ -469,6 +470,11 @@ def _remat(given: Any) -> str:
     return str(given)
 
 
+def _rope(given: Any) -> str:
+    made = read_scaling(given)
+    return "" if made is None else str(made)
+
+
 def _dtype(given: Any) -> str:
     if given == "float16":
         raise SettingError(
@@ -602,6 +608,14 @@ class ModelConfig(Section):
     qkv_bias: bool = setting(False, "biases on the query, key and value projections")
     rope_theta: float = setting(
         10000.0, "base of the rotary position frequencies", Trait.UNSEEN, low=ABOVE_ZERO
+    )
+    rope_scaling: str = setting(
+        "",
+        "scaling of the rotary frequencies: linear:factor=F, "
+        "llama3:factor=F,original=LENGTH,low=TURNS,high=TURNS or "
+        "yarn:factor=F,original=LENGTH,low=TURNS,high=TURNS,scale=S; empty: none",
+        Trait.UNSEEN,
+        parse=_rope,
     )
     tied_head: bool = setting(True, "the LM head is the transposed embedding table")
     attention_type: str = setting(

@@ -20,6 +20,7 @@ from dlm_jax.data.text import (
     split_text,
 )
 from dlm_jax.data.tokenizers import (
+    NO_MASK,
     TOKENIZERS,
     ByteTokenizer,
     CharacterTokenizer,
@@ -39,6 +40,7 @@ from dlm_jax.data.tokenizers import (
 __all__ = [
     "BUILTIN_CORPUS",
     "LAYOUTS",
+    "NO_MASK",
     "PYTHON_SOURCE",
     "TAILS",
     "TOKENIZERS",

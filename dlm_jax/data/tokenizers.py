@@ -288,6 +288,10 @@ def _code_points(text: str) -> np.ndarray:
 MOST_IDS = 2**22
 """The largest vocabulary size of a tokenizer, 16 times that of published models."""
 
+NO_MASK = MOST_IDS
+"""The `Tokenizer.mask_id` of a vocabulary without MASK. It marks the empty positions of a canvas;
+causal networks do not read it."""
+
 # Names of special tokens without brackets, in lower case. The first name in the file is used.
 _NAMES = {
     "mask": ("mask", "mdm_mask"),
@@ -635,11 +639,15 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     return tokenizer
 
 
-# The split of Qwen2 (like GPT-4's): contractions, words, single digits, punctuation, white space.
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+def qwen_split(num_digits: int) -> str:
+    """The pattern that splits texts before the BPE of Qwen2 (like GPT-4's): contractions, words, up
+    to `num_digits` digits, punctuation, white space.
+    """
+    digits = r"\p{N}" if num_digits == 1 else rf"\p{{N}}{{1,{num_digits}}}"
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
 
 
 @dataclass(frozen=True)
@@ -649,7 +657,7 @@ class HubTokenizer:
     Unlike in `SubwordTokenizer`, no special tokens are appended, because the model was trained with
     its own special tokens. `encode` never encodes text as MASK, PAD, BOS, EOS or a token that the
     file declares special. `encode_marked` is for chat templates, in which names of special tokens
-    represent these tokens.
+    represent these tokens. The `mask_id` of a causal model without MASK is `NO_MASK`.
     """
 
     content: str
@@ -680,7 +688,7 @@ class HubTokenizer:
     @cached_property
     def _specials(self) -> tuple[int, ...]:
         given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        return tuple(id_ for id_ in given if id_ is not None)
+        return tuple(id_ for id_ in given if id_ not in (None, NO_MASK))
 
     @property
     def vocab_size(self) -> int:
@@ -899,7 +907,7 @@ def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[st
     pairs = [(left, right) for left, _, right in (line.partition(" ") for line in merges)]
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     made.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(tokenizers.Regex(_QWEN_SPLIT), behavior="isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(qwen_split(1)), behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
     made.decoder = decoders.ByteLevel()

@@ -494,6 +494,7 @@ class Evaluated:
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
       quantize: as in `dlm_jax.load`.
+      ignore_config: as in `dlm_jax.load`; a text names fields separated by ``+``.
       preset: name of one of the model's presets.
       model: a loaded model, used instead of `checkpoint`.
       max_batch_size: ignored.
@@ -511,6 +512,7 @@ class Evaluated:
         seed: int = 0,
         dtype: str | None = None,
         quantize: str | None = None,
+        ignore_config: str | Sequence[str] = (),
         preset: str | None = None,
         model: Model | None = None,
         max_batch_size: int | None = None,
@@ -520,7 +522,9 @@ class Evaluated:
         super().__init__()
         del max_batch_size, device
         if model is None:
-            model = load(checkpoint, dtype=dtype, quantize=quantize)
+            if isinstance(ignore_config, str):
+                ignore_config = ignore_config.split("+")
+            model = load(checkpoint, dtype=dtype, quantize=quantize, ignore_config=ignore_config)
         self.model = model
         if not str(batch_size).startswith("auto") and int(batch_size) < 1:
             raise SettingError("batch_size", batch_size, "must be at least 1")

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import dlm_jax.config as configs
 from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids, prefix_of
+from dlm_jax.data import NO_MASK, Tokenizer, check_fits, from_json, noise_ids, prefix_of
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
@@ -132,7 +132,8 @@ class Model:
         a token.
         """
         beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
-        return tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond)))
+        ids = dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond))
+        return tuple(id_ for id_ in ids if id_ != NO_MASK)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -221,6 +222,7 @@ def load(
     mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
+    ignore_config: Sequence[str] = (),
     report: Callable[[str], None] | None = None,
 ) -> Model:
     """Loads a model from a run, a weights file, a published directory, the Hub or this package.
@@ -228,9 +230,10 @@ def load(
     Args:
       path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
         dlm_jax.export``; a directory in Hub layout with config.json, safetensors and a tokenizer
-        (docs/published.md); the name of a model that ships with the package; or a Hub id,
-        ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
-        precedence over the Hub. The default is ``shakespeare``.
+        (docs/published.md); a GGUF file, which requires the extra ``gguf``; the name of a model
+        that ships with the package; or a Hub id, ``org/name`` or ``org/name@revision``, which
+        requires the extra ``hub``. Existing paths take precedence over the Hub. The default is
+        ``shakespeare``.
       network: the custom network that the model was trained with: a `Network`, or a function of the
         `ModelConfig` of the run, as in `dlm_jax.train`.
       mesh: devices over which the parameters and the sampled rows are sharded, or the number of
@@ -241,9 +244,11 @@ def load(
       quantize: 8-bit format of the matrices of the blocks for sampling and scoring: ``int8``, or
         ``int8_dynamic``, which also rounds the inputs of the matrix products. The matrices of a
         published directory are quantised one at a time as they are read.
+      ignore_config: names of fields in the config.json of a published directory that are not read.
+        A field that this library does not implement is an error otherwise.
       report: function that is called with one line for each skipped damaged checkpoint, with one
-        line that lists the recommended settings of a published directory, and with one line that
-        names the matrices without a sharding rule.
+        line each that lists the recommended settings and the ignored fields of a published
+        directory, and with one line that names the matrices without a sharding rule.
 
     Raises:
       ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is
@@ -264,8 +269,14 @@ def load(
         what, value = ("path", path) if quantize is None else ("quantize", quantize)
         raise SettingError(what, value, "is not supported with a custom network", "leave one out")
     if is_published(path):
-        model = _published(path, mesh, None if dtype == "stored" else dtype, finish, report)
+        own = None if dtype == "stored" else dtype
+        model = _published(path, mesh, own, finish, ignore_config, report)
         return dataclasses.replace(model, compiler_options=given)
+    if ignore_config:
+        raise SettingError(
+            "ignore_config", list(ignore_config), f"is not supported for {path}, which has no "
+            "config.json", "remove it",
+        )  # fmt: skip
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     made: list[Network] = []
 
@@ -321,10 +332,13 @@ def _published(
     mesh: Mesh | None,
     dtype: str | None,
     finish: Callable[[str, jax.Array], Any],
+    ignore: Sequence[str],
     report: Callable[[str], None] | None,
 ) -> Model:
     place = functools.partial(_sharding, mesh)
-    found = read_published(path, dtype=dtype, place=place, finish=finish)
+    found = read_published(path, dtype=dtype, place=place, finish=finish, ignore=ignore)
+    if found.ignored and report is not None:
+        report(f"{path}: ignored {', '.join(found.ignored)} (config.json)")
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_jax.config import SampleConfig, resolve
-from dlm_jax.data import Tokenizer
+from dlm_jax.data import NO_MASK, Tokenizer
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
@@ -346,8 +346,10 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     (places,) = np.nonzero(is_open)
     if not places.size:
         return
-    if (facts.block_length or facts.canvas_length) and not is_open[places[0] :].all():
-        kind = "a block-causal model" if facts.block_length else "a model with canvases"
+    is_onward = facts.block_length or facts.canvas_length or mask_id == NO_MASK
+    if is_onward and not is_open[places[0] :].all():
+        kind = "a causal model without MASK" if mask_id == NO_MASK else "a model with canvases"
+        kind = "a block-causal model" if facts.block_length else kind
         raise SettingError(
             "tokens",
             UNSET,

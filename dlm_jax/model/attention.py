@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax import devices
+from dlm_jax.config.rope import read_scaling
 from dlm_jax.devices import platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
@@ -190,15 +191,21 @@ def by_formula(
     return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
 
 
-def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(
+    num_positions: int, head_size: int, theta: float, scaling: str = ""
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary angles, each float32 ``[L, K/2]``.
 
     Pair ``i`` at position ``l`` is rotated by ``l * theta ** (-2i / K)`` (Su et al. 2021, equation
-    15).
+    15). `scaling` is ``model.rope_scaling``; its `RopeScaling.scale` multiplies the result.
     """
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    found = read_scaling(scaling)
+    if found is not None:
+        frequencies *= jnp.asarray(found.multipliers(head_size, theta), jnp.float32)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos_LK, sin_LK = jnp.cos(angles), jnp.sin(angles)
+    return (cos_LK, sin_LK) if found is None else (cos_LK * found.scale, sin_LK * found.scale)
 
 
 def proportional_angles(

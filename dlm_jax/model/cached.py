@@ -149,7 +149,7 @@ class _Pieces:
     def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
         config = self.config
         size = config.rotary_size
-        return rotary_angles(num_positions, size, config.rope_theta)
+        return rotary_angles(num_positions, size, config.rope_theta, config.rope_scaling)
 
     def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
         del params

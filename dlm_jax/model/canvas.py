@@ -64,7 +64,8 @@ def stacks_of(
     size, groups = config.size_of_head, config.kv_heads or config.heads
 
     def angles(num_positions: int) -> Angles:
-        return rotary_angles(num_positions, config.rotary_size, config.rope_theta)
+        size, theta = config.rotary_size, config.rope_theta
+        return rotary_angles(num_positions, size, theta, config.rope_scaling)
 
     full_size, theta = config.full_head_size or size, config.full_rope_theta or config.rope_theta
 

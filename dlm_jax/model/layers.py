@@ -86,11 +86,12 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "ge
 def embed(params: Params, ids: jax.Array) -> jax.Array:
     """The embedding of each id.
 
-    If the table is sharded by feature, the table is gathered instead of the embeddings.
+    If the table is sharded by feature, the table is gathered instead of the embeddings. An id
+    outside the table, such as the MASK of a causal model without one, has a finite embedding.
     """
 
     def look_up(params: Params, ids: jax.Array) -> jax.Array:
-        return jnp.take(params["embedding"], ids, axis=0)
+        return jnp.take(params["embedding"], ids, axis=0, mode="clip")
 
     if ids.ndim == 2:
         return on_own_share(look_up, params, (ids,), kind="tokens")

@@ -327,7 +327,7 @@ def build(config: ModelConfig) -> Network:
         if config.has_start:
             tokens_BL = shifted(tokens_BL, config.start_id)
         size = config.rotary_size
-        angles = rotary_angles(tokens_BL.shape[1], size, config.rope_theta)
+        angles = rotary_angles(tokens_BL.shape[1], size, config.rope_theta, config.rope_scaling)
         x_BLD = vectors_of(params, tokens_BL)
         for blocks in stacks(params):
             x_BLD = cpu.run_blocks(run_block, x_BLD, blocks, (length_B, angles))
@@ -365,7 +365,9 @@ def _inside_of(
     def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
         if config.has_start:
             tokens_BL = shifted(tokens_BL, config.start_id)
-        angles = rotary_angles(tokens_BL.shape[1], config.rotary_size, config.rope_theta)
+        angles = rotary_angles(
+            tokens_BL.shape[1], config.rotary_size, config.rope_theta, config.rope_scaling
+        )
         hidden, maps = [vectors_of(params, tokens_BL)], []
         for blocks in stacks(params):
             for number in range(jax.tree.leaves(blocks)[0].shape[0]):

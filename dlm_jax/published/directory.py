@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import jax
 import numpy as np
 
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
-from dlm_jax.data import HubTokenizer, SubwordTokenizer, check_fits, qwen_json
+from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits, qwen_json
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
 from dlm_jax.published.families import family_for, family_of
 from dlm_jax.published.family import Family, FileFields, pieces_of, read_json
+from dlm_jax.published.gguf import SOURCES, is_gguf, opened
 from dlm_jax.published.tensors import (
     Finish,
     Place,
@@ -33,7 +34,7 @@ from dlm_jax.published.tensors import (
 )
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.settings import nearest
+from dlm_jax.settings import SettingError, nearest
 from dlm_jax.store.files import refused_unless_full
 from dlm_jax.types import Params
 
@@ -58,7 +59,11 @@ _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<m
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """The content of a published directory."""
+    """The content of a published directory.
+
+    Attributes:
+      ignored: fields of config.json that were not read and name no computation.
+    """
 
     family: Family
     config: Config
@@ -68,11 +73,12 @@ class Published:
     presets: Mapping[str, Mapping[str, Any]]
     more_eos_ids: tuple[int, ...]
     settings: Mapping[str, Any]
+    ignored: tuple[str, ...] = ()
 
 
 def is_published(path: str | os.PathLike[str]) -> bool:
-    """Returns whether `path` is a directory with a config.json."""
-    return (Path(path) / CONFIG).is_file()
+    """Returns whether `path` is a directory with a config.json, or a GGUF file."""
+    return is_gguf(path) or (Path(path) / CONFIG).is_file()
 
 
 def read_published(
@@ -81,31 +87,36 @@ def read_published(
     dtype: str | None = None,
     place: Place | None = None,
     finish: Finish = lambda path, parameter: parameter,
+    ignore: Sequence[str] = (),
 ) -> Published:
     """Loads the model in a directory, tensor by tensor.
 
     Args:
-      path: directory with config.json, safetensors and a tokenizer.
+      path: directory with config.json, safetensors and a tokenizer; or a GGUF file.
       dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None means the stored
         dtype.
       place: maps a parameter's path and shape to its sharding; None means the default device.
       finish: converts each parameter to its final form as it is loaded.
+      ignore: fields of config.json that are not read.
     """
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
-    family, model, longest, fields = read_model(directory)
+    family, model, longest, fields, ignored = read_model(directory, ignore)
     length = min(family.trained_length or longest, longest)
     said = read_settings(directory, length, lambda said: family.recommended(said, model))
-    shards = Shards(directory, family.name_of)
+    shards = opened(directory) if is_gguf(directory) else Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
     chat = read_chat(directory, tokenizer)
     abstract = jax.eval_shape(build(model).init, key_of(0))
-    sources = family.sources(model)
+    sources = SOURCES if is_gguf(directory) else family.sources(model)
     pieces = pieces_of(sources, abstract, layers=model.layers)
     table = pieces["embedding"][0].tensor
     redundant = {str(sources["head/kernel"]): table} if model.tied_head else {}
-    check_tensors(shards, pieces, redundant=redundant, where=str(directory))
+    check_tensors(
+        shards, pieces, redundant=redundant, where=str(directory), config=_config_of(directory).name
+    )
+    _check_mask(tokenizer, model, directory)
     stored = shards.entries[table].dtype.name
     model = dataclasses.replace(
         model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
@@ -120,21 +131,46 @@ def read_published(
         objective=ObjectiveConfig(process=family.process),
         sample=_recommended(implied_sample(family, model, length), said),
     )  # fmt: skip
-    return Published(family, config, params, tokenizer, chat, presets, more_eos, said)
+    return Published(family, config, params, tokenizer, chat, presets, more_eos, said, ignored)
 
 
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
     """A directory's model config and tokenizer, without weights."""
-    family, model, _, fields = read_model(directory)
-    return model, read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)[0]
+    family, model, _, fields, _ = read_model(directory)
+    tokenizer, _ = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
+    _check_mask(tokenizer, model, directory)
+    return model, tokenizer
 
 
-def read_model(directory: Path) -> tuple[Family, ModelConfig, int, dict[str, Any]]:
-    """A directory's family, model config, maximum number of tokens per row, and config fields."""
-    where = directory / CONFIG
-    said = read_json(where)
+def _check_mask(tokenizer: HubTokenizer, model: ModelConfig, directory: Path) -> None:
+    if tokenizer.mask_id == NO_MASK and model.attention_type != "causal":
+        raise ValueError(
+            f"{_config_of(directory)} has no field 'mask_token_id', and its vocabulary has no free "
+            "id; add it"
+        )
+
+
+def _config_of(directory: Path) -> Path:
+    """The file with the config of a model."""
+    return directory if is_gguf(directory) else directory / CONFIG
+
+
+def read_model(
+    directory: Path, ignore: Sequence[str] = ()
+) -> tuple[Family, ModelConfig, int, dict[str, Any], tuple[str, ...]]:
+    """A directory's family, model config, maximum number of tokens per row, config fields, and the
+    names of ignored fields.
+
+    The fields in `ignore` are not read. Raises ValueError for a name that is not a field.
+    """
+    where = _config_of(directory)
+    said = opened(directory).config if is_gguf(directory) else read_json(where)
     family = family_of(said, str(where))
     said = family.said(said)
+    for name in ignore:
+        if name not in said:
+            raise SettingError("ignore_config", name, f"is not a field of {where}", "remove it")
+        del said[name]
     fields = FileFields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:
@@ -143,7 +179,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int, dict[str, Any
         text = str(error)
         raise ValueError(text if text.startswith(str(where)) else f"{where}: {text}") from None
     fields.finish(family.idle)
-    return family, model, longest, said
+    return family, model, longest, said, fields.ignored
 
 
 def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -181,7 +217,7 @@ def read_tokenizer(
     """A directory's tokenizer, and the ids other than EOS that end a generation.
 
     Special tokens are read from generation_config.json, config.json, tokenizer_config.json and the
-    defaults of the family, in this order of precedence.
+    defaults of the family, in this order of precedence. An id of -1 means that there is no token.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
@@ -191,7 +227,7 @@ def read_tokenizer(
     def ids(role: str) -> tuple[int, ...]:
         for source in said:
             value = source.get(f"{role}_token_id")
-            if value is not None:
+            if value not in (None, -1):
                 found = tuple(value) if isinstance(value, list) else (value,)
                 if found and all(isinstance(id_, int) for id_ in found):
                     return _inside(found, vocab_size, role, directory)
@@ -202,25 +238,23 @@ def read_tokenizer(
 
     eos = ids("eos") or ids("pad")
     if not eos:
-        raise ValueError(f"{directory / 'config.json'} has no field 'eos_token_id'; add it")
+        raise ValueError(f"{_config_of(directory)} has no field 'eos_token_id'; add it")
     mask = ids("mask") or tuple(
         id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None
     ) or (() if family.mask_id is None else (family.mask_id,))  # fmt: skip
     # A causal model has no MASK. If the last id of the vocabulary is unused, it becomes MASK, so
     # that the model can be trained to fill holes.
     mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
-    if not mask:
-        raise ValueError(
-            f"{directory / 'config.json'} has no field 'mask_token_id', and its vocabulary has no "
-            "free id; add it"
-        )
-    _inside(mask[:1], vocab_size, "mask", directory)
+    if mask:
+        _inside(mask[:1], vocab_size, "mask", directory)
+    mask = mask or (NO_MASK,)
     pad, bos = ids("pad") or eos[:1], ids("bos")
     tokenizer = HubTokenizer(content, mask[0], pad[0], eos[0], bos[0] if bos else None)
     try:
         check_fits(tokenizer, vocab_size)
     except ValueError as error:
-        raise ValueError(f"{directory / 'tokenizer.json'}: {error}") from None
+        file = directory if is_gguf(directory) else directory / "tokenizer.json"
+        raise ValueError(f"{file}: {error}") from None
     return tokenizer, eos[1:]
 
 
@@ -304,13 +338,15 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     file = directory / TEMPLATE
     if file.exists():
         try:
-            source: Any = file.read_text(encoding="utf-8")
+            source: Any = file.read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             problem = f"{file} cannot be read ({error}); download it again"
             return ChatTemplate("", tokenizer, problem=problem)
     else:
         file = directory / "tokenizer_config.json"
         source = _optional(file).get("chat_template")
+    if is_gguf(directory):
+        file, source = directory, opened(directory).template
     if isinstance(source, list):
         named = (entry for entry in source if isinstance(entry, dict))
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
@@ -331,7 +367,7 @@ def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -
     for id_ in ids:
         if not 0 <= id_ < vocab_size:
             raise ValueError(
-                f"{directory / 'config.json'}: {role}_token_id={id_} is outside the vocabulary of "
+                f"{_config_of(directory)}: {role}_token_id={id_} is outside the vocabulary of "
                 f"{vocab_size}; the tokenizer belongs to another model"
             )
     return ids
@@ -341,12 +377,15 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
     """The text of tokenizer.json, made from vocab.json and merges.txt if there is no such file."""
     file = directory / "tokenizer.json"
     try:
+        if is_gguf(directory):
+            file = directory
+            return HubTokenizer(opened(directory).tokenizer, 0, 0, 0).content
         if file.exists():
-            content = file.read_text(encoding="utf-8")
+            content = file.read_text(encoding="utf-8-sig")
             return HubTokenizer(content, 0, 0, 0).content
         if not (directory / "vocab.json").exists() or not (directory / "merges.txt").exists():
             raise ValueError("it does not exist, and vocab.json or merges.txt is missing")
-        lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
+        lines = (directory / "merges.txt").read_text(encoding="utf-8-sig").split("\n")
         lines = [line.removesuffix("\r") for line in lines]
         merges = [line for line in lines if line and not line.startswith("#version")]
         added = [
@@ -378,15 +417,15 @@ def write_tokenizer(
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
     ids = {"mask_token_id": tokenizer.mask_id, "pad_token_id": tokenizer.pad_id,
            "eos_token_id": eos, "bos_token_id": tokenizer.bos_id}  # fmt: skip
-    said_ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    said_ids = {name: id_ for name, id_ in ids.items() if id_ not in (None, NO_MASK)}
     if not says_mask:
-        del said_ids["mask_token_id"]
+        said_ids.pop("mask_token_id", None)
     _write(directory / GENERATION, {**said_ids, **settings})
     roles = {"mask": tokenizer.mask_id, "pad": tokenizer.pad_id, "eos": tokenizer.eos_id,
              "bos": tokenizer.bos_id}  # fmt: skip
     said: dict[str, Any] = {
         f"{role}_token": tokenizer.token(id_) for role, id_ in roles.items()
-        if id_ is not None and tokenizer.token(id_)
+        if id_ not in (None, NO_MASK) and tokenizer.token(id_)
     } | {"tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
     if chat is not None and chat.source:
         said["chat_template"] = chat.source
@@ -490,6 +529,8 @@ def _config_fields(
     }  # fmt: skip
     if tokenizer.bos_id is not None:
         fields["bos_token_id"] = tokenizer.bos_id
+    if tokenizer.mask_id == NO_MASK:
+        del fields["mask_token_id"]
     whole = {"architectures": [family.architectures[0]], "model_type": family.model_type}
     if not family.within:
         return fields | whole

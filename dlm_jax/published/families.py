@@ -6,10 +6,11 @@ with experts are LLaDA-MoE, LLaDA2.0 and 2.1, and SDAR with experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig, Trait, keys
+from dlm_jax.config import ModelConfig, Trait, keys, rope
 from dlm_jax.published.family import (
     CAUSAL,
     DENSE,
@@ -102,18 +103,69 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
     } | in_blocks(blocks, {}, "model.transformer.blocks.{i}.")
 
 
-def rope_theta(fields: FileFields) -> float:
-    """The base of the rotary frequencies; raises ValueError for RoPE scaling."""
-    fields.must(rope_scaling=None)
-    newer = fields.take("rope_parameters", dict, {})
-    if newer:
-        inner = FileFields(newer, f"{fields.where}: rope_parameters")
-        inner.must(rope_type="default")
-        theta = inner.take("rope_theta", float, _ROPE_THETA)
-        inner.finish()
-        fields.take("rope_theta", float, theta)
-        return theta
-    return fields.take("rope_theta", float, _ROPE_THETA)
+def _read_rope(fields: FileFields) -> dict[str, Any]:
+    """The base and scaling of the rotary frequencies, and the rotated share if it is given.
+
+    Like transformers, a non-empty ``rope_scaling`` replaces ``rope_parameters``.
+    """
+    older, newer = (fields.take(name, dict, {}) for name in ("rope_scaling", "rope_parameters"))
+    theta = fields.take("rope_theta", float, _ROPE_THETA)
+    name, said = ("rope_scaling", older) if older else ("rope_parameters", newer)
+    inner = FileFields(said, f"{fields.where}: {name}")
+    kind = inner.take("type", str, "default")
+    kind = inner.take("rope_type", str, kind)
+    if kind not in ("default", *rope.KINDS):
+        known = ", ".join(("default", *rope.KINDS))
+        raise fields.refuse(name, said, f"is not implemented; only the types {known} are")
+    found: dict[str, Any] = {"rope_theta": inner.take("rope_theta", float, theta)}
+    if (share := inner.take("partial_rotary_factor", float, -1.0)) >= 0:
+        found["rotary_share"] = share
+    if kind != "default":
+        longest = float(fields.values.get("max_position_embeddings") or 4096)
+        found["rope_scaling"] = str(_read_scaling(inner, kind, longest))
+    inner.finish()
+    return found
+
+
+def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeScaling:
+    """The scaling of the given kind; `longest` is the maximum row length, as in transformers."""
+    if kind == "linear":
+        return rope.RopeScaling(kind, fields.take("factor", float))
+    original = fields.take("original_max_position_embeddings", float, longest)
+    if kind == "llama3":
+        return rope.RopeScaling(
+            kind, fields.take("factor", float), original,
+            low=fields.take("low_freq_factor", float), high=fields.take("high_freq_factor", float),
+        )  # fmt: skip
+    fields.must(truncate=True)
+    factor = fields.take("factor", float, longest / original)
+    scales = [fields.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
+
+    def scale_of(share: float) -> float:
+        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scale = scale_of(scales[0]) / scale_of(scales[1]) if all(scales) else scale_of(1.0)
+    return rope.RopeScaling(
+        kind, factor, original, low=fields.take("beta_slow", float, 0.0) or 1.0,
+        high=fields.take("beta_fast", float, 0.0) or 32.0,
+        scale=fields.take("attention_factor", float, scale),
+    )  # fmt: skip
+
+
+def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """The ``rope_scaling`` of config.json; `_read_scaling` is the inverse."""
+    found = rope.read_scaling(model.rope_scaling)
+    if found is None:
+        return None
+    low, high = {"yarn": ("beta_slow", "beta_fast")}.get(
+        found.kind, ("low_freq_factor", "high_freq_factor")
+    )
+    names = {"factor": "factor", "original": "original_max_position_embeddings", "low": low,
+             "high": high, "scale": "attention_factor"}  # fmt: skip
+    said: dict[str, Any] = {names[own]: getattr(found, own) for own in rope.KINDS[found.kind]}
+    if found.original.is_integer() and "original" in rope.KINDS[found.kind]:
+        said[names["original"]] = int(found.original)
+    return {"rope_type": found.kind} | said
 
 
 def _read_qwen(
@@ -122,7 +174,7 @@ def _read_qwen(
     """Reads the config of Qwen, Llama and related models."""
     fields.must(
         hidden_act="silu", use_sliding_window=False, use_mrope=False, mlp_bias=False,
-        attention_bias=qkv_bias,
+        attention_bias=qkv_bias, partial_rotary_factor=(1, 1.0),
     )  # fmt: skip
     layers = fields.take("layer_types", list, ["full_attention"])
     if set(layers) != {"full_attention"}:
@@ -138,20 +190,23 @@ def _read_qwen(
     )
 
 
-def _read_shape(fields: FileFields, *, epsilon: float) -> dict[str, Any]:
+def _read_shape(fields: FileFields, *, epsilon: float, is_partial: bool = False) -> dict[str, Any]:
     """The settings in the fields that all families except LLaDA share; inverse of `_write_shape`.
 
-    `epsilon` is the default epsilon of the norms.
+    `epsilon` is the default epsilon of the norms. `is_partial` is True if the family can rotate a
+    part of each head.
     """
-    heads = fields.take("num_attention_heads", int)
-    return {
+    heads, turns = fields.take("num_attention_heads", int), _read_rope(fields)
+    share = turns.get("rotary_share", 1.0)
+    if share != 1 and not is_partial:
+        raise fields.refuse("partial_rotary_factor", share, "is not implemented; only 1 is")
+    return turns | {
         "depth": fields.take("num_hidden_layers", int),
         "width": fields.take("hidden_size", int),
         "heads": heads,
         "kv_heads": fields.take("num_key_value_heads", int, heads),
         "activation": "swiglu",
         "norm_epsilon": fields.take("rms_norm_eps", float, epsilon),
-        "rope_theta": rope_theta(fields),
         "tied_head": fields.take("tie_word_embeddings", bool, False),
         "vocab_size": fields.take("vocab_size", int),
     }
@@ -169,7 +224,7 @@ def _write_shape(model: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
         "num_attention_heads": model.heads, "num_hidden_layers": model.depth,
         "num_key_value_heads": model.kv_heads or model.heads, "rms_norm_eps": model.norm_epsilon,
-        "rope_scaling": None, "rope_theta": model.rope_theta,
+        "rope_scaling": _write_scaling(model), "rope_theta": model.rope_theta,
         "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
     }  # fmt: skip
 
@@ -299,9 +354,10 @@ def _read_llada2(fields: FileFields) -> ModelConfig:
         moe_router_enable_expert_bias=True, norm_softmax=False,
     )  # fmt: skip
     shape = {"kv_heads": fields.take("num_key_value_heads", int)}
-    shape = _read_shape(fields, epsilon=1e-5) | shape
+    shape = _read_shape(fields, epsilon=1e-5, is_partial=True) | shape
     head_size = _read_head_size(fields, shape)
     share = fields.take("partial_rotary_factor", float, 0.5)
+    share = shape.pop("rotary_share", share)
     fields.must(rotary_dim=int((head_size or shape["width"] // shape["heads"]) * share))
     expert_width = fields.take("moe_intermediate_size", int)
     num_shared = fields.take("num_shared_experts", int, 0)

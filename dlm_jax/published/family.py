@@ -38,13 +38,36 @@ IDLE = frozenset({
 })  # fmt: skip
 """Fields that do not affect the computation of a model, or that other code reads."""
 
+_OF_OTHER_PROGRAMS = re.compile(
+    r"is_llama_config|transformers\.js_config|unsloth_\w+|\w+_version|_attn_implementation\w*"
+    r"|_commit_hash|_flash_attn_2_enabled|_name|attn_implementation|use_flash_attention(_2)?"
+    r"|base_model\w*|finetuning_task|gradient_checkpointing|license|model_max_length|model_name"
+    r"|prefix|sep_token_id|decoder_start_token_id|tags|task_specific_params|tf_legacy_loss"
+    r"|tokenizer_class|torchscript|use_bfloat16|is_decoder|cls_token_id|unk_token_id"
+    # Settings of a generation, which old files keep here.
+    r"|bad_words_ids|do_sample|diversity_penalty|early_stopping|encoder_no_repeat_ngram_size"
+    r"|exponential_decay_length_penalty|forced_\w+_token_id|length_penalty|max_length|min_length"
+    r"|max_new_tokens|no_repeat_ngram_size|num_beam_groups|num_beams|num_return_sequences"
+    r"|output_scores|remove_invalid_values|repetition_penalty|return_dict_in_generate"
+    r"|suppress_tokens|begin_suppress_tokens|temperature|top_k|top_p|typical_p"
+)
+"""Names of fields that name no computation: `FileFields.finish` ignores and lists them."""
+
 
 class FileFields:
-    """The fields of one file; `finish` raises ValueError for unread fields."""
+    """The fields of one file; `finish` raises ValueError for unread fields.
+
+    Attributes:
+      values: all fields.
+      where: name of the file.
+      ignored: unread fields that name no computation, after `finish`.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._left = dict(values)
+        self.values = values
         self.where = where
+        self.ignored: tuple[str, ...] = ()
 
     def refuse(self, name: str, value: Any, reason: str) -> ValueError:
         return ValueError(f"{self.where}: {name}={value!r} {reason}")
@@ -77,14 +100,20 @@ class FileFields:
 
     def finish(self, idle: Iterable[str] = ()) -> None:
         """Raises ValueError for an unread field that has a value and may have an effect."""
+        ignored = []
         for name, value in self._left.items():
             if name in IDLE or name in idle or value in (None, False, 0, "", [], {}):
                 continue
-            raise self.refuse(
-                name, value,
-                "is unknown to dlm_jax and may have an effect; remove it from a copy of the file "
-                "if it does not change the model's outputs",
-            )  # fmt: skip
+            if _OF_OTHER_PROGRAMS.fullmatch(name):
+                ignored.append(name)
+            else:
+                raise self.refuse(
+                    name, value,
+                    "is unknown to dlm_jax and may have an effect; if it does not change the "
+                    f"model's outputs, ignore it: --ignore-config {name}, or ignore_config="
+                    f"[{name!r}] of dlm_jax.load",
+                )  # fmt: skip
+        self.ignored = tuple(ignored)
 
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -99,7 +128,7 @@ def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_twins)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; download the whole directory") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dlm_jax.published import gguf
 from dlm_jax.published.directory import is_published
 from dlm_jax.settings import SettingError
 from dlm_jax.store.files import is_full
@@ -34,7 +35,7 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
     names of weights files.
     """
     found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
-    if found is None or str(path).endswith(SUFFIX) or Path(found[1]).parent.exists():
+    if found is None or str(path).endswith((SUFFIX, gguf.SUFFIX)) or Path(found[1]).parent.exists():
         return None
     return None if Path(str(path)).exists() else (found[1], found[2])
 
@@ -92,7 +93,7 @@ def push_to_hub(
       SettingError: the path has no model, or the Hub rejects the upload.
     """
     source = Path(path)
-    if is_published(source):
+    if source.is_dir() and is_published(source):
         names = (file for file in sorted(source.iterdir()) if file.is_file())
         files = {file.name: file for file in names}
     elif source.suffix == SUFFIX:

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,15 @@ class TensorLocation(NamedTuple):
     dtype: np.dtype
     start: int
     shape: tuple[int, ...]
+
+
+class Tensors(Protocol):
+    """Stored tensors, keyed by name."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorLocation]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
 
 
 class Shards:
@@ -178,13 +187,15 @@ Finish = Callable[[str, Any], Any]
 
 
 def check_tensors(
-    shards: Shards,
+    shards: Tensors,
     pieces: Mapping[str, list[TensorPart]],
     *,
     redundant: Mapping[str, str] = {},
     where: str,
+    config: str = "config.json",
 ) -> None:
-    """Raises ValueError for missing or unexpected tensors and wrong shapes.
+    """Raises ValueError for missing or unexpected tensors and wrong shapes. `config` is the name of
+    the file that determines them.
 
     `redundant` tensors may be present and are ignored, but must equal the tensors that they map to.
     """
@@ -192,9 +203,7 @@ def check_tensors(
     missing = sorted(set(wanted) - set(shards.entries))
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(
-            f"{where} lacks the tensor {missing[0]!r}{more}, which config.json implies"
-        )
+        raise ValueError(f"{where} lacks the tensor {missing[0]!r}{more}, which {config} implies")
     idle = ("rotary_emb.inv_freq",)
     surplus = sorted(
         name
@@ -203,14 +212,12 @@ def check_tensors(
     )
     if surplus:
         more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
-        raise ValueError(
-            f"{where} holds the tensor {surplus[0]!r}{more}, which config.json excludes"
-        )
+        raise ValueError(f"{where} holds the tensor {surplus[0]!r}{more}, which {config} excludes")
     for name, shape in wanted.items():
         if shards.entries[name].shape != shape:
             raise ValueError(
                 f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, but "
-                f"config.json requires {shape}"
+                f"{config} requires {shape}"
             )
     for name, other in redundant.items():
         if name in shards.entries and not _are_equal(shards.read(name), shards.read(other)):
@@ -234,7 +241,7 @@ def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def read_params(
-    shards: Shards,
+    shards: Tensors,
     pieces: Mapping[str, list[TensorPart]],
     abstract: Params,
     *,
@@ -265,14 +272,14 @@ def read_params(
     return map_named(read, abstract)
 
 
-def _stored_dtype(shards: Shards, parts: list[TensorPart]) -> np.dtype:
+def _stored_dtype(shards: Tensors, parts: list[TensorPart]) -> np.dtype:
     """The dtype of a parameter's tensors, or float32 if they differ."""
     kinds = {shards.entries[piece.tensor].dtype for piece in parts}
     return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
 
 def _on_host(
-    shards: Shards, parts: list[TensorPart], shape: tuple[int, ...], dtype: np.dtype
+    shards: Tensors, parts: list[TensorPart], shape: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
     """A parameter on the CPU; several threads copy its pieces directly to their final positions."""
     size = math.prod(shape) * dtype.itemsize
@@ -307,7 +314,7 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
 
 
 def _stacked(
-    shards: Shards,
+    shards: Tensors,
     parts: list[TensorPart],
     shape: tuple[int, ...],
     dtype: np.dtype,
@@ -334,7 +341,7 @@ def _writer(sharding: Sharding | None) -> Callable[..., jax.Array]:
 
 
 def _put(
-    shards: Shards,
+    shards: Tensors,
     piece: TensorPart,
     shape: tuple[int, ...],
     dtype: np.dtype,

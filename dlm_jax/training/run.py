@@ -27,6 +27,7 @@ from dlm_jax import devices
 from dlm_jax.config import Config, MeshConfig, ModelConfig, Trait
 from dlm_jax.config.schema import INIT
 from dlm_jax.data import (
+    NO_MASK,
     CharacterTokenizer,
     Corpus,
     Setup,
@@ -189,6 +190,12 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
                 f"{ours!r}; remove it"
             )
     model = ModelConfig(**settings)
+    if tokenizer.mask_id == NO_MASK and model.attention_type != "causal":
+        raise ValueError(
+            f"train.init_from={source} has no MASK and no free id for it, so the model cannot be "
+            "trained to fill holes; name an unused token as mask_token_id in its config.json, or "
+            "use model.attention_type='causal'"
+        )
     return dataclasses.replace(config, model=model), tokenizer
 
 

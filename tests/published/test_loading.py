@@ -194,7 +194,7 @@ BAD = {
     "a shape is wrong": (lambda d: _with(d, UP, (3, 4)), [UP, "(3, 4)", "(40, 24)"]),
     "a field is unknown": (lambda d: _edit_json(d / CONFIG, gated_attention=True),
                            ["config.json: gated_attention=True"]),
-    "a field is not implemented": (lambda d: _edit_json(d / CONFIG, rope_scaling={"type": "yarn"}),
+    "a field is not implemented": (lambda d: _edit_json(d / CONFIG, rope_scaling={"type": "su"}),
                                    ["config.json: rope_scaling="]),
     "a field is missing": (lambda d: _edit_json(d / CONFIG, hidden_size=...),
                            ["config.json", "'hidden_size'"]),

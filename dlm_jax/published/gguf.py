@@ -1,0 +1,367 @@
+"""Reads GGUF files of llama.cpp: config, tokenizer, chat template and weights from one file.
+
+Weights are dequantised while they are loaded. Metadata that may change the computation and is not
+implemented is refused by name. The package `gguf` (the extra ``gguf``) reads the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dlm_jax.config import rope
+from dlm_jax.data.tokenizers import qwen_split
+from dlm_jax.published.family import FileFields, Source, in_blocks
+from dlm_jax.published.tensors import TensorLocation
+from dlm_jax.settings import SettingError
+from dlm_jax.store.files import said
+
+SUFFIX = ".gguf"
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", True), "llada": ("LLaDAModelLM", True),
+    "qwen2": ("Qwen2ForCausalLM", False), "qwen3": ("Qwen3ForCausalLM", False),
+    "dream": ("DreamModel", False),
+}  # fmt: skip
+"""Architectures, with their names in config.json, and whether llama.cpp stores the two halves of a
+rotated head alternately."""
+
+_IDLE = {
+    "vocab_size", "attention.causal", "rope.dimension_count", "rope.scaling.finetuned",
+    "tensor_data_layout",
+}  # fmt: skip
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LLADA = (
+    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+# The patterns of llama.cpp, by tokenizer.ggml.pre. Each pattern splits the pieces of the previous
+# one.
+_PATTERNS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
+                    (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (qwen_split(1),)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), (qwen_split(3),)),
+    **dict.fromkeys(("llada-moe", "bailingmoe"), (_LLADA,)),
+}  # fmt: skip
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+
+# Types of tokens in tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _ADDED, _UNUSED = 2, 3, 4, 5
+
+_BLOCKS = {
+    "attention_norm/scale": "attn_norm.weight", "mlp_norm/scale": "ffn_norm.weight",
+    "attention/out/kernel": "attn_output.weight",
+    **{f"attention/{long}/{kind}": f"attn_{short}.{name}"
+       for long, short in (("query", "q"), ("key", "k"), ("value", "v"))
+       for kind, name in (("kernel", "weight"), ("bias", "bias"))},
+    "attention/query_norm/scale": "attn_q_norm.weight",
+    "attention/key_norm/scale": "attn_k_norm.weight",
+    **{f"mlp/{part}/kernel": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
+}  # fmt: skip
+
+SOURCES: dict[str, Source] = in_blocks(_BLOCKS, {}, "blk.{i}.") | {
+    "embedding": "token_embd.weight", "norm/scale": "output_norm.weight",
+    "head/kernel": "output.weight",
+}  # fmt: skip
+"""The tensor of each parameter."""
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is that of a GGUF file, by its suffix."""
+    return os.fspath(path).lower().endswith(SUFFIX) and not Path(path).is_dir()
+
+
+class GgufFile:
+    """The content of a GGUF file, in terms of a published directory.
+
+    Attributes:
+      config: the fields of an equivalent config.json, with the ids of special tokens.
+      tokenizer: the text of an equivalent tokenizer.json.
+      template: the chat template, or None.
+      entries: the tensors; `start` is unused.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        gguf = _package(path)
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; check the path")
+        try:
+            reader = gguf.GGUFReader(path)
+            values = {name: field.contents() for name, field in reader.fields.items()}
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self._quants: Any = gguf.quants
+            entries = {name: self._entry(gguf, one) for name, one in self._tensors.items()}
+        except NotImplementedError as error:
+            raise ValueError(f"{path}: {error}") from None
+        # The package raises errors of NumPy for a damaged file.
+        except Exception as error:
+            raise ValueError(
+                f"{path} is not a readable GGUF file ({said(error)}); download it again"
+            ) from None
+        self.entries: dict[str, TensorLocation] = entries
+        fields = FileFields({name: v for name, v in values.items() if v is not None}, str(path))
+        fields.must(**{"split.count": (0, 1)})
+        name = fields.take("general.architecture", str)
+        if name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise fields.refuse("general.architecture", name, f"is not read; only {known} are")
+        self.config = self._config(fields, name)
+        self.tokenizer = _tokenizer_json(fields)
+        self.template = fields.take("tokenizer.chat_template", str, "") or None
+
+    def _entry(self, gguf: ModuleType, tensor: Any) -> TensorLocation:
+        kind, shape = tensor.tensor_type, tuple(int(size) for size in tensor.shape[::-1])
+        dtype = np.dtype({"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(kind.name, np.float32))
+        try:
+            _, size = gguf.GGML_QUANT_SIZES[kind]
+            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+        except (KeyError, NotImplementedError):
+            raise NotImplementedError(
+                f"the tensor {tensor.name!r} has the type {kind.name}, which is not read; quantise "
+                "the model to Q8_0"
+            ) from None
+        return TensorLocation(self.path, dtype, 0, shape)
+
+    def read(self, name: str) -> np.ndarray:
+        """The dequantised tensor, in the dtype of its entry."""
+        tensor, location = self._tensors[name], self.entries[name]
+        if location.dtype == np.float32:
+            found = self._quants.dequantize(tensor.data, tensor.tensor_type)
+        else:
+            found = np.asarray(tensor.data).view(location.dtype)
+        found = found.reshape(location.shape)
+        heads = self._halves.get(name.rpartition(".")[0].rpartition(".")[2], 0)
+        if not heads:
+            return found
+        parts = found.reshape(heads, found.shape[0] // heads // 2, 2, *found.shape[1:])
+        return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(found.shape))
+
+    def _config(self, fields: FileFields, name: str) -> dict[str, Any]:
+        architecture, is_alternating = ARCHITECTURES[name]
+        own = FileFields(
+            {key.removeprefix(f"{name}."): value for key, value in fields.values.items()
+             if key.startswith(f"{name}.")},
+            f"{self.path}: {name}",
+        )  # fmt: skip
+        width, heads = own.take("embedding_length", int), own.take("attention.head_count", int)
+        groups = own.take("attention.head_count_kv", int, heads)
+        size = own.take("attention.key_length", int, width // max(heads, 1))
+        own.must(**{"attention.value_length": size})
+        turned = own.take("rope.dimension_count", int, size)
+        if turned != size:
+            raise own.refuse("rope.dimension_count", turned, f"is not implemented; only {size} is")
+        self._halves = {"attn_q": heads, "attn_k": groups} if is_alternating else {}
+        longest, theta = own.take("context_length", int), own.take("rope.freq_base", float, 1e4)
+        scaling = _scaling(own) or self._llama3(size, theta)
+        is_tied = SOURCES["head/kernel"] not in self.entries
+        depth, inner = own.take("block_count", int), own.take("feed_forward_length", int)
+        epsilon = own.take("attention.layer_norm_rms_epsilon", float)
+        # llama.cpp stores these numbers in float32.
+        epsilon, theta = (float(f"{value:.7g}") for value in (epsilon, theta))
+        own.finish(_IDLE)
+        if SOURCES["embedding"] not in self.entries:
+            raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
+        vocab_size = self.entries["token_embd.weight"].shape[0]
+        is_shifted = fields.take("diffusion.shift_logits", bool, name == "dream")
+        if is_shifted != (name == "dream"):
+            raise fields.refuse("diffusion.shift_logits", is_shifted, f"is not that of {name}")
+        made: dict[str, Any] = {"architectures": [architecture], "rope_theta": theta}
+        made |= {"rms_norm_eps": epsilon, "vocab_size": vocab_size} | _special_ids(fields)
+        if name == "llada":
+            if scaling or size * heads != width:
+                raise own.refuse("rope.scaling", scaling, "is not implemented")
+            return made | {
+                "d_model": width, "n_heads": heads, "n_kv_heads": groups, "n_layers": depth,
+                "mlp_hidden_size": inner, "max_sequence_length": longest, "block_type": "llama",
+                "weight_tying": is_tied, "include_qkv_bias": "blk.0.attn_q.bias" in self.entries,
+            }  # fmt: skip
+        return made | {
+            "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": groups,
+            "num_hidden_layers": depth, "intermediate_size": inner, "head_dim": size,
+            "max_position_embeddings": longest, "tie_word_embeddings": is_tied,
+            "rope_scaling": scaling,
+        }  # fmt: skip
+
+    def _llama3(self, size: int, theta: float) -> dict[str, Any] | None:
+        """The scaling of Llama 3.1, of which a file keeps the divisor of each frequency."""
+        if self.entries.pop("rope_freqs.weight", None) is None:
+            return None
+        divisors_K = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
+        found = rope.RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
+        wanted_K = found.multipliers(size, theta)
+        if divisors_K.shape != wanted_K.shape or not np.allclose(1 / divisors_K, wanted_K, 1e-4):
+            raise ValueError(
+                f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "
+                "which is the only one that is read"
+            )
+        return {
+            "rope_type": "llama3", "factor": found.factor, "low_freq_factor": found.low,
+            "high_freq_factor": found.high, "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: Path, time: int, size: int) -> GgufFile:
+    del time, size
+    return GgufFile(path)
+
+
+def opened(path: Path) -> GgufFile:
+    """The content of a file. The last file is cached, because parsing takes seconds."""
+    found = path.stat() if path.exists() else None
+    return _opened(path, found.st_mtime_ns if found else 0, found.st_size if found else 0)
+
+
+def _package(path: Path) -> ModuleType:
+    try:
+        import gguf
+    except ImportError:
+        raise SettingError(
+            "checkpoint", str(path), "requires the package gguf",
+            "install it: pip install 'dlm_jax[gguf]'",
+        ) from None  # fmt: skip
+    return gguf
+
+
+def _scaling(fields: FileFields) -> dict[str, Any] | None:
+    """The ``rope_scaling`` of config.json for the fields ``rope.scaling``."""
+    kind = fields.take("rope.scaling.type", str, "none")
+    names = {
+        "factor": "factor", "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+    }  # fmt: skip
+    found = {theirs: fields.take(f"rope.scaling.{name}", float, 0.0)
+             for name, theirs in names.items()}  # fmt: skip
+    if kind == "none":
+        return None
+    return {"rope_type": kind} | {name: value for name, value in found.items() if value}
+
+
+def _special_ids(fields: FileFields) -> dict[str, Any]:
+    """The ids of special tokens, by their fields in config.json."""
+    found = {
+        f"{role}_token_id": fields.take(f"tokenizer.ggml.{name}_token_id", int, -1)
+        for role, name in (("bos", "bos"), ("pad", "padding"), ("mask", "mask"))
+    }
+    ends = [fields.take(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(id_ for id_ in ends if id_ >= 0))
+    return {name: id_ for name, id_ in found.items() if id_ >= 0} | (
+        {"eos_token_id": ends} if ends else {}
+    )
+
+
+def _tokenizer_json(fields: FileFields) -> str:
+    """The tokenizer.json of the fields ``tokenizer.ggml``."""
+    kind = fields.take("tokenizer.ggml.model", str)
+    if kind not in _MODELS:
+        known = " and ".join(_MODELS)
+        raise fields.refuse("tokenizer.ggml.model", kind, f"is not read; only {known} are")
+    tokens = fields.take("tokenizer.ggml.tokens", list)
+    kinds = fields.take("tokenizer.ggml.token_type", list, [1] * len(tokens))
+    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise ValueError(
+            f"{fields.where}: tokenizer.ggml.tokens repeats a token or differs in length from "
+            "token_type; download it again"
+        )
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        flags | {"id": id_, "content": token, "special": kinds[id_] != _ADDED}
+        for id_, token in enumerate(tokens)
+        if kinds[id_] in (_UNKNOWN, _CONTROL, _ADDED)
+    ]
+    vocabulary = {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED}
+    made = {"version": "1.0", "added_tokens": added} | _MODELS[kind](fields, vocabulary)
+    bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
+    adds_bos = fields.take("tokenizer.ggml.add_bos_token", bool, made.pop("adds_bos"))
+    if adds_bos and 0 <= bos_id < len(tokens):
+        bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
+        special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
+        made["post_processor"] = {
+            "type": "TemplateProcessing", "special_tokens": {tokens[bos_id]: bos},
+            "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [special, {"Sequence": {"id": "A", "type_id": 0}},
+                     {"Sequence": {"id": "B", "type_id": 0}}],
+        }  # fmt: skip
+    return json.dumps(made)
+
+
+def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """The parts of tokenizer.json for a byte-level BPE."""
+    pre = fields.take("tokenizer.ggml.pre", str, "default")
+    if pre not in _PATTERNS:
+        known = ", ".join(_PATTERNS)
+        raise fields.refuse("tokenizer.ggml.pre", pre, f"is not read; only {known} are")
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": False}  # fmt: skip
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in _PATTERNS[pre]
+    ]
+    # The tokenizer.json of Qwen composes characters first, though llama.cpp does not.
+    normalizer = {"type": "NFC"} if pre in ("qwen2", "deepseek-r1-qwen") else None
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
+        "decoder": bytes_of,
+        "model": {
+            "type": "BPE", "vocab": vocabulary, "ignore_merges": pre in _LLAMA3,
+            "merges": fields.take("tokenizer.ggml.merges", list),
+        },
+        "adds_bos": pre in _LLAMA3,
+    }  # fmt: skip
+
+
+def _sentencepiece(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """The parts of tokenizer.json for a SentencePiece BPE with bytes for unknown characters.
+
+    SentencePiece merges the pair with the highest score, so the merges are in the order of the
+    scores of their results.
+    """
+    scores = fields.take("tokenizer.ggml.scores", list)
+    if len(scores) != len(fields.values["tokenizer.ggml.tokens"]):
+        raise fields.refuse("tokenizer.ggml.scores", len(scores), "is not the number of tokens")
+    if fields.take("tokenizer.ggml.remove_extra_whitespaces", bool, False):
+        raise fields.refuse("tokenizer.ggml.remove_extra_whitespaces", True, "is not implemented")
+    ranked = []
+    for token, id_ in vocabulary.items():
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        ranked += [(-scores[id_], id_, pair) for pair in pairs]
+    ranked.sort(key=lambda entry: entry[:2])
+    has_prefix = fields.take("tokenizer.ggml.add_space_prefix", bool, True)
+    prefix = [{"type": "Prepend", "prepend": "\u2581"}] if has_prefix else []
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    kinds = fields.values.get("tokenizer.ggml.token_type") or []
+    unknown = next((token for token, id_ in vocabulary.items() if kinds[id_] == _UNKNOWN), None)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [
+            back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE", "vocab": vocabulary, "merges": [list(pair) for *_, pair in ranked],
+            "byte_fallback": True, "fuse_unk": True, "unk_token": unknown,
+        },
+        "adds_bos": True,
+    }  # fmt: skip
+
+
+_MODELS: dict[str, Callable[[FileFields, Mapping[str, int]], dict[str, Any]]] = {
+    "gpt2": _byte_level, "llama": _sentencepiece,
+}  # fmt: skip
