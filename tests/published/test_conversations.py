@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import published_cases as cases
@@ -325,3 +326,20 @@ def test_another_template_makes_other_files(tmp_path):
         for source in sources
     )  # fmt: skip
     assert _rows(first)["tokens"][0].tolist() != _rows(second)["tokens"][0].tolist()
+
+
+def test_the_page_about_training_shows_the_rows_of_a_conversation(
+    directory, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "LLaDA-8B-Instruct").symlink_to(directory / "model")
+    monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    (block,) = [one for one in page.split("```python\n")[1:] if "talks.jsonl" in one]
+    exec(compile(block.split("```")[0], "docs", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        given, _, target = line.partition(" -> ")
+        assert target == ("'Water.'" if "shark" in given else "'Air.'")
