@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import dataclasses
 import json
 from pathlib import Path
 
@@ -95,9 +95,9 @@ def test_marked_tokens_are_those_of_the_mask_of_transformers(name):
 
 
 def test_a_mark_around_the_header_of_an_answer_leaves_it_to_the_chat():
-    header, turn = "<|im_start|>assistant\n", "{{ m['content'] }}<|im_end|>"
+    header = "<|im_start|>assistant\n"
     inside = MARKED["chatml"].replace(f"{header}{{% generation %}}", f"{{% generation %}}{header}")
-    assert inside != MARKED["chatml"] and turn
+    assert inside != MARKED["chatml"]
     for one, two in zip(
         ChatTemplate(inside, BPE).turns(TALK), ChatTemplate(MARKED["chatml"], BPE).turns(TALK),
         strict=True,
@@ -180,7 +180,7 @@ def directory(tmp_path_factory):
     return folder
 
 
-def _rows(corpus, part="train", **how):
+def _rows(corpus, part="train"):
     rows = corpus.train_rows if part == "train" else corpus.val_rows
     return rows.rows(np.arange(len(rows)))
 
@@ -199,7 +199,7 @@ def test_the_given_part_of_a_row_is_what_sample_and_generate_send(directory, tmp
         FORMS, rows["tokens"], rows["given"], rows["length"], strict=False
     ):
         args = argparse.Namespace(chat=True, prompt=asked)
-        (request,) = make_requests(model, **sample._asked(model, args), settings={"gen_length": 4})
+        (request,) = make_requests(model, sample._asked(model, args), {"gen_length": 4})
         assert tokens[:given].tolist() == request.tokens[:given].tolist()
         assert (request.tokens[given:] == BPE.mask_id).all()
         target = [*model.tokenizer.encode(answer), end, BPE.eos_id]
@@ -207,7 +207,7 @@ def test_the_given_part_of_a_row_is_what_sample_and_generate_send(directory, tmp
         assert (tokens[given + len(target) :] == BPE.pad_id).all()
         assert length == (96 if tail == "eos" else given + len(target))
     # A turn is not seen by the turns before it: later messages are not in its row.
-    turns = itertools.chain.from_iterable(model.chat.turns(talk) for talk in [TALK])
+    turns = model.chat.turns(TALK)
     for (given, turn), tokens, count in zip(
         turns, rows["tokens"][-2:], rows["given"][-2:], strict=True
     ):
@@ -233,7 +233,7 @@ def _flags(directory, out, **changes):
         "train.init_from": str(directory / "model"), "train.out_dir": str(out),
         "data.source": str(directory / "talks.jsonl"), "data.layout": "documents",
         "data.cache_dir": str(out.parent / "cache"), "data.seq_len": "96", "data.held_out": "0.2",
-        "train.steps": "1", "train.batch_size": "2", "train.eval_every": "0",
+        "train.steps": "1", "train.batch_size": "8", "train.eval_every": "0",
         "optim.warmup_steps": "0", "optim.name": "adamw",
     } | changes)  # fmt: skip
 
@@ -254,14 +254,12 @@ def test_a_trained_model_chats_with_the_template_that_it_was_trained_with(direct
     expected = validation_windows(corpus.val_rows, seq_len=96, pad_id=BPE.pad_id)
     np.testing.assert_array_equal(rows["tokens"], expected["tokens"])
     # A run that begins with this run has the same template.
-    run = prepare(
-        _flags(directory, tmp_path / "next", **{
-            "train.init_from": str(tmp_path / "run"), "data.tokenizer": "init",
-            **{f"model.{name}": str(getattr(trained.config.model, name)).lower()
-               for name in ("depth", "width", "heads", "kv_heads", "mlp_hidden")
-               if hasattr(trained.config.model, name)},
-        }), report=lambda line: None,
+    config = _flags(
+        directory, tmp_path / "next",
+        **{"train.init_from": str(tmp_path / "run"), "data.tokenizer": "init"},
     )  # fmt: skip
+    config = dataclasses.replace(config, model=trained.config.model)
+    run = prepare(config, report=lambda line: None)
     assert run.meta["chat_template"] == source
 
 
