@@ -80,7 +80,7 @@ class Corpus:
     chat_template: str = ""
 
 
-class Chat(Protocol):
+class TurnEncoder(Protocol):
     """A chat template (`dlm_jax.published.ChatTemplate`), which writes conversations."""
 
     @property
@@ -227,7 +227,7 @@ def load_corpus(
     tail: str = "eos",
     weights: Sequence[float] = (),
     start_id: int | None = None,
-    chat: Chat | None = None,
+    chat: TurnEncoder | None = None,
 ) -> Corpus:
     """Loads the corpus `source`, and encodes it unless the cache contains its token files.
 
@@ -347,7 +347,7 @@ def _load_documents(
     folder: Path,
     tail: str,
     start_id: int | None,
-    chat: Chat | None,
+    chat: TurnEncoder | None,
 ) -> Corpus:
     talks = next((document for document in documents if document.messages), None)
     if talks is not None and chat is None:
@@ -422,7 +422,7 @@ def _encoded(
     tokenizer: Tokenizer,
     documents: Sequence[Document],
     prefix_ids: Sequence[int],
-    chat: Chat | None,
+    chat: TurnEncoder | None,
 ) -> Iterator[Encoded]:
     prefix = np.array(prefix_ids, np.int32)
     for document in documents:
