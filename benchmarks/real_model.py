@@ -257,13 +257,15 @@ def train(args: argparse.Namespace) -> None:
     }  # fmt: skip
     print(json.dumps(peaks), flush=True)
     flops: list[float] = []
+    asked_to_stop: list[int] = []
 
     def note(run: Any, state: Any, record: dict[str, Any]) -> None:
         flops[:] = flops or [needed_flops(state.params, run.config)]
         print(json.dumps(figure_of(record, flops[0], peaks)), flush=True)
         if record["kind"] == "evaluation":
             write_results(run, state, results, peaks)
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and not asked_to_stop:
+            asked_to_stop.append(record["step"])
             signal.raise_signal(signal.SIGTERM)  # the run saves its state and ends
 
     planned = root / "steps.json"
@@ -419,7 +421,7 @@ def evaluate(args: argparse.Namespace) -> None:
 # The command line.
 
 _QUICK = {
-    "layers": 2, "mebibytes": 1.0, "dialogues": 2, "answer_tokens": 24, "packages": [],
+    "layers": 2, "mebibytes": 1.0, "dialogues": 8, "answer_tokens": 48, "packages": [],
     "length": 128, "batch_size": 1, "windows": 4, "log_every": 1, "questions": 2, "draws": 1,
     "thresholds": [0.9], "rank": 16, "dialogue_share": 0.1,
 }  # fmt: skip
