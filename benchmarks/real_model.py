@@ -331,7 +331,7 @@ def load_result(root: Path, results: Path) -> tuple[dlm_jax.Model, dlm_jax.Model
     trained = {name: jnp.asarray(x, jnp.float32) for name, x in flat.items()}
     params = base.params | traverse_util.unflatten_dict(trained, sep="/")
     model = dlm_jax.Model(
-        build(config.model), params, base.tokenizer, config.data.seq_len, config=config,
+        build(config.model), params, base.tokenizer, base.max_length, config=config,
         chat=base.chat,
     )  # fmt: skip
     return model, base
