@@ -1,6 +1,7 @@
 """The program that converts a published causal model, on a tiny one: its files are repeatable."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,7 @@ def given(tmp_path_factory) -> list[str]:
         "--mask", "<|unused|>", "--layers", "1", "--dialogues", "4", "--answer-tokens", "8",
         "--length", "16", "--batch-size", "8", "--rank", "2", "--head-start", "0", "--log-every",
         "1", "--windows", "4", "--draws", "1", "--questions", "1", "--thresholds", "0.5",
-        "--part-mebibytes", "1", "--packages", "--mebibytes", "1", "--steps", "3",
+        "--part-mebibytes", "1", "--packages", "--mebibytes", "1", "--steps", "3", "--no-head",
     ]  # fmt: skip
 
 
@@ -155,12 +156,7 @@ def test_a_run_from_parts_that_was_interrupted_ends_like_one_that_was_not(
 ):
     _train(prepared, given)
     whole = _bytes(prepared / "results")
-    (tmp_path / "parts").mkdir()
-    for part in (prepared / "parts").iterdir():
-        part_here = tmp_path / "parts" / part.name
-        part_here.mkdir()
-        for piece in part.iterdir():
-            (part_here / piece.name).write_bytes(piece.read_bytes())
+    shutil.copytree(prepared / "parts", tmp_path / "parts")
     capsys.readouterr()
     _train(tmp_path, given, seconds=0.0)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -175,15 +171,28 @@ def test_a_run_from_parts_that_was_interrupted_ends_like_one_that_was_not(
     train = [one for one in records if one["kind"] == "train"]
     keys = {"loss", "tokens_per_second", "utilisation_measured"}
     assert all(keys <= one.keys() for one in train)
+    _check_evaluation(tmp_path, given, ["parallel"])
 
-    real_model.main(["evaluate", "--root", str(tmp_path), *given])
-    told = json.loads((tmp_path / "results" / "evaluation.json").read_text())
+
+@pytest.mark.slow
+def test_the_sampler_head_trains_in_the_same_run_and_is_evaluated(prepared, given, tmp_path):
+    for name in ("model", "tokens"):
+        shutil.copytree(prepared / name, tmp_path / name)
+    given = [*given, "--head"]
+    _train(tmp_path, given)
+    records = map(json.loads, (tmp_path / "results" / "figures.jsonl").read_text().splitlines())
+    assert all("sampler" in one for one in records if one["kind"] == "train")
+    _check_evaluation(tmp_path, given, ["parallel", "wavefront"])
+
+
+def _check_evaluation(root: Path, given: list[str], fills: list[str]) -> None:
+    real_model.main(["evaluate", "--root", str(root), *given])
+    told = json.loads((root / "results" / "evaluation.json").read_text())
     assert set(told["held_out"]) == {"text", "dialogues"}
     for one in told["held_out"].values():
         for kind in ("diffusion", "causal"):
             assert one[kind].keys() == {"nats_per_token", "bits_per_byte"}
             assert 0 < one[kind]["nats_per_token"] < 20
-    fills = [one["fill"] for one in told["generations"]]
-    assert fills == ["parallel", "wavefront"]
+    assert [one["fill"] for one in told["generations"]] == fills
     for one in told["generations"]:
         assert one["forwards_per_token"] == one["forwards"] / one["tokens"]
