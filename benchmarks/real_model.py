@@ -374,10 +374,11 @@ def generations(model: dlm_jax.Model, args: argparse.Namespace) -> list[dict[str
     assert model.config is not None
     chat = model.chat
     asked = _ASKED[: args.questions]
-    prompts: list[dict[str, Any]] = [
-        {"tokens": chat.ids([{"role": "user", "content": one}])} if chat else {"prompt": one}
+    prompts = [
+        {"tokens": chat.ids([{"role": "user", "content": one}]) if chat
+         else model.tokenizer.encode(one)}
         for one in asked
-    ]
+    ]  # fmt: skip
     fills = ["parallel", *(["wavefront"] if "sampler" in model.heads else [])]
     found = []
     for fill in fills:
@@ -389,14 +390,14 @@ def generations(model: dlm_jax.Model, args: argparse.Namespace) -> list[dict[str
             }  # fmt: skip
             begin = time.monotonic()
             out = dlm_jax.generate(model, prompts, **settings)
-            given = [len(one["tokens"]) if chat else 0 for one in prompts]
+            given = [len(one["tokens"]) for one in prompts]
             tokens = int(np.sum(out.lengths - np.array(given)))
             forwards = int(np.sum(out.forwards))
             found.append({
                 "fill": fill, "threshold": threshold, "tokens": tokens, "forwards": forwards,
                 "forwards_per_token": forwards / max(tokens, 1),
                 "seconds": round(time.monotonic() - begin, 2),
-                "answers": dict(zip(asked, out.texts, strict=True)),
+                "answers": dict(zip(asked, files.answers(model, prompts, out), strict=True)),
             })  # fmt: skip
             print(json.dumps(found[-1]), flush=True)
     return found

@@ -343,12 +343,20 @@ def write_dialogues(model_dir: Path, out: Path, count: int, tokens: int) -> None
             order="left_to_right", batch_size=_AT_ONCE,
         )  # fmt: skip
         with out.open("a", encoding="utf-8") as file:
-            for turn, answer in zip(turns, found.texts, strict=True):
+            for turn, answer in zip(turns, answers(model, asked, found), strict=True):
                 answer = {"role": "assistant", "content": answer}
                 text = model.chat.text([turn, answer], begins_answer=False)
                 text = text.rstrip().removesuffix(eos)
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         print(f"{numbers.stop} of {count} dialogues", flush=True)
+
+
+def answers(model: dlm_jax.Model, asked: Sequence[Any], found: dlm_jax.Texts) -> list[str]:
+    """The new text of each row, for requests that are ids."""
+    return [
+        model.tokenizer.decode(row[len(one["tokens"]) : length])
+        for one, row, length in zip(asked, found.tokens, found.lengths, strict=True)
+    ]
 
 
 # The tokens.
