@@ -86,35 +86,59 @@ class ChatTemplate:
         """The token ids of `text` with the same arguments, int32 ``[n]``.
 
         Only the template writes special tokens: in `messages` and `more`, the names of special
-        tokens and of the template's markers are encoded as characters.
+        tokens and of the template's markers are encoded as characters. In the model's own turns,
+        markers other than those around a turn are tokens.
         """
         given, now = _variables(messages, more), time.time()
         text = self._write(given, begins_answer, continues, now)
-        found: dict[str, str] = {}
-        pattern = pattern_of(self._names)
+        # A template can read markers in a turn, such as those around a tool's result. Then they are
+        # its own, except those around the turn.
+        for names in (self._markers, self._names):
+            quoted, names_of = self._quoted(given, names)
+            if not names_of:
+                return self.tokenizer.encode_marked(text)
+            # The template is rendered again with placeholders for these names, so that the names in
+            # the result are its own.
+            written = self._write(quoted, begins_answer, continues, now)
+            plain = written
+            for placeholder, name in names_of.items():
+                plain = plain.replace(placeholder, name)
+            if plain == text:
+                return self.tokenizer.encode_quoted(written, names, names_of)
+        found = ", ".join(sorted(names_of.values()))
+        raise ValueError(
+            f"the chat template reads {found} in the messages, which cannot be encoded as text "
+            "then; remove them from the messages"
+        )
 
-        def quote(one: str) -> str:
-            return pattern.sub(lambda name: found.setdefault(name[0], _quote(len(found))), one)
+    def _quoted(
+        self, given: dict[str, Any], names: frozenset[str]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The variables with placeholders for `names`, and the name of each placeholder.
+
+        The model itself writes markers within its turns, so in these only those around a turn have
+        placeholders.
+        """
+        found: dict[str, str] = {}
+
+        def change(value: Any, names: frozenset[str]) -> Any:
+            pattern = pattern_of(names)
+
+            def quote(one: str) -> str:
+                return pattern.sub(lambda name: found.setdefault(name[0], _quote(len(found))), one)
+
+            return _map_texts(value, quote)
 
         try:
-            quoted = _map_texts(given, quote)
+            turns = [
+                change(turn, self._names if turn["role"] == "assistant" else names)
+                for turn in given["messages"]
+            ]
+            rest = {name: value for name, value in given.items() if name != "messages"}
+            quoted = change(rest, names) | {"messages": turns}
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
-        if not found:
-            return self.tokenizer.encode_marked(text)
-        # The template is rendered again with placeholders for these names, so that the names in the
-        # result are its own.
-        written = self._write(quoted, begins_answer, continues, now)
-        plain = written
-        for name, placeholder in found.items():
-            plain = plain.replace(placeholder, name)
-        if plain != text:
-            raise ValueError(
-                f"the chat template reads {', '.join(sorted(found))} in the messages, which cannot "
-                "be encoded as text then; remove them from the messages"
-            )
-        names_of = {placeholder: name for name, placeholder in found.items()}
-        return self.tokenizer.encode_quoted(written, self._names, names_of)
+        return quoted, {placeholder: name for name, placeholder in found.items()}
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
@@ -125,14 +149,26 @@ class ChatTemplate:
 
     @functools.cached_property
     def _names(self) -> frozenset[str]:
-        """Names of tokens that messages cannot contain: special tokens, and markers around a turn,
+        """Names of tokens that no turn can contain: special tokens, and markers around a turn,
         which some files do not declare special.
         """
-        turn = ""
+        return self.tokenizer.special_names | self.tokenizer.markers_in(self._probe("user"))
+
+    @functools.cached_property
+    def _markers(self) -> frozenset[str]:
+        """Names of tokens that only the template and the model can write: `_names`, and markers
+        that the template writes elsewhere, such as those of other roles.
+        """
+        texts = [self.source, self._probe("user", "assistant", "user", begins_answer=True)]
+        texts.append(self._probe("system", "user", begins_answer=True))
+        return self._names | self.tokenizer.markers_in("\n".join(texts))
+
+    def _probe(self, *roles: str, begins_answer: bool = False) -> str:
+        """A conversation of these roles as text; empty if the template rejects it."""
         with contextlib.suppress(ValueError):
-            probe = _variables([{"role": "user", "content": "a"}], {})
-            turn = self._write(probe, begins_answer=False, continues=False, now=0.0)
-        return self.tokenizer.special_names | self.tokenizer.markers_in(turn)
+            probe = _variables([{"role": role, "content": "a"} for role in roles], {})
+            return self._write(probe, begins_answer, continues=False, now=0.0)
+        return ""
 
     def _write(
         self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
