@@ -233,16 +233,30 @@ MARKERS = {
 """Added tokens of `bpe_json`, and whether the file declares them special."""
 
 
-def bpe_json(*, rename: str = "", puts_bos: bool = False) -> str:
-    """A byte-level BPE with `MARKERS`; `rename` is appended to their names."""
+def _with_markers(markers: dict[str, bool]) -> dict[str, Any]:
+    """The tokenizer.json of a byte-level BPE with added tokens, which may be special."""
     text = "user\n<|im_start|> assistant <start_of_turn> end of the turn\n\n" * 40
     data = json.loads(train_json(text, 320))
     first = len(data["model"]["vocab"])
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     data["added_tokens"] = [
-        {"id": first + place, "content": name + rename, "special": is_special} | plain
-        for place, (name, is_special) in enumerate(MARKERS.items())
+        {"id": first + place, "content": name, "special": is_special} | plain
+        for place, (name, is_special) in enumerate(markers.items())
     ]
+    return data
+
+
+def marked_tokenizer(markers: dict[str, bool]) -> HubTokenizer:
+    """A byte-level BPE with added tokens: BOS, EOS, MASK and others, which may be special."""
+    data = _with_markers(markers)
+    bos, eos, mask = (one["id"] for one in data["added_tokens"][:3])
+    return HubTokenizer(json.dumps(data), mask, eos, eos, bos)
+
+
+def bpe_json(*, rename: str = "", puts_bos: bool = False) -> str:
+    """A byte-level BPE with `MARKERS`; `rename` is appended to their names."""
+    data = _with_markers({name + rename: is_special for name, is_special in MARKERS.items()})
+    first = data["added_tokens"][0]["id"]
     if puts_bos:
         bos = f"<bos>{rename}"
         ids = [first + list(MARKERS).index("<bos>")]

@@ -64,6 +64,12 @@ _FORMATS = {
     "uri": rf"https?://{_NAME}(\.{_NAME})*(:[0-9]{{1,4}})?(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9=&_-]*)?",
 }
 
+_OTHER_FORMATS = frozenset({
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex",
+    "relative-json-pointer", "uri-reference", "uri-template",
+})  # fmt: skip
+"""Formats of JSON Schema that are not supported. Others, such as ``password``, have no effect."""
+
 _NOTES = frozenset({
     "$schema", "$id", "$comment", "$defs", "$anchor", "definitions", "title", "description",
     "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator",
@@ -214,7 +220,9 @@ class _Schema:
                 )
         known = {name for kind in kinds for name in _OF_TYPE[kind]} | _NOTES | {"type"}
         for name in schema:
-            is_neutral = name == "uniqueItems" and schema[name] is False
+            is_neutral = (name == "uniqueItems" and schema[name] is False) or (
+                name == "format" and isinstance(schema[name], str)  # concerns strings alone
+            )
             if name not in known and not is_neutral and not str(name).startswith("x-"):
                 raise _refused(where, f"{name!r} is not supported; remove it")
         return _either([self._typed(kind, schema, where) for kind in kinds])
@@ -297,6 +305,8 @@ class _Schema:
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = _range(schema, "minLength", "maxLength", where)
         form, pattern = schema.get("format"), schema.get("pattern")
+        if isinstance(form, str) and form not in _FORMATS and form not in _OTHER_FORMATS:
+            form = None
         if form is not None and (not isinstance(form, str) or form not in _FORMATS):
             raise _refused(
                 where, f"format {form!r} is not supported; use one of {sorted(_FORMATS)}"

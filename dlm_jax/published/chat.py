@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,22 @@ _QUOTE, _END = "17483296", "19638527"
 def _quote(number: int) -> str:
     """A placeholder, which differs for each number."""
     return _QUOTE + f"{number:05o}".translate({ord("0"): "8", ord("1"): "9"})
+
+
+class _Rendered(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+      text: the text, with placeholders.
+      names: names of tokens that the messages cannot contain.
+      names_of: the name for which each placeholder stands.
+      values: the template's variables, with placeholders.
+    """
+
+    text: str
+    names: frozenset[str]
+    names_of: dict[str, str]
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,10 +110,12 @@ class ChatTemplate:
         """The token ids of `text` with the same arguments, int32 ``[n]``.
 
         Only the template writes special tokens: in `messages` and `more`, the names of special
-        tokens and of the template's markers are encoded as characters.
+        tokens and of the template's markers are encoded as characters. In the model's own turns,
+        markers other than those around a turn are tokens.
         """
         given, now = _variables(messages, more), time.time()
-        return self._encode(*self._quoted(given, begins_answer, continues, now)[:2])
+        rendered = self._rendered(given, begins_answer, continues, now)
+        return self._encode(rendered.text, rendered)
 
     def turns(self, messages: Messages, /) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Training examples: for each turn of the assistant, the ids before it and its ids, int32.
@@ -125,11 +143,12 @@ class ChatTemplate:
         self, before: Messages, messages: Messages, where: str
     ) -> tuple[np.ndarray, np.ndarray] | None:
         now = time.time()
-        asked, names_of, _ = self._quoted(_variables(before, {}), True, False, now)
-        given = self._encode(asked, names_of)
-        written, names_of, values = self._quoted(_variables(messages, {}), False, False, now)
+        asked = self._rendered(_variables(before, {}), True, False, now)
+        given = self._encode(asked.text, asked)
+        full = self._rendered(_variables(messages, {}), False, False, now)
+        written = full.text
         if not _MARK.search(self.source):
-            whole = self._encode(written, names_of)
+            whole = self._encode(written, full)
             if not _begins_with(whole, given):
                 raise ValueError(
                     f"{where}: the chat template writes other tokens before this answer than a "
@@ -137,8 +156,8 @@ class ChatTemplate:
                     "{% endgeneration %}"
                 )
             return given, self._end_of_turn(whole[given.size :])
-        others = len(os.path.commonprefix([asked, written]))
-        spans = [span for span in self._spans(values, written, now) if span[1] > others]
+        others = len(os.path.commonprefix([asked.text, written]))
+        spans = [span for span in self._spans(full.values, written, now) if span[1] > others]
         if not spans:
             return None
         if any(one[1] != two[0] for one, two in itertools.pairwise(spans)):
@@ -146,8 +165,8 @@ class ChatTemplate:
                 f"{where}: the chat template marks this answer in several parts; put it between "
                 "one {% generation %} and one {% endgeneration %}"
             )
-        whole = self._encode(written[: spans[-1][1]], names_of)
-        marked = self._encode(written[: spans[0][0]], names_of)
+        whole = self._encode(written[: spans[-1][1]], full)
+        marked = self._encode(written[: spans[0][0]], full)
         if not _begins_with(whole, marked):
             raise ValueError(
                 f"{where}: the chat template marks this answer from within a token; put "
@@ -176,43 +195,65 @@ class ChatTemplate:
         rest = ids[last + 1 :]
         return ids if last < 0 or self.tokenizer.decode(rest).strip() else ids[: last + 1]
 
-    def _encode(self, written: str, names_of: Mapping[str, str]) -> np.ndarray:
-        """The ids of a text from `_quoted`."""
-        if not names_of:
-            return self.tokenizer.encode_marked(written)
-        return self.tokenizer.encode_quoted(written, self._names, names_of)
+    def _encode(self, text: str, rendered: _Rendered) -> np.ndarray:
+        """The ids of a text, or of its beginning, with the placeholders of `rendered`."""
+        if not rendered.names_of:
+            return self.tokenizer.encode_marked(text)
+        return self.tokenizer.encode_quoted(text, rendered.names, rendered.names_of)
+
+    def _rendered(
+        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
+    ) -> _Rendered:
+        """The text with placeholders for names of special tokens in the messages."""
+        text = self._write(given, begins_answer, continues, now)
+        # A template can read markers in a turn, such as those around a tool's result. Then they are
+        # its own, except those around the turn.
+        for names in (self._markers, self._names):
+            quoted, names_of = self._quoted(given, names)
+            if not names_of:
+                return _Rendered(text, names, {}, given)
+            # The template is rendered again with placeholders for these names, so that the names in
+            # the result are its own.
+            written = self._write(quoted, begins_answer, continues, now)
+            plain = written
+            for placeholder, name in names_of.items():
+                plain = plain.replace(placeholder, name)
+            if plain == text:
+                return _Rendered(written, names, names_of, quoted)
+        found = ", ".join(sorted(names_of.values()))
+        raise ValueError(
+            f"the chat template reads {found} in the messages, which cannot be encoded as text "
+            "then; remove them from the messages"
+        )
 
     def _quoted(
-        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
-    ) -> tuple[str, dict[str, str], dict[str, Any]]:
-        """The text with placeholders for names of special tokens in the messages, these names by
-        placeholder, and the variables with placeholders.
-        """
-        text = self._write(given, begins_answer, continues, now)
-        found: dict[str, str] = {}
-        pattern = pattern_of(self._names)
+        self, given: dict[str, Any], names: frozenset[str]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The variables with placeholders for `names`, and the name of each placeholder.
 
-        def quote(one: str) -> str:
-            return pattern.sub(lambda name: found.setdefault(name[0], _quote(len(found))), one)
+        The model itself writes markers within its turns, so in these only those around a turn have
+        placeholders.
+        """
+        found: dict[str, str] = {}
+
+        def change(value: Any, names: frozenset[str]) -> Any:
+            pattern = pattern_of(names)
+
+            def quote(one: str) -> str:
+                return pattern.sub(lambda name: found.setdefault(name[0], _quote(len(found))), one)
+
+            return _map_texts(value, quote)
 
         try:
-            quoted = _map_texts(given, quote)
+            turns = [
+                change(turn, self._names if turn["role"] == "assistant" else names)
+                for turn in given["messages"]
+            ]
+            rest = {name: value for name, value in given.items() if name != "messages"}
+            quoted = change(rest, names) | {"messages": turns}
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
-        if not found:
-            return text, {}, given
-        # The template is rendered again with placeholders for these names, so that the names in the
-        # result are its own.
-        written = self._write(quoted, begins_answer, continues, now)
-        plain = written
-        for name, placeholder in found.items():
-            plain = plain.replace(placeholder, name)
-        if plain != text:
-            raise ValueError(
-                f"the chat template reads {', '.join(sorted(found))} in the messages, which cannot "
-                "be encoded as text then; remove them from the messages"
-            )
-        return written, {placeholder: name for name, placeholder in found.items()}, quoted
+        return quoted, {placeholder: name for name, placeholder in found.items()}
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
@@ -223,14 +264,26 @@ class ChatTemplate:
 
     @functools.cached_property
     def _names(self) -> frozenset[str]:
-        """Names of tokens that messages cannot contain: special tokens, and markers around a turn,
+        """Names of tokens that no turn can contain: special tokens, and markers around a turn,
         which some files do not declare special.
         """
-        turn = ""
+        return self.tokenizer.special_names | self.tokenizer.markers_in(self._probe("user"))
+
+    @functools.cached_property
+    def _markers(self) -> frozenset[str]:
+        """Names of tokens that only the template and the model can write: `_names`, and markers
+        that the template writes elsewhere, such as those of other roles.
+        """
+        texts = [self.source, self._probe("user", "assistant", "user", begins_answer=True)]
+        texts.append(self._probe("system", "user", begins_answer=True))
+        return self._names | self.tokenizer.markers_in("\n".join(texts))
+
+    def _probe(self, *roles: str, begins_answer: bool = False) -> str:
+        """A conversation of these roles as text; empty if the template rejects it."""
         with contextlib.suppress(ValueError):
-            probe = _variables([{"role": "user", "content": "a"}], {})
-            turn = self._write(probe, begins_answer=False, continues=False, now=0.0)
-        return self.tokenizer.special_names | self.tokenizer.markers_in(turn)
+            probe = _variables([{"role": role, "content": "a"} for role in roles], {})
+            return self._write(probe, begins_answer, continues=False, now=0.0)
+        return ""
 
     def _write(
         self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float,

@@ -146,7 +146,7 @@ PEERS: Mapping[str, Peer] = {
     "custom_logit_processor": _refused("s", "rules", "the server sets the rules"),
     # Information in the answer.
     "n_probs": _refused("l", "logprobs", "use logprobs (and top_logprobs in a chat)"),
-    "prompt_logprobs": _refused("v", "logprobs", "only generated tokens have logprobs"),
+    "prompt_logprobs": _refused("v", "logprobs", "use echo and logprobs of /v1/completions"),
     "return_tokens": _refused("l", "return_token_ids", "use return_token_ids"),
     "return_tokens_as_token_ids": _neutral(
         "v", "return_token_ids", False, "use return_token_ids"
@@ -165,7 +165,13 @@ PEERS: Mapping[str, Peer] = {
     "metadata": _unread("o", "nothing is stored"),
     "service_tier": _unread("o", "all requests have one tier"),
     "prompt_cache_key": _unread("o", "texts do not depend on it; see `cache`"),
+    "prompt_cache_retention": _unread("o", "texts do not depend on it; see `cache`"),
     "safety_identifier": _unread("o", "as `user`"),
+    "modalities": _neutral("o", "", ["text"], "answers are texts; remove it"),
+    "prediction": _unread("o", "texts do not depend on it; see `draft`"),
+    "reasoning_effort": _refused(
+        "ov", "chat_template_kwargs", "use chat_template_kwargs, if the template reads it"
+    ),
     "cache_prompt": _unread("l", "texts do not depend on it; see `cache`"),
     "cache_salt": _unread("v", "prompts are not shared between requests"),
     "id_slot": _unread("l", "the scheduler assigns slots"),

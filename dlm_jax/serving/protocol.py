@@ -153,9 +153,17 @@ Stop = str | list[str]
 
 
 class Fields(pydantic.BaseModel):
-    """An object with strictly typed fields; unknown fields are rejected."""
+    """An object with strictly typed fields; unknown fields are rejected unless they are null."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if value is not None or name in known}
 
 
 class StreamOptions(Fields):
@@ -338,7 +346,7 @@ class Message(Fields):
     of calls.
 
     Clients also send the other fields of an earlier answer: they must be null, or are ignored
-    (`reasoning_content`, `annotations` and `cache_control`).
+    (`reasoning`, `reasoning_content`, `annotations` and `cache_control`).
     """
 
     role: str
@@ -349,6 +357,7 @@ class Message(Fields):
     refusal: None = None
     audio: None = None
     function_call: None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     annotations: list[Any] | None = None
     cache_control: dict[str, Any] | None = None

@@ -658,3 +658,14 @@ def test_a_line_with_a_long_text_is_refused_unencoded_and_others_are_answered(
     *refused, result = _run(tmp_path, [*asked, {"prompt": "A ", "gen_length": 3}])
     assert all("characters exceeds the canvas of 96" in one["error"] for one in refused)
     assert result["length"] == 5
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_length", "x"), ("fill", [1])])
+def test_a_line_with_a_structure_and_a_wrong_setting_ends_no_other_line(tmp_path, name, value):
+    file = tmp_path / "in.jsonl"
+    rows = [{"structure": "A+", name: value}, {"prompt": "A "}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found, _, refused = runner._accepted(
+        MODEL, read_requests(file, known=KNOWN), 0, {}, lambda own: {"read_back": 0}
+    )
+    assert len(found) == 1 and name in refused[0]["error"]

@@ -137,6 +137,18 @@ def test_an_object_of_optional_properties_has_a_pattern_that_grows_with_their_nu
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 3}, {"type": "number"}, {"type": ["null", "boolean"]},
+        {"type": "string", "minLength": 2}, {"type": "string"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["int64", "double", "password", "file-path"])
+def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
+    assert regex_of_schema(schema | {"format": name}) == regex_of_schema(schema)
+
+
+@pytest.mark.parametrize(
     ("schema", "told"),
     [
         ({"properties": {"a": {"not": {}}}}, "at #/properties/a: 'not' is not supported"),

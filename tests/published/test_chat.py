@@ -137,6 +137,41 @@ def test_control_tokens_in_variables_of_a_template_are_text():
     assert [one for one in ids if one >= BPE.mask_id] == markers
 
 
+MARKS = {
+    "<s>": True, "</s>": True, "<|mask|>": True, "<\uff5cUser\uff5c>": False,
+    "<\uff5cAssistant\uff5c>": False, "<|system|>": False, "<think>": False, "</think>": False,
+    "<tool_result>": False,
+}  # fmt: skip
+ROLES = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if m.content.startswith('<tool_result>') %}{{ '\n' }}{% endif %}"
+    "{{ '<\uff5cUser\uff5c>' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ '<\uff5cAssistant\uff5c>' + m.content.split('</think>')[-1] + eos_token }}{% else %}"
+    "{{ '<|' + m.role + '|>' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "marks"),
+    [
+        (["a<\uff5cAssistant\uff5c>b<|system|>c<think>"], []),
+        (["a", "<think>b</think>c<\uff5cUser\uff5c>", "d</think>"],
+         ["<\uff5cAssistant\uff5c>", "</s>", "<\uff5cUser\uff5c>"]),
+        (["a", "b<think>", "c<think>"],
+         ["<\uff5cAssistant\uff5c>", "<think>", "</s>", "<\uff5cUser\uff5c>"]),
+        (["<tool_result>a<\uff5cUser\uff5c>"], ["<tool_result>"]),  # the template reads this marker
+    ],
+)  # fmt: skip
+def test_a_user_writes_no_marker_of_another_role(turns, marks):
+    tokenizer = cases.marked_tokenizer(MARKS)
+    said = [{"role": ("user", "assistant")[place % 2], "content": content}
+            for place, content in enumerate(turns)]  # fmt: skip
+    ids = ChatTemplate(ROLES, tokenizer).ids(said)
+    names = [tokenizer.token(one) for one in ids if one >= tokenizer.bos_id]
+    assert names == ["<s>", "<\uff5cUser\uff5c>", *marks, "<\uff5cAssistant\uff5c>", "<think>"]
+
+
 @pytest.mark.parametrize(
     ("source", "content"),
     [

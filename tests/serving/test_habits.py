@@ -1,5 +1,7 @@
 """What clients and browsers send by habit: echoed messages, cross-site requests, odd JSON."""
 
+import json
+
 import httpx
 import pytest
 from serving_cases import MODEL, client_of, post, serving
@@ -8,6 +10,8 @@ from starlette.testclient import TestClient
 from dlm_jax.inference.engine import Engine
 from dlm_jax.published import TextTemplate
 from dlm_jax.serving.app import Options, make_app
+from dlm_jax.serving.http import parsed
+from dlm_jax.serving.protocol import Chat
 
 SAID = [{"role": "user", "content": "The "}]
 
@@ -80,6 +84,32 @@ def test_what_a_server_need_not_read_changes_nothing(running):
         return [line.partition('"delta"')[2] for line in made.text.splitlines()]
 
     assert text(asked | more) == text(asked)
+
+
+def with_nulls(value):
+    """A JSON value in which every object has a null field that no server knows."""
+    if isinstance(value, list):
+        return [with_nulls(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: with_nulls(one) for name, one in value.items()} | {"from_another_server": None}
+
+
+def test_a_null_field_is_absent():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "The "}]},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+            {"role": "tool", "content": "A", "tool_call_id": "1"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "stream": True, "stream_options": {"include_usage": True},
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    plain, told = (parsed(Chat, json.dumps(one).encode()) for one in (asked, with_nulls(asked)))
+    assert told.model_dump(exclude={"from_another_server"}) == plain.model_dump()
 
 
 @pytest.mark.parametrize(
