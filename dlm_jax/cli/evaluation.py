@@ -40,7 +40,7 @@ from dlm_jax.cli.common import (
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
-from dlm_jax.data.text import NAMED, is_json, is_json_lines, read_jsonl
+from dlm_jax.data.text import NAMED, Document, is_json, is_json_lines, read_jsonl
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
 from dlm_jax.inference.decisions import (
@@ -235,6 +235,7 @@ def _sources(args) -> Iterator[Source]:
         yield path, texts, None
     for path in args.pairs:
         pairs = list(read_jsonl(path, _read(path)))
+        _check_no_conversation(pairs)
         yield path, [pair.text for pair in pairs], [pair.prompt or "" for pair in pairs]
     if args.continuation is not None:
         prompts = None if args.prompt is None else [args.prompt]
@@ -246,12 +247,19 @@ def _records(path: str, content: str, split: str | None) -> list[str]:
     if split is not None:
         raise ValueError(f"--split has no effect on {path}, whose lines are texts; remove it")
     found = list(read_jsonl(path, content))
+    _check_no_conversation(found)
     for record in found:
         if record.prompt is not None:
             raise ValueError(f"{record.name} has a prompt; pass the file as --pairs")
     if not found:
         raise ValueError(f"{path} has no lines; add some")
     return [record.text for record in found]
+
+
+def _check_no_conversation(documents: Sequence[Document]) -> None:
+    for document in documents:
+        if document.messages:
+            raise ValueError(f"{document.name} is a conversation; pass the file as --held-out")
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
@@ -307,6 +315,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
             seq_len=data.seq_len,
             weights=data.weights if is_own else (),
             start_id=model.start_id,
+            chat=model.chat,
         )
     except ValueError as error:
         hint = f" ({where}; --held-out selects another corpus)" if where else ""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
@@ -56,14 +56,16 @@ class Corpus:
       tokenizer: the given tokenizer, or a tokenizer created from the text.
       train_rows: input of `train_batches`, such as a token file or rows of documents.
       val_rows: held-out rows, input of `validation_windows`.
-      sha256: hash of the whole text in UTF-8, of the documents as JSON lines ``[prompt, text]``, or
-        of the index of the shards. Store the hash with results.
+      sha256: hash of the whole text in UTF-8, of the documents as JSON lines (``[prompt, text]``,
+        or the messages of a conversation), or of the index of the shards. Store the hash with
+        results.
       num_train_characters: number of characters of training text, excluding prompts.
       num_val_characters: number of characters of held-out text, excluding prompts. Bits per
         character are nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
       num_train_tokens: number of training targets, including tails (see `load_corpus`) and
         excluding prompts.
       num_val_tokens: number of targets in the held-out text.
+      chat_template: text of the chat template for the tokenizer; empty if there is none.
     """
 
     name: str
@@ -75,6 +77,22 @@ class Corpus:
     num_val_characters: int
     num_train_tokens: int
     num_val_tokens: int
+    chat_template: str = ""
+
+
+class Chat(Protocol):
+    """A chat template (`dlm_jax.published.ChatTemplate`), which writes conversations."""
+
+    @property
+    def source(self) -> str:
+        """The text of the template."""
+        ...
+
+    def turns(
+        self, messages: Sequence[Mapping[str, Any]], /
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The ids before each turn of the assistant, and the ids of the turn."""
+        ...
 
 
 MakeTokenizer = Callable[[str], Tokenizer]
@@ -209,6 +227,7 @@ def load_corpus(
     tail: str = "eos",
     weights: Sequence[float] = (),
     start_id: int | None = None,
+    chat: Chat | None = None,
 ) -> Corpus:
     """Loads the corpus `source`, and encodes it unless the cache contains its token files.
 
@@ -235,6 +254,10 @@ def load_corpus(
         empty, rows are proportional to the numbers of tokens.
       start_id: id that a causal network puts before each row. With ``documents``, a row begins with
         the ids that the tokenizer puts before a text, without this one.
+      chat: chat template for `tokenizer`, which conversations require. Each turn of the assistant
+        is a row: what a chat sends before this turn is given, and what the template writes for the
+        turn is the target. Later turns are not in the row, because a bidirectional model would
+        see them.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -259,7 +282,7 @@ def load_corpus(
     if layout == "documents":
         return _load_documents(
             name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder,
-            tail=tail, start_id=start_id,
+            tail=tail, start_id=start_id, chat=chat,
         )  # fmt: skip
     return _load_windows(
         name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
@@ -281,9 +304,10 @@ def _load_windows(
     folder: Path,
 ) -> Corpus:
     for document in documents:
-        if document.prompt is not None:
+        if document.prompt is not None or document.messages:
+            has = "is a conversation" if document.messages else "has a prompt"
             raise ValueError(
-                f"{document.name} has a prompt, which windows would separate from its response; "
+                f"{document.name} {has}, which windows would separate from its response; "
                 "use data.layout=documents"
             )
     text = corpora.join_documents(documents)
@@ -323,17 +347,28 @@ def _load_documents(
     folder: Path,
     tail: str,
     start_id: int | None,
+    chat: Chat | None,
 ) -> Corpus:
+    talks = next((document for document in documents if document.messages), None)
+    if talks is not None and chat is None:
+        raise ValueError(
+            f"{talks.name} is a conversation, but there is no chat template; set train.init_from "
+            'to a model with a chat template, or write {"prompt": ..., "response": ...}'
+        )
     train, val = corpora.split_documents(documents, held_out, name=name)
     parts = {"train": train, "val": val}
     coder = _coder(tokenizer, _all_text(documents), _all_text(train))
-    lines = (json.dumps([document.prompt, document.text]) for document in documents)
+    lines = (json.dumps(document.messages or [document.prompt, document.text])
+             for document in documents)  # fmt: skip
     sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
     prefix_ids = prefix_of(coder, start_id)
-    key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids)
+    sources = [] if talks is None or chat is None else [chat.source]
+    key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids, *sources)
     paths, bounds_paths = _paths(folder, "tokens", key), _paths(folder, "rows", key)
     made = {
-        part: cut_into_rows(_encoded(coder, parts[part]), seq_len=seq_len, prefix_ids=prefix_ids)
+        part: cut_into_rows(
+            _encoded(coder, parts[part], prefix_ids, chat), seq_len=seq_len, prefix_ids=prefix_ids
+        )
         for part in PARTS
         if not all(map(is_intact, (paths[part], bounds_paths[part])))
     }
@@ -383,15 +418,34 @@ def _all_text(documents: Sequence[Document]) -> str:
     return "\n\n".join(f"{document.prompt or ''}{document.text}" for document in documents)
 
 
-def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[Encoded]:
+def _encoded(
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    prefix_ids: Sequence[int],
+    chat: Chat | None,
+) -> Iterator[Encoded]:
+    prefix = np.array(prefix_ids, np.int32)
     for document in documents:
         prompt = document.prompt
         try:
-            given = None if prompt is None else tokenizer.encode(prompt)
+            if document.messages and chat is not None:
+                # The template itself writes BOS, as in a chat.
+                for given, ids in chat.turns(document.messages):
+                    yield document.name, given, _before_eos(ids, tokenizer.eos_id)
+                continue
+            given = None
+            if prompt is not None:
+                given = np.concatenate([prefix, tokenizer.encode(prompt)])
             ids = tokenizer.encode(document.text)
         except ValueError as error:
             raise ValueError(f"{document.name}: {error}") from None
         yield document.name, given, ids
+
+
+def _before_eos(ids: np.ndarray, eos_id: int) -> np.ndarray:
+    """The ids up to EOS, with which every row ends (see `DocumentRows`)."""
+    ends = np.flatnonzero(ids == eos_id)
+    return ids[: ends[0]] if ends.size else ids
 
 
 def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:

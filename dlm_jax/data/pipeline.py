@@ -212,9 +212,9 @@ def cut_into_rows(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns chunks whose concatenation is the tokens of all n rows, and the bounds, `[2n + 1]`.
 
-    Each row begins with `prefix_ids`, which are given. Plain text longer than a row is cut into
-    consecutive rows. The last part has no EOS if it fills its row exactly, because an extra row
-    with only EOS would train the model to write empty texts.
+    Each row of plain text begins with `prefix_ids`, which are given; prompts are complete. Plain
+    text longer than a row is cut into consecutive rows. The last part has no EOS if it fills its
+    row exactly, because an extra row with only EOS would train the model to write empty texts.
     """
     parts = [np.zeros(0, np.int32)]
     bounds = [0]
@@ -230,7 +230,6 @@ def cut_into_rows(
                 given = bounds[-1] + len(prefix)
                 bounds += [given, given + len(part)]
         else:
-            prompt = np.concatenate([prefix, prompt]) if len(prefix) else prompt
             needed = len(prompt) + len(text) + 1
             if needed > seq_len:
                 raise ValueError(

@@ -161,10 +161,11 @@ def _lines(path: str, first: int, last: int) -> Iterator[tuple[str, str]]:
 
 
 def _plain(line: Document) -> str:
-    if line.prompt is not None:
+    if line.prompt is not None or line.messages:
+        has = "is a conversation" if line.messages else "has a prompt"
         raise ValueError(
-            f"{line.name} has a prompt, which packed rows would separate from its response; train "
-            f"on the file directly with data.layout=documents"
+            f"{line.name} {has}, which packed rows would separate from its response; train on the "
+            "file directly with data.layout=documents"
         )
     return line.text
 

@@ -39,11 +39,17 @@ class Document:
       name: name of the document in messages.
       text: the text to train on.
       prompt: given text before `text`, which is never noised; None for plain text.
+      messages: turns of a conversation, each with ``role`` and ``content``, which a chat template
+        writes; empty for other documents. `text` is then the text of the assistant's turns.
     """
 
     name: str
     text: str
     prompt: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def is_json_lines(path: str | os.PathLike[str]) -> bool:
@@ -59,9 +65,11 @@ def is_json(path: str | os.PathLike[str]) -> bool:
 def read_jsonl(name: str, content: str) -> Iterator[Document]:
     """Yields one document per line of `content`, in order; blank lines are skipped.
 
-    A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt can
-    be empty, but a response or a text must not be empty. If the name ends in ``.json``, `content`
-    is a list of such objects.
+    A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``, or a
+    conversation: ``{"messages": [{"role": ROLE, "content": TEXT}, ...]}``, ``{"prompt": TEXT,
+    "completion": TEXT}`` or ``{"instruction": TEXT, "input": TEXT, "output": TEXT}``, whose
+    ``input`` is optional. Texts to train on (of a response, a text, an assistant's turn) must not
+    be empty. If the name ends in ``.json``, `content` is a list of such objects.
     """
     if is_json(name):
         yield from _read_list(name, content)
@@ -97,23 +105,65 @@ def parse_line(where: str, line: str) -> Document:
 
 
 def _document(where: str, data: Any) -> Document:
-    fields = '{"prompt": ..., "response": ...} or {"text": ...}'
+    fields = (
+        '{"prompt": ..., "response": ...} or {"text": ...}, or a conversation {"messages": [...]}, '
+        '{"prompt": ..., "completion": ...} or {"instruction": ..., "output": ...}'
+    )
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {_kind(data)}, not an object; write {fields}")
-    answer = "text" if data.keys() == {"text"} else "response"
-    if data.keys() not in ({"text"}, {"prompt", "response"}):
+    if data.keys() == {"messages"}:
+        return _conversation(where, data["messages"])
+    answers = [answer for answer, *asked in _PAIRS if data.keys() - {"input"} == {answer, *asked}]
+    if not answers or ("input" in data and answers != ["output"]):
         found = ", ".join(data)[:100] or "none"
         raise ValueError(f"{where} has the fields {found}; expected {fields}")
-    for field, value in data.items():
+    (answer,) = answers
+    _check_texts(where, data, answer)
+    if answer in ("text", "response"):
+        return Document(where, data[answer], data.get("prompt"))
+    asked = data["prompt"] if "prompt" in data else data["instruction"]
+    asked += f"\n\n{data['input']}" if data.get("input") else ""
+    turns = {"role": "user", "content": asked}, {"role": "assistant", "content": data[answer]}
+    return Document(where, data[answer], messages=turns)
+
+
+_PAIRS = (("text",), ("response", "prompt"), ("completion", "prompt"), ("output", "instruction"))
+"""Fields of a line: the text to train on, and the text before it."""
+
+
+def _conversation(where: str, messages: Any) -> Document:
+    if not isinstance(messages, list):
+        raise ValueError(f"{where}: messages is {_kind(messages)}; write a list of turns")
+    for number, turn in enumerate(messages, 1):
+        at, fields = f"{where}, message {number}", '{"role": ..., "content": ...}'
+        if not isinstance(turn, dict):
+            raise ValueError(f"{at} is {_kind(turn)}, not an object; write {fields}")
+        if turn.keys() != {"role", "content"}:
+            found = ", ".join(turn)[:100] or "none"
+            raise ValueError(f"{at} has the fields {found}; expected {fields}")
+        if turn["role"] not in ROLES:
+            role = f"{turn['role']!r:.60}"
+            raise ValueError(f"{at}: role={role} is unknown; use one of {', '.join(ROLES)}")
+        _check_texts(at, turn, "content" if turn["role"] == "assistant" else None)
+    answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    if not answers:
+        raise ValueError(f"{where} has no message of the assistant; add it or delete the line")
+    if messages[0]["role"] == "assistant":
+        raise ValueError(f"{where} begins with the assistant; put a message of the user before it")
+    return Document(where, "\n\n".join(answers), messages=tuple(messages))
+
+
+def _check_texts(where: str, texts: dict[str, Any], answer: str | None) -> None:
+    """Raises ValueError for a value that is no text, or if the value of `answer` is empty."""
+    for field, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"{where}: {field} is {_kind(value)}; write a string")
         try:
             utf8(value)
         except ValueError as error:
             raise ValueError(f"{where}: {field}: {error}") from None
-    if not data[answer]:
+    if answer is not None and not texts[answer]:
         raise ValueError(f"{where}: {answer} is empty; add it or delete the line")
-    return Document(where, data[answer], data.get("prompt"))
 
 
 def _kind(value: Any) -> str:

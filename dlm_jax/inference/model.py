@@ -32,6 +32,7 @@ from dlm_jax.published import (
     fetched,
     is_published,
     read_published,
+    saved_chat,
     write_published,
 )
 from dlm_jax.randomness import check_settings, key_of
@@ -283,7 +284,7 @@ def load(
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, made[0].vocab_size)
     return _model(
-        config, params, tokenizer, network=made[0],
+        config, params, tokenizer, network=made[0], chat=saved_chat(meta, tokenizer),
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Reads and writes models from other projects; presets reproduce their sampling loops."""
 
-from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
+from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template, saved_chat
 from dlm_jax.published.directory import (
     Published,
     is_published,
+    read_chat,
     read_published,
     read_shape,
     write_published,
@@ -19,7 +20,9 @@ __all__ = [
     "hub_id",
     "is_published",
     "push_to_hub",
+    "read_chat",
     "read_published",
     "read_shape",
+    "saved_chat",
     "write_published",
 ]

@@ -10,12 +10,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,11 @@ RESERVED = frozenset(
 
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``, plus template-specific keys."""
+
+MARK = "\ufdd0"
+"""A character that no text has; it marks the ends of ``{% generation %}``."""
+
+_MARK = re.compile(r"\{%[-+]?\s*generation\b")
 
 # Placeholders of digits, which templates copy unchanged. The digit 1 occurs only at the start, so
 # that a placeholder after digits is found at its place.
@@ -89,6 +97,97 @@ class ChatTemplate:
         tokens and of the template's markers are encoded as characters.
         """
         given, now = _variables(messages, more), time.time()
+        return self._encode(*self._quoted(given, begins_answer, continues, now)[:2])
+
+    def turns(self, messages: Messages, /) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Training examples: for each turn of the assistant, the ids before it and its ids, int32.
+
+        The ids before a turn are those of `ids` with the messages before it, which a chat sends.
+        The turn ends with the last special token that the template writes in it, such as
+        ``<|im_end|>``; a line break after it is not part of the turn, because a generation ends
+        there.
+
+        If the template marks its answers with ``{% generation %}``, only marked tokens belong to a
+        turn, and turns without a mark are left out.
+
+        Raises:
+          ValueError: the template marks no answers, and the ids with a turn do not begin with the
+            ids before it; or an answer is marked in several parts, or from within a token.
+        """
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                where = f"message {place + 1}"
+                turn = self._turn(messages[:place], messages[: place + 1], where)
+                if turn is not None:
+                    yield turn
+
+    def _turn(
+        self, before: Messages, messages: Messages, where: str
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        now = time.time()
+        asked, names_of, _ = self._quoted(_variables(before, {}), True, False, now)
+        given = self._encode(asked, names_of)
+        written, names_of, values = self._quoted(_variables(messages, {}), False, False, now)
+        if not _MARK.search(self.source):
+            whole = self._encode(written, names_of)
+            if not _begins_with(whole, given):
+                raise ValueError(
+                    f"{where}: the chat template writes other tokens before this answer than a "
+                    "chat sends; mark the answer in the template with {% generation %} and "
+                    "{% endgeneration %}"
+                )
+            return given, self._end_of_turn(whole[given.size :])
+        others = len(os.path.commonprefix([asked, written]))
+        spans = [span for span in self._spans(values, written, now) if span[1] > others]
+        if not spans:
+            return None
+        if any(one[1] != two[0] for one, two in itertools.pairwise(spans)):
+            raise ValueError(
+                f"{where}: the chat template marks this answer in several parts; put it between "
+                "one {% generation %} and one {% endgeneration %}"
+            )
+        whole = self._encode(written[: spans[-1][1]], names_of)
+        marked = self._encode(written[: spans[0][0]], names_of)
+        if not _begins_with(whole, marked):
+            raise ValueError(
+                f"{where}: the chat template marks this answer from within a token; put "
+                "{% generation %} behind a special token or a line break"
+            )
+        # A mark can begin before the header of the answer, which a chat sends.
+        if given.size < marked.size or not _begins_with(whole, given):
+            given = marked
+        return given, self._end_of_turn(whole[given.size :])
+
+    def _spans(self, values: dict[str, Any], text: str, now: float) -> list[tuple[int, int]]:
+        """The parts of `text`, the rendered `values`, that the template marks as answers."""
+        parts = self._write(values, False, False, now, marks=True).split(MARK)
+        if "".join(parts) != text or len(parts) % 2 == 0:
+            raise ValueError(
+                "the chat template reads its own {% generation %} marks; put them around "
+                "what it writes"
+            )
+        places = [0, *itertools.accumulate(map(len, parts))]
+        return list(zip(places[1:-1:2], places[2:-1:2], strict=True))
+
+    def _end_of_turn(self, ids: np.ndarray) -> np.ndarray:
+        """The ids up to the last special token, if only spaces follow it."""
+        special = {*self.tokenizer.textless_ids, *map(self.tokenizer.id_of, self._names)}
+        last = max((i for i, id_ in enumerate(ids.tolist()) if id_ in special), default=-1)
+        rest = ids[last + 1 :]
+        return ids if last < 0 or self.tokenizer.decode(rest).strip() else ids[: last + 1]
+
+    def _encode(self, written: str, names_of: Mapping[str, str]) -> np.ndarray:
+        """The ids of a text from `_quoted`."""
+        if not names_of:
+            return self.tokenizer.encode_marked(written)
+        return self.tokenizer.encode_quoted(written, self._names, names_of)
+
+    def _quoted(
+        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
+    ) -> tuple[str, dict[str, str], dict[str, Any]]:
+        """The text with placeholders for names of special tokens in the messages, these names by
+        placeholder, and the variables with placeholders.
+        """
         text = self._write(given, begins_answer, continues, now)
         found: dict[str, str] = {}
         pattern = pattern_of(self._names)
@@ -101,7 +200,7 @@ class ChatTemplate:
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
         if not found:
-            return self.tokenizer.encode_marked(text)
+            return text, {}, given
         # The template is rendered again with placeholders for these names, so that the names in the
         # result are its own.
         written = self._write(quoted, begins_answer, continues, now)
@@ -113,8 +212,7 @@ class ChatTemplate:
                 f"the chat template reads {', '.join(sorted(found))} in the messages, which cannot "
                 "be encoded as text then; remove them from the messages"
             )
-        names_of = {placeholder: name for name, placeholder in found.items()}
-        return self.tokenizer.encode_quoted(written, self._names, names_of)
+        return written, {placeholder: name for name, placeholder in found.items()}, quoted
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
@@ -135,12 +233,13 @@ class ChatTemplate:
         return self.tokenizer.special_names | self.tokenizer.markers_in(turn)
 
     def _write(
-        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
-    ) -> str:
+        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float,
+        *, marks: bool = False,
+    ) -> str:  # fmt: skip
         def render(more: dict[str, Any]) -> str:
             values = {"add_generation_prompt": begins_answer} | self.specials() | given | more
             try:
-                return _SANDBOX.render(self.source, values, now)
+                return _SANDBOX.render(self.source, values, now, marks)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"chat_template rejects the messages ({error})") from None
 
@@ -193,6 +292,10 @@ class TextTemplate(ChatTemplate):
         return dict.fromkeys(_SPECIALS, "")
 
 
+def _begins_with(ids: np.ndarray, start: np.ndarray) -> bool:
+    return np.array_equal(ids[: start.size], start)
+
+
 def _variables(messages: Messages, more: Mapping[str, Any]) -> dict[str, Any]:
     """The variables of a template that depend on a conversation."""
     for place, message in enumerate(messages):
@@ -213,6 +316,14 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     return value
 
 
+def saved_chat(meta: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template in the metadata of a checkpoint or a weights file, or None."""
+    source = meta.get("chat_template")
+    if not isinstance(source, str) or not isinstance(tokenizer, HubTokenizer):
+        return None
+    return ChatTemplate(source, tokenizer)
+
+
 def check_template(source: str, where: str) -> None:
     try:
         _SANDBOX.render(source, None)
@@ -231,12 +342,16 @@ class _Sandbox:
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self._stop)
 
-    def render(self, source: str, values: Mapping[str, Any] | None, now: float = 0.0) -> str:
+    def render(
+        self, source: str, values: Mapping[str, Any] | None, now: float = 0.0, marks: bool = False
+    ) -> str:
         """The rendered text. If `values` is None, only compiles the template and returns ''.
 
-        `now` is the time that the template reads, in seconds.
+        `now` is the time that the template reads, in seconds. With `marks`, `MARK` stands at the
+        ends of each ``{% generation %}``.
         """
-        line = json.dumps({"source": source, "values": values, "now": now})
+        request = {"source": source, "values": values, "now": now, "mark": MARK if marks else ""}
+        line = json.dumps(request)
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._stop()

@@ -4,7 +4,8 @@ A template can loop forever or allocate too much memory, and a thread cannot int
 can be killed and can have a memory limit. This program starts fast because it imports nothing from
 the package. Each line of standard input is a JSON object with ``source``, ``values`` (null to
 compile only) and ``now`` (the time that the template reads, in seconds), and each line of standard
-output is ``{"text": ...}`` or ``{"error": ...}``.
+output is ``{"text": ...}`` or ``{"error": ...}``. ``mark`` is written at the ends of
+``{% generation %}``, which marks the model's answers in training programs.
 
 Templates have the extensions of transformers: ``raise_exception``, ``strftime_now``,
 ``{% generation %}``, and ``tojson`` with arguments of `json.dumps`.
@@ -55,8 +56,11 @@ def main() -> None:
         print(line, flush=True)
 
 
-def _rendered(source: str, values: dict[str, Any] | None, now: float = 0.0) -> str:
-    template, size, parts = _compiled(source), 0, []
+def _rendered(source: str, values: dict[str, Any] | None, now: float = 0.0, mark: str = "") -> str:
+    if mark and mark in json.dumps(values, ensure_ascii=False):
+        raise ValueError(f"they contain U+{ord(mark):04X}, which is not a character; remove it")
+    global _mark
+    template, size, parts, _mark = _compiled(source), 0, [], mark
     clock = {"strftime_now": datetime.fromtimestamp(now).strftime}
     for part in () if values is None else template.generate(clock | values):
         size += len(part)
@@ -66,8 +70,11 @@ def _rendered(source: str, values: dict[str, Any] | None, now: float = 0.0) -> s
     return "".join(parts)
 
 
+_mark = ""
+
+
 class _Generation(Extension):
-    """``{% generation %}``, which marks the model's answers in training programs, has no effect."""
+    """``{% generation %}``, which writes the mark before and after its content."""
 
     tags = {"generation"}
 
@@ -77,7 +84,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
     def _body(self, caller: Any) -> str:
-        return caller()
+        return f"{_mark}{caller()}{_mark}"
 
 
 def _to_json(

@@ -152,6 +152,8 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     # If the tokenizer file has changed, the tokenizers differ although the configs are equal.
     if saved["tokenizer"] != meta["tokenizer"]:
         return "with a different tokenizer", "use that tokenizer"
+    if saved.get("chat_template") not in (None, meta.get("chat_template")):
+        return "with a different chat template", "use that template"
     for part in saved["own"] | meta["own"]:
         before, now = saved["own"].get(part), meta["own"].get(part)
         if before != now:

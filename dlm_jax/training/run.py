@@ -30,6 +30,7 @@ from dlm_jax.data import (
     NO_MASK,
     CharacterTokenizer,
     Corpus,
+    HubTokenizer,
     Setup,
     Tokenizer,
     from_json,
@@ -50,7 +51,15 @@ from dlm_jax.distributed.partitions import (
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP
-from dlm_jax.published import fetched, is_published, read_published, read_shape
+from dlm_jax.published import (
+    ChatTemplate,
+    fetched,
+    is_published,
+    read_chat,
+    read_published,
+    read_shape,
+    saved_chat,
+)
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
@@ -226,6 +235,19 @@ def tokenizer_of(
     return lambda text: _extended(theirs, text, config, report)
 
 
+def chat_of(config: Config, tokenizer: HubTokenizer) -> ChatTemplate | None:
+    """The chat template of ``train.init_from``, or of the resumed run; None if there is none."""
+    source = _init_path(config)
+    if source and is_published(source):
+        return read_chat(Path(source), tokenizer)
+    with Checkpoints(checkpoints_of(config), keep=1) as saved:
+        if on_first_process(saved.steps):
+            return saved_chat(saved.read_meta(report=lambda line: None), tokenizer)
+    if not source:
+        return None
+    return saved_chat(load_meta(path_of_model(source), report=lambda line: None), tokenizer)
+
+
 def _extended(
     theirs: CharacterTokenizer, text: str, config: Config, report: Callable[[str], None]
 ) -> CharacterTokenizer:
@@ -300,7 +322,9 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
     """
     config, adopted_tokenizer = adopted(config)
     tokenizer = adopted_tokenizer or tokenizer_of(config, report=report)
-    data = config.data
+    data, chat = config.data, None
+    if isinstance(tokenizer, HubTokenizer):
+        chat = chat_of(config, tokenizer)
     corpus = load_corpus(
         data.source,
         tokenizer=tokenizer,
@@ -311,7 +335,10 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
         tail=data.tail,
         weights=data.weights,
         start_id=config.model.start_id if config.model.attention_type == "causal" else None,
+        chat=chat,
     )
+    if chat is not None and not chat.problem:
+        corpus = dataclasses.replace(corpus, chat_template=chat.source)
     return _with_vocabulary(config, corpus), corpus
 
 
@@ -651,6 +678,8 @@ def prepare(
         "randomness": fingerprint(),
         "program": program_facts(),
     }
+    if corpus.chat_template:
+        meta["chat_template"] = corpus.chat_template
     check_same_everywhere(_sources_of(config, [network, objective, *heads, optimizer, schedule]))
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
     out_dir, lock = Path(config.train.out_dir), DirectoryLock()

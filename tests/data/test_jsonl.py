@@ -41,7 +41,7 @@ def test_lines_come_back_as_written_in_their_order(lines, is_ascii, line_end):
         ("{}", "has the fields none; expected"),
         ('{"prompt": "a"}', "has the fields prompt; expected"),
         ('{"response": "a"}', "has the fields response; expected"),
-        ('{"instruction": "a", "output": "b"}', "has the fields instruction, output; expected"),
+        ('{"instruction": "a", "input": "b"}', "has the fields instruction, input; expected"),
         (
             '{"prompt": "a", "response": "b", "text": "c"}',
             "fields prompt, response, text; expected",
