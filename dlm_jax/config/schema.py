@@ -859,13 +859,21 @@ class ModelConfig(Section):
         )  # fmt: skip
 
     def _check_heads(self) -> None:
-        for name in SWITCHES:
-            for key, value in (("mode", "language_model"), ("attention_type", "bidirectional")):
-                require(
-                    not getattr(self, name) or getattr(self, key) == value, f"model.{name}", True,
-                    f"requires model.{key}={value!r}, not {getattr(self, key)!r}",
-                    "change one of them", f"model.{key}",
-                )  # fmt: skip
+        for head in HEADS:
+            name, kind = head.switch, self.attention_type
+            if not name or not getattr(self, name):
+                continue
+            require(
+                self.mode == "language_model", f"model.{name}", True,
+                f"requires model.mode='language_model', not {self.mode!r}", "change one of them",
+                "model.mode",
+            )  # fmt: skip
+            require(
+                kind in head.attention, f"model.{name}", True,
+                f"requires model.attention_type={' or '.join(map(repr, head.attention))}, not "
+                f"{kind!r}",
+                "change one of them", "model.attention_type",
+            )  # fmt: skip
         require(
             self.mode == "language_model" or self.attention_type == "bidirectional", "model.mode",
             self.mode, "requires model.attention_type='bidirectional'", "", "model.attention_type",

@@ -155,6 +155,7 @@ class BuiltInHead:
       start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
         trains from the first step.
       sampling: keys of ``[sample]`` that the head's training reads.
+      attention: values of ``model.attention_type`` that the head supports.
     """
 
     name: str
@@ -167,6 +168,7 @@ class BuiltInHead:
     training: Mapping[str, Any] = field(default_factory=dict)
     start: str = ""
     sampling: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ("bidirectional",)
 
     @property
     def key(self) -> str:

@@ -187,6 +187,7 @@ SAMPLER_HEAD = BuiltInHead(
         ),
     },
     start="start_sampler_iteration",
+    attention=("bidirectional", "block_causal"),
 )
 """The sampler head, which predicts the token in a hole from its hidden vector and neighbours."""
 
@@ -223,22 +224,33 @@ def prepare_sampler_inputs(
     Neighbours are tokens on the shown canvas. MASK, PAD and positions outside the row do not count
     as neighbours. A revealed position is a hole that shows its true token to its neighbours, as if
     a wave had filled it. Where `is_noised_BL` is True, a token may be noise, which is treated like
-    a hole. `hidden_BLD` is the output of the trunk for `shown_BL`.
+    a hole. `hidden_BLD` is the output of the trunk for `shown_BL` (`hidden_of`). In a block-causal
+    model, neighbours in earlier blocks are their true tokens, and those in later blocks are
+    missing, as when the block is sampled.
     """
-    num_positions = shown_BL.shape[1]
+    num_positions, size = shown_BL.shape[1], network.block_length
     place_1L = jnp.arange(num_positions)[None]
     is_hole_BL = shown_BL == mask_id
     if is_noised_BL is not None:
         is_hole_BL |= is_noised_BL
     is_seen_BL = (~is_hole_BL | is_revealed_BL) & (place_1L < length_B[:, None])
     ids_BL = jnp.where(is_hole_BL, tokens_BL, shown_BL)
-    vector_BLD = network.embed(jax.lax.stop_gradient(params), ids_BL)
+    fixed = jax.lax.stop_gradient(params)
+    vector_BLD = network.embed(fixed, ids_BL)
     vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
+    if size:
+        is_live_BL1 = (place_1L < length_B[:, None])[:, :, None]
+        clean_BLD = jnp.where(is_live_BL1, network.embed(fixed, tokens_BL), 0.0)
 
     def beside(offset: int) -> jax.Array:
         index_1L = place_1L + offset
         is_inside_1L = (index_1L >= 0) & (index_1L < num_positions)
-        return jnp.where(is_inside_1L[:, :, None], jnp.roll(vector_BLD, -offset, axis=1), 0.0)
+        found_BLD = jnp.roll(vector_BLD, -offset, axis=1)
+        if size:
+            later_1L1 = (index_1L // size - place_1L // size)[:, :, None]
+            found_BLD = jnp.where(later_1L1 > 0, 0.0, found_BLD)
+            found_BLD = jnp.where(later_1L1 < 0, jnp.roll(clean_BLD, -offset, axis=1), found_BLD)
+        return jnp.where(is_inside_1L[:, :, None], found_BLD, 0.0)
 
     reach = range(1, network.heads["sampler"].context + 1)
     inputs = SamplerInputs(

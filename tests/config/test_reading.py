@@ -74,8 +74,8 @@ BEGUN = {"train.init_from": "runs/other"}
         (CRITIC | {"model.mode": "sequence_scorer"},
          "model.add_critic_head=True requires model.mode='language_model'"),
         (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_sampler_head=True requires model.attention_type='bidirectional', not "
-         "'causal'; change one of them"),
+         "model.add_sampler_head=True requires model.attention_type='bidirectional' or "
+         "'block_causal', not 'causal'; change one of them"),
         (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
          "model.add_critic_head=True requires model.attention_type='bidirectional'"),
         ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},

@@ -94,6 +94,39 @@ def test_neighbours_are_those_of_a_loop_over_positions(reach):
     assert min(counts.values()) > 5, counts
 
 
+def test_neighbours_of_a_block_are_what_its_sampling_shows():
+    """Earlier blocks are written, later ones are not there, and the own block is as usual."""
+    size, reach = 4, 2
+    causal = {"attention_type": "block_causal", "block_length": size}
+    network = build(toy.config(depth=1, add_sampler_head=True, sampler_context=reach, **causal))
+    plain = _network(reach)
+    shown, tokens, is_revealed = _canvas()
+    table = np.asarray(_params(network)["embedding"])
+    hidden = jnp.zeros((*shown.shape, WIDTH))
+
+    def inputs(shown, is_revealed):
+        return prepare_sampler_inputs(
+            network, _params(network), jnp.asarray(shown), jnp.asarray(tokens), hidden,
+            jnp.asarray(LENGTH_B), jnp.asarray(is_revealed), mask_id=toy.MASK,
+        )  # fmt: skip
+
+    found = inputs(shown, is_revealed)
+    for row in range(ROWS):
+        for begin in range(0, POSITIONS, size):
+            canvas = shown.copy()
+            canvas[:, :begin], canvas[:, begin + size :] = tokens[:, :begin], toy.MASK
+            revealed = is_revealed.copy()
+            revealed[:, begin + size :] = False
+            alone = prepare_sampler_inputs(
+                plain, {"embedding": jnp.asarray(table)}, jnp.asarray(canvas), jnp.asarray(tokens),
+                hidden, jnp.asarray(LENGTH_B), jnp.asarray(revealed), mask_id=toy.MASK,
+            )  # fmt: skip
+            block = slice(begin, begin + size)
+            for side in ("left_BLCD", "right_BLCD"):
+                ours, theirs = getattr(found, side)[row, block], getattr(alone, side)[row, block]
+                np.testing.assert_array_equal(ours, theirs)
+
+
 def test_one_neighbour_changes_what_the_head_says_beside_it_and_nowhere_else():
     network = _network()
     shown, tokens, is_revealed = _canvas()

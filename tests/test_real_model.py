@@ -1,0 +1,189 @@
+"""The program that converts a published causal model, on a tiny one: its files are repeatable."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks import real_model, real_model_files
+
+WIDTH, INNER, LAYERS, HEADS = 16, 24, 3, 2
+NAMES = ["<|im_start|>", "<|im_end|>", "<|unused|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _publish(folder: Path) -> Path:
+    """A causal model of bytes with random weights, as a published directory."""
+    folder.mkdir()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(NAMES)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    vocab = made.get_vocab_size()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": 1, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "vocab_size": vocab, "bos_token_id": vocab - 3, "eos_token_id": vocab - 2,
+        "pad_token_id": vocab - 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    group = WIDTH // HEADS
+    shapes = {"model.embed_tokens": (vocab, WIDTH), "model.norm": (WIDTH,)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}": shape
+            for name, shape in {
+                "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
+                "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (group, WIDTH),
+                "self_attn.v_proj": (group, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH),
+                "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH),
+                "mlp.down_proj": (WIDTH, INNER),
+            }.items()
+        }  # fmt: skip
+    tensors = {
+        f"{name}.weight": np.float32(0.3 * rng.standard_normal(shape) if len(shape) > 1
+                                     else np.ones(shape))
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _write_text(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(12):
+        words = " ".join(f"word{number * n % 17}" for n in range(120))
+        (folder / f"page{number}.txt").write_text(f"Page {number}. {words}")
+    (folder / "page.html").write_text("<style>x{}</style><p>" + "visible words " * 60 + "</p>")
+    (folder / "code.py").write_text('"""' + "A docstring. " * 60 + '"""\nhidden = "a literal"\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("given")
+    return [
+        "--model", str(_publish(folder / "model")), "--text", str(_write_text(folder / "text")),
+        "--mask", "<|unused|>", "--layers", "1", "--dialogues", "4", "--answer-tokens", "8",
+        "--length", "16", "--batch-size", "8", "--rank", "2", "--head-start", "0", "--log-every",
+        "1", "--windows", "4", "--draws", "1", "--questions", "1", "--thresholds", "0.5",
+        "--part-mebibytes", "1", "--packages", "--mebibytes", "1", "--steps", "3",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prepared(given, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("prepared")
+    real_model.main(["prepare", "--root", str(root), *given])
+    return root
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _train(root: Path, given: list[str], seconds: float = 600.0) -> None:
+    real_model.main(["train", "--root", str(root), *given, "--seconds", str(seconds)])
+
+
+def test_prepared_files_depend_on_the_model_and_the_text_alone(prepared, given, tmp_path):
+    real_model.main(["prepare", "--root", str(tmp_path), *given])
+    for name in ("model", "tokens", "parts"):
+        assert _bytes(tmp_path / name) == _bytes(prepared / name)
+    texts = [json.loads(one)["text"] for one in (tmp_path / "text.jsonl").read_text().splitlines()]
+    assert len(texts) == 14 and not any("hidden" in text or "x{}" in text for text in texts)
+
+
+def test_a_second_preparation_makes_nothing_again(prepared, given):
+    before = {path: path.stat().st_mtime_ns for path in (prepared / "parts").rglob("*")}
+    real_model.main(["prepare", "--root", str(prepared), *given])
+    assert {path: path.stat().st_mtime_ns for path in (prepared / "parts").rglob("*")} == before
+
+
+def test_the_cut_model_has_its_first_layers_and_a_mask_that_text_does_not_use(prepared, given):
+    tensors = safetensors.numpy.load_file(prepared / "model" / "model.safetensors")
+    whole = safetensors.numpy.load_file(Path(given[1]) / "model.safetensors")
+    kept = {name for name in whole if not name.startswith(("model.layers.1.", "model.layers.2."))}
+    assert tensors.keys() == kept
+    config = json.loads((prepared / "model" / "config.json").read_text())
+    made = tokenizers.Tokenizer.from_file(str(prepared / "model" / "tokenizer.json"))
+    assert config["num_hidden_layers"] == 1
+    assert config["mask_token_id"] == made.token_to_id("<|unused|>")
+
+
+@pytest.mark.parametrize("num_bytes", [2**16 + 40, 2**16 + 1000])
+def test_parts_join_to_the_files_they_were_cut_from(tmp_path, num_bytes):
+    rng = np.random.default_rng(0)
+    (tmp_path / "from").mkdir()
+    sizes = {"a": 0, "b": 3, "c": 900, "d/e": 101}
+    content = {name: rng.bytes(size) for name, size in sizes.items()}
+    files = {}
+    for name, data in content.items():
+        files[name] = tmp_path / "from" / name.replace("/", "_")
+        files[name].write_bytes(data)
+    real_model_files.write_parts(files, tmp_path / "parts", num_bytes)
+    for part in (tmp_path / "parts").iterdir():
+        assert sum(path.stat().st_size for path in part.iterdir()) <= num_bytes
+    assert real_model_files.join_parts(tmp_path / "parts", tmp_path / "to") == sorted(content)
+    assert _bytes(tmp_path / "to") == content
+    piece = next(path for path in sorted((tmp_path / "parts").rglob("c.*")))
+    piece.unlink()
+    (tmp_path / "to" / "c").unlink()
+    with pytest.raises(ValueError, match="is missing; carry all parts"):
+        real_model_files.join_parts(tmp_path / "parts", tmp_path / "to")
+
+
+def test_a_run_from_parts_that_was_interrupted_ends_like_one_that_was_not(
+    prepared, given, tmp_path, capsys
+):
+    _train(prepared, given)
+    whole = _bytes(prepared / "results")
+    (tmp_path / "parts").mkdir()
+    for part in (prepared / "parts").iterdir():
+        part_here = tmp_path / "parts" / part.name
+        part_here.mkdir()
+        for piece in part.iterdir():
+            (part_here / piece.name).write_bytes(piece.read_bytes())
+    capsys.readouterr()
+    _train(tmp_path, given, seconds=0.0)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["reason"], last["step"]) == ("interrupted", 1)
+    _train(tmp_path, given)
+    found = _bytes(tmp_path / "results")
+    trained = [name for name in whole if name.startswith("trained-")]
+    assert trained and all(found[name] == whole[name] for name in trained)
+    records = [json.loads(one) for one in found["figures.jsonl"].splitlines()]
+    steps = [one["step"] for one in records if one["kind"] == "train"]
+    assert steps == [1, 2, 3]
+    train = [one for one in records if one["kind"] == "train"]
+    keys = {"loss", "tokens_per_second", "utilisation_measured"}
+    assert all(keys <= one.keys() for one in train)
+
+    real_model.main(["evaluate", "--root", str(tmp_path), *given])
+    told = json.loads((tmp_path / "results" / "evaluation.json").read_text())
+    assert set(told["held_out"]) == {"text", "dialogues"}
+    for one in told["held_out"].values():
+        for kind in ("diffusion", "causal"):
+            assert one[kind].keys() == {"nats_per_token", "bits_per_byte"}
+            assert 0 < one[kind]["nats_per_token"] < 20
+    fills = [one["fill"] for one in told["generations"]]
+    assert fills == ["parallel", "wavefront"]
+    for one in told["generations"]:
+        assert one["forwards_per_token"] == one["forwards"] / one["tokens"]
