@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _replace(kept, args.config)
         kept |= {name: meta.get(name) for name in ("bound", "step")}
         kept |= {"run": meta.get("run", ""), "own": meta.get("own") or {}}
+        kept |= {"published": meta["published"]} if meta.get("published") else {}
         size = save_weights(args.out, params, kept, dtype=args.dtype)
     print(f"{args.out}: {size:,} bytes; {json.dumps(kept['corpus'])}", file=sys.stderr)
     if name := kept["own"].get("network"):

@@ -32,6 +32,7 @@ from dlm_jax.published import (
     fetched,
     is_published,
     read_published,
+    restored,
     write_published,
 )
 from dlm_jax.randomness import check_settings, key_of
@@ -271,8 +272,12 @@ def load(
         params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, made[0].vocab_size)
+    kept = meta.get("published")
+    more = restored(kept, config, tokenizer, str(path)) if kept else {}
+    if (chat := more.get("chat")) is not None and chat.problem and report is not None:
+        report(f"{chat.problem}; chats are refused")
     return _model(
-        config, params, tokenizer, network=made[0],
+        config, params, tokenizer, network=made[0], **more,
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
     )  # fmt: skip
@@ -286,15 +291,14 @@ def _model(
     network: Network | None = None,
     **more: Any,
 ) -> Model:
+    given = {"max_length": config.data.seq_len, "sample": config.sample} | more
     return Model(
         network=network or build(config.model),
         params=params,
         tokenizer=tokenizer,
-        max_length=config.data.seq_len,
-        sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
-        **more,
+        **given,
     )
 
 
@@ -393,8 +397,9 @@ def export(
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample
-    )
+        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample,
+        data=dataclasses.replace(config.data, seq_len=model.max_length),
+    )  # fmt: skip
     return write_published(
         path, bare, params, model.tokenizer, family=family or model.family or None,
         chat=model.chat, more_eos_ids=model.more_eos_ids, max_shard_bytes=max_shard_bytes,

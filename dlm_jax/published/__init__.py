@@ -4,8 +4,11 @@ from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.directory import (
     Published,
     is_published,
+    read_kept,
+    read_model,
     read_published,
     read_shape,
+    restored,
     write_published,
 )
 from dlm_jax.published.hub import fetched, hub_id, push_to_hub
@@ -19,7 +22,10 @@ __all__ = [
     "hub_id",
     "is_published",
     "push_to_hub",
+    "read_kept",
+    "read_model",
     "read_published",
     "read_shape",
+    "restored",
     "write_published",
 ]
