@@ -129,7 +129,7 @@ def read_published(
         model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
     )
     place = place or (lambda path, shape: None)
-    whole = _with_mask(model, tokenizer)
+    whole = _with_mask(model, tokenizer) if adds_mask else model
     if adds_mask and (mask_like or whole != model):
         like = _row_of(mask_like, tokenizer, model) if mask_like else None
         place, finish = _with_mask_row(whole, model.vocab_size, like, place, finish)
@@ -156,7 +156,7 @@ def read_shape(directory: Path, *, adds_mask: bool = False) -> tuple[ModelConfig
     tokenizer, _ = read_tokenizer(
         directory, family, fields, vocab_size=model.vocab_size, adds_mask=adds_mask
     )
-    return _with_mask(model, tokenizer), tokenizer
+    return _with_mask(model, tokenizer) if adds_mask else model, tokenizer
 
 
 def _with_mask(model: ModelConfig, tokenizer: HubTokenizer) -> ModelConfig:
@@ -484,14 +484,15 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
         raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
 
 
-def read_kept(directory: Path, tokenizer: HubTokenizer) -> dict[str, Any]:
+def read_kept(directory: Path) -> dict[str, Any]:
     """What a model trained from a directory keeps of it besides parameters, as a JSON dict: the
     chat template, further ids that end a generation, the length of the canvas, and the settings of
     generation_config.json. `restored` is the inverse.
     """
     family, model, longest, fields = read_model(directory)
     length = min(family.trained_length or longest, longest)
-    vocab_size = max(model.vocab_size, tokenizer.mask_id + 1)
+    size = model.vocab_size
+    _, more_eos = read_tokenizer(directory, family, fields, vocab_size=size, adds_mask=True)
     try:
         template = _template_of(directory)[0]
     except (OSError, ValueError):
@@ -499,9 +500,7 @@ def read_kept(directory: Path, tokenizer: HubTokenizer) -> dict[str, Any]:
     return {
         "chat_template": template,
         "max_length": length,
-        "more_eos_ids": list(
-            read_tokenizer(directory, family, fields, vocab_size=vocab_size, adds_mask=True)[1]
-        ),
+        "more_eos_ids": list(more_eos),
         "settings": read_settings(directory, length, lambda said: family.recommended(said, model)),
     }
 

@@ -29,7 +29,6 @@ from dlm_jax.config.schema import INIT
 from dlm_jax.data import (
     CharacterTokenizer,
     Corpus,
-    HubTokenizer,
     Setup,
     Tokenizer,
     from_json,
@@ -923,7 +922,7 @@ def _begun(
 ) -> TrainState:
     """The state before the first step of a new run, with a new random identity."""
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
-    if kept := _kept(task.setup.config, task.setup.tokenizer, report):
+    if kept := _kept(task.setup.config, report):
         meta["published"] = kept
     config, mesh = task.setup.config, task.setup.mesh
     shares = [
@@ -947,9 +946,7 @@ def _begun(
     ))  # fmt: skip
 
 
-def _kept(
-    config: Config, tokenizer: Tokenizer, report: Callable[[str], None]
-) -> dict[str, Any] | None:
+def _kept(config: Config, report: Callable[[str], None]) -> dict[str, Any] | None:
     """What the run keeps of the published model in train.init_from, or of the one from which the
     run in train.init_from was trained; None if there is none.
     """
@@ -957,8 +954,7 @@ def _kept(
     if not source:
         return None
     if is_published(source):
-        assert isinstance(tokenizer, HubTokenizer)
-        return read_kept(Path(source), tokenizer)
+        return read_kept(Path(source))
     return load_meta(path_of_model(source), report=report).get("published")
 
 

@@ -19,6 +19,8 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import exporter
 from dlm_jax.config import SampleConfig
+from dlm_jax.diffusion.likelihood import causal_nll
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.training.run import prepare
@@ -327,3 +329,38 @@ def test_a_causal_model_is_exported_as_a_directory_that_transformers_loads(tmp_p
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, theirs(ids).logits)
     assert type(again) is type(theirs)
+
+
+def _nats_of_theirs(theirs, ids):
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits[0].double()
+    logp = torch.log_softmax(logits, dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    return -logp.sum().item()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_causal_run_its_checkpoint_and_its_export_agree_with_transformers(tmp_path, kind):
+    theirs = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
+    ids = _tokenizer()("the dog and the fox").input_ids
+
+    def nats_of(network, params, mask_id):
+        batch = Batch(jnp.array([ids]), jnp.array([len(ids)]), jnp.array([1]))
+        return float(causal_nll(network, params, batch, mask_id=mask_id)[0])
+
+    causal = {"model__attention_type": "causal", "sample__order": "left_to_right",
+              "train__steps": 1}  # fmt: skip
+    run = prepare(_asked(tmp_path, tmp_path / "model", **causal), report=lambda line: None)
+    mask_id = run.corpus.tokenizer.mask_id
+    before = nats_of(run.network, run.state.params, mask_id)
+    np.testing.assert_allclose(before, _nats_of_theirs(theirs, ids), rtol=1e-5)
+    assert run_loop(run).reason == "finished"
+    trained = dlm_jax.load(tmp_path / "run")
+    dlm_jax.export(trained, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = _nats_of_theirs(loaded, ids)
+    assert abs(expected - before) > 1e-3
+    for model in (trained, dlm_jax.load(tmp_path / "out")):
+        ours = nats_of(model.network, model.params, mask_id)
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+        (scored,) = dlm_jax.score(model, ["the dog and the fox"])
+        np.testing.assert_allclose(scored.nats, expected, rtol=1e-5)
