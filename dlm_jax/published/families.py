@@ -169,7 +169,7 @@ def _write_shape(model: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
         "num_attention_heads": model.heads, "num_hidden_layers": model.depth,
         "num_key_value_heads": model.kv_heads or model.heads, "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": model.rope_theta,
+        "rope_scaling": None, "rope_theta": model.rope_theta,
         "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
     }  # fmt: skip
 
@@ -200,6 +200,12 @@ def _read_fast_dllm(fields: FileFields) -> ModelConfig:
     )  # fmt: skip
 
 
+def _write_causal(model: ModelConfig) -> dict[str, Any]:
+    """The fields without a null scaling, of which transformers warns in its own classes."""
+    written = _write_qwen(model)
+    return {name: value for name, value in written.items() if value is not None}
+
+
 def _causal(name: str, architecture: str, **settings: bool) -> Family:
     return Family(
         name=name,
@@ -207,7 +213,7 @@ def _causal(name: str, architecture: str, **settings: bool) -> Family:
         model_type=name,
         # `read_published` replaces the start id.
         read=lambda fields: _read_qwen(fields, attention_type="causal", start_id=0, **settings),
-        write=_write_qwen,
+        write=_write_causal,
         sources=qwen_sources,
         presets=CAUSAL,
     )

@@ -162,6 +162,7 @@ def converted(tmp_path_factory):
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:`rope_scaling`:FutureWarning")
 def test_adapters_train_the_embedding_of_a_new_mask(converted, tmp_path):
     model = dlm_jax.load(converted / "run")
     assert np.abs(model.params["adapters"]["mask"]["row"]).max() > 0
