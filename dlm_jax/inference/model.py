@@ -17,7 +17,7 @@ import dlm_jax.config as configs
 from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids, prefix_of
+from dlm_jax.data import HubTokenizer, Tokenizer, check_fits, from_json, noise_ids, prefix_of
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
@@ -29,6 +29,7 @@ from dlm_jax.model.quantized import is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published import (
     ChatTemplate,
+    chat_of,
     fetched,
     is_published,
     read_published,
@@ -55,7 +56,8 @@ class Model:
       params: parameters of the network.
       tokenizer: converts between text and ids.
       sample: default sampling settings.
-      max_length: length of the longest training canvas, in tokens.
+      max_length: length of the longest training canvas, in tokens; for a published model or one
+        trained from it, the maximum length of the published model.
       is_causal: whether the model is autoregressive and therefore has exact likelihoods.
       config: the training config; None if unknown.
       more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
@@ -272,12 +274,14 @@ def load(
         params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, made[0].vocab_size)
-    kept = meta.get("published")
-    more = restored(kept, config, tokenizer, str(path)) if kept else {}
-    if (chat := more.get("chat")) is not None and chat.problem and report is not None:
+    more = restored(meta["published"], config) if meta.get("published") else {}
+    template, chat = meta.get("chat_template"), None
+    if template and isinstance(tokenizer, HubTokenizer):
+        chat = chat_of(template, tokenizer, f"{path}: its chat template")
+    if chat is not None and chat.problem and report is not None:
         report(f"{chat.problem}; chats are refused")
     return _model(
-        config, params, tokenizer, network=made[0], **more,
+        config, params, tokenizer, network=made[0], chat=chat, **more,
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
     )  # fmt: skip

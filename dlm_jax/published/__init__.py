@@ -2,7 +2,9 @@
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.directory import (
+    KEPT,
     Published,
+    chat_of,
     is_published,
     read_kept,
     read_model,
@@ -14,9 +16,11 @@ from dlm_jax.published.directory import (
 from dlm_jax.published.hub import fetched, hub_id, push_to_hub
 
 __all__ = [
+    "KEPT",
     "ChatTemplate",
     "Published",
     "TextTemplate",
+    "chat_of",
     "check_template",
     "fetched",
     "hub_id",

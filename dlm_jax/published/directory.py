@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
-from dlm_jax.data import HubTokenizer, SubwordTokenizer, Tokenizer, check_fits, qwen_json
+from dlm_jax.data import HubTokenizer, SubwordTokenizer, check_fits, qwen_json
 from dlm_jax.model.lora import STACKS
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
@@ -484,40 +484,35 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
         raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
 
 
+KEPT = ("chat_template", "published")
+"""Names in the metadata of a run for what it keeps of a published model, see `read_kept`."""
+
+
 def read_kept(directory: Path) -> dict[str, Any]:
-    """What a model trained from a directory keeps of it besides parameters, as a JSON dict: the
-    chat template, further ids that end a generation, the length of the canvas, and the settings of
-    generation_config.json. `restored` is the inverse.
+    """What a model trained from a directory keeps of it besides parameters, as metadata: the chat
+    template, and under ``published`` further ids that end a generation, the length of the canvas,
+    and the settings of generation_config.json. `restored` reads the latter.
     """
     family, model, longest, fields = read_model(directory)
     length = min(family.trained_length or longest, longest)
     size = model.vocab_size
     _, more_eos = read_tokenizer(directory, family, fields, vocab_size=size, adds_mask=True)
+    settings = read_settings(directory, length, lambda said: family.recommended(said, model))
+    kept = {"max_length": length, "more_eos_ids": list(more_eos), "settings": settings}
     try:
         template = _template_of(directory)[0]
     except (OSError, ValueError):
         template = None
-    return {
-        "chat_template": template,
-        "max_length": length,
-        "more_eos_ids": list(more_eos),
-        "settings": read_settings(directory, length, lambda said: family.recommended(said, model)),
-    }
+    return {"published": kept} | ({} if template is None else {"chat_template": template})
 
 
-def restored(
-    kept: Mapping[str, Any], config: Config, tokenizer: Tokenizer, where: str
-) -> dict[str, Any]:
+def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The fields of a trained model that `read_kept` has kept, as keyword arguments of `Model`.
 
     Sampling settings that the config changes take precedence over those of the directory, and these
     over the first preset of the family that can express the trained model.
     """
-    template, said = kept["chat_template"], kept["settings"]
-    length = max(kept["max_length"], config.data.seq_len)
-    chat = None
-    if template is not None and isinstance(tokenizer, HubTokenizer):
-        chat = chat_of(template, tokenizer, f"{where}: its chat template")
+    length, said = max(kept["max_length"], config.data.seq_len), kept["settings"]
     family = None
     with contextlib.suppress(ValueError):
         family = family_for(dataclasses.replace(config.model, lora_rank=0))
@@ -532,7 +527,6 @@ def restored(
         implied = implied_sample(family, config.model, length)
         presets = {name: _fitted(preset, config.model) for name, preset in family.presets.items()}
     return {
-        "chat": chat,
         "max_length": length,
         "more_eos_ids": tuple(kept["more_eos_ids"]),
         "presets": presets,

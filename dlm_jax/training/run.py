@@ -50,6 +50,7 @@ from dlm_jax.distributed.processes import check_same_everywhere, on_first_proces
 from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.published import (
+    KEPT,
     fetched,
     is_published,
     read_kept,
@@ -911,7 +912,7 @@ def _continued(
         step, state, saved = checkpoints.restore(task.abstract_state(), report=report)
     else:
         return None
-    meta |= {name: saved[name] for name in ("run", "published") if name in saved}
+    meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
     if line := growth(task.setup.config, saved, step):
         report(line)
     return state, saved
@@ -922,8 +923,7 @@ def _begun(
 ) -> TrainState:
     """The state before the first step of a new run, with a new random identity."""
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
-    if kept := _kept(task.setup.config, report):
-        meta["published"] = kept
+    meta |= _kept(task.setup.config, report)
     config, mesh = task.setup.config, task.setup.mesh
     shares = [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -946,16 +946,17 @@ def _begun(
     ))  # fmt: skip
 
 
-def _kept(config: Config, report: Callable[[str], None]) -> dict[str, Any] | None:
+def _kept(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
     """What the run keeps of the published model in train.init_from, or of the one from which the
-    run in train.init_from was trained; None if there is none.
+    run in train.init_from was trained, as metadata; empty if there is none.
     """
     source = _init_path(config)
     if not source:
-        return None
+        return {}
     if is_published(source):
         return read_kept(Path(source))
-    return load_meta(path_of_model(source), report=report).get("published")
+    theirs = load_meta(path_of_model(source), report=report)
+    return {name: theirs[name] for name in KEPT if name in theirs}
 
 
 def _checked_mesh(config: Config) -> Mesh:
