@@ -17,6 +17,7 @@ from typing import Any
 import dlm_jax.config as configs
 from dlm_jax.cli.common import Parser, start_jax
 from dlm_jax.cli.ends import End, program, refusals
+from dlm_jax.published import KEPT
 from dlm_jax.store import load_params, save_weights
 
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _replace(kept, args.config)
         kept |= {name: meta.get(name) for name in ("bound", "step")}
         kept |= {"run": meta.get("run", ""), "own": meta.get("own") or {}}
-        kept |= {name: meta[name] for name in ("chat_template",) if name in meta}
+        kept |= {name: meta[name] for name in KEPT if name in meta}
         size = save_weights(args.out, params, kept, dtype=args.dtype)
     print(f"{args.out}: {size:,} bytes; {json.dumps(kept['corpus'])}", file=sys.stderr)
     if name := kept["own"].get("network"):

@@ -119,6 +119,12 @@ class TrainConfig(Section):
         "parameters; empty: random parameters",
         Trait.FREE | Trait.ONCE_SAVED,
     )
+    mask_like: str = setting(
+        "",
+        "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
+        "the mean of all embeddings, or those of a free id",
+        Trait.FREE | Trait.ONCE_SAVED,
+    )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards
     batch_size: int = setting(
         32, "number of rows per step, over all devices and processes", low=1, high=2**20
@@ -571,7 +577,8 @@ class ModelConfig(Section):
     )
     lora_targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "block matrices that have adapters: query, key, value, out, gate, up, down",
+        "block matrices that have adapters: query, key, value, out, gate, up, down; mask: the "
+        "embedding of the last id, which is added if a causal model without MASK is converted",
         _HEAD,
         hint=tuple[str, ...],
         parse=_adapted,
@@ -975,6 +982,15 @@ class Config:
         require(
             self.data.tokenizer != INIT or not is_fresh, "data.tokenizer", self.data.tokenizer,
             "requires train.init_from, which is empty", "name a model", "train.init_from",
+        )  # fmt: skip
+        require(
+            not self.train.mask_like or not is_fresh, "train.mask_like", self.train.mask_like,
+            "requires train.init_from, which is empty", "name a model", "train.init_from",
+        )  # fmt: skip
+        require(
+            not self.train.mask_like or self.model.attention_type != "causal", "train.mask_like",
+            self.train.mask_like, "has no effect with model.attention_type='causal'", "remove it",
+            "model.attention_type",
         )  # fmt: skip
         require(
             self.heads.train_main or not is_fresh, "heads.train_main", False,

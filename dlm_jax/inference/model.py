@@ -17,7 +17,15 @@ import dlm_jax.config as configs
 from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import NO_MASK, Tokenizer, check_fits, from_json, noise_ids, prefix_of
+from dlm_jax.data import (
+    NO_MASK,
+    HubTokenizer,
+    Tokenizer,
+    check_fits,
+    from_json,
+    noise_ids,
+    prefix_of,
+)
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
@@ -29,10 +37,11 @@ from dlm_jax.model.quantized import is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published import (
     ChatTemplate,
+    chat_of,
     fetched,
     is_published,
     read_published,
-    saved_chat,
+    restored,
     write_published,
 )
 from dlm_jax.randomness import check_settings, key_of
@@ -55,7 +64,8 @@ class Model:
       params: parameters of the network.
       tokenizer: converts between text and ids.
       sample: default sampling settings.
-      max_length: length of the longest training canvas, in tokens.
+      max_length: length of the longest training canvas, in tokens; for a published model or one
+        trained from it, the maximum length of the published model.
       is_causal: whether the model is autoregressive and therefore has exact likelihoods.
       config: the training config; None if unknown.
       more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
@@ -294,8 +304,14 @@ def load(
         params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, made[0].vocab_size)
+    more = restored(meta["published"], config) if meta.get("published") else {}
+    template, chat = meta.get("chat_template"), None
+    if template and isinstance(tokenizer, HubTokenizer):
+        chat = chat_of(template, tokenizer, f"{path}: its chat template")
+    if chat is not None and chat.problem and report is not None:
+        report(f"{chat.problem}; chats are refused")
     return _model(
-        config, params, tokenizer, network=made[0], chat=saved_chat(meta, tokenizer),
+        config, params, tokenizer, network=made[0], chat=chat, **more,
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
     )  # fmt: skip
@@ -309,15 +325,14 @@ def _model(
     network: Network | None = None,
     **more: Any,
 ) -> Model:
+    given = {"max_length": config.data.seq_len, "sample": config.sample} | more
     return Model(
         network=network or build(config.model),
         params=params,
         tokenizer=tokenizer,
-        max_length=config.data.seq_len,
-        sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
-        **more,
+        **given,
     )
 
 
@@ -419,8 +434,9 @@ def export(
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample
-    )
+        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample,
+        data=dataclasses.replace(config.data, seq_len=model.max_length),
+    )  # fmt: skip
     return write_published(
         path, bare, params, model.tokenizer, family=family or model.family or None,
         chat=model.chat, more_eos_ids=model.more_eos_ids, max_shard_bytes=max_shard_bytes,

@@ -16,6 +16,7 @@ from dlm_jax.distributed.mesh import device_bytes
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu
+from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.model.quantized import product
 from dlm_jax.types import Params
 
@@ -84,7 +85,7 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "ge
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
-    """The embedding of each id.
+    """The embedding of each id, with the adapter of the last id if there is one.
 
     If the table is sharded by feature, the table is gathered instead of the embeddings. An id
     outside the table, such as the MASK of a causal model without one, has a finite embedding.
@@ -94,8 +95,14 @@ def embed(params: Params, ids: jax.Array) -> jax.Array:
         return jnp.take(params["embedding"], ids, axis=0, mode="clip")
 
     if ids.ndim == 2:
-        return on_own_share(look_up, params, (ids,), kind="tokens")
-    return look_up(params, ids)
+        vectors = on_own_share(look_up, params, (ids,), kind="tokens")
+    else:
+        vectors = look_up(params, ids)
+    adapter = params.get(GROUP, {}).get(MASK_ROW)
+    if adapter is None:
+        return vectors
+    is_last = ids == params["embedding"].shape[0] - 1
+    return vectors + jnp.where(is_last[..., None], adapter["row"], 0).astype(vectors.dtype)
 
 
 _INPUT = "block_input"

@@ -4,6 +4,9 @@ A target matrix ``W`` becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` 
 [rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all other
 parameters are frozen. Each block adds its adapters at run time, so there is no second copy of the
 model.
+
+The target ``mask`` is the embedding of the last id, which is MASK in a model that was converted
+from a causal one and had none: the adapter is a vector that is added to it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.types import Params
 
 GROUP = "adapters"
+MASK_ROW = "mask"
 _SALT = 0x6C6F7261
 STACKS = ("dense_blocks", "blocks", "full_blocks")
 """Top-level names of the stacks of blocks, in order."""
@@ -36,10 +40,12 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
                     pair = _pair(own, maps[name]["kernel"].shape, config.lora_rank)
                     made.setdefault(stack, {}).setdefault(part, {})[name] = pair
     found = {name for parts in made.values() for maps in parts.values() for name in maps}
+    if MASK_ROW in config.lora_targets:
+        made[MASK_ROW], found = {"row": jnp.zeros(config.width, jnp.float32)}, {*found, MASK_ROW}
     if missing := set(config.lora_targets) - found:
         raise ValueError(
             f"model.lora_targets contains {sorted(missing)[0]!r}, which is not a matrix of the "
-            "blocks of this model; use query, key, value, out, gate, up or down"
+            "blocks of this model; use query, key, value, out, gate, up, down or mask"
         )
     return params | {GROUP: made}
 
@@ -86,6 +92,10 @@ def merged(params: Params, config: ModelConfig) -> Params:
     if GROUP not in params:
         return params
     whole = {name: tree for name, tree in params.items() if name not in (GROUP, *STACKS)}
+    if MASK_ROW in params[GROUP]:
+        row = params[GROUP][MASK_ROW]["row"]
+        table = jnp.asarray(whole["embedding"])
+        whole["embedding"] = table.at[-1].add(row.astype(table.dtype))
     names = [name for name in STACKS if name in params]
     return whole | {
         name: applied(blocks, config) for name, blocks in zip(names, stacks(params), strict=True)

@@ -2,27 +2,37 @@
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template, saved_chat
 from dlm_jax.published.directory import (
+    KEPT,
     Published,
+    chat_of,
     is_published,
     read_chat,
+    read_kept,
+    read_model,
     read_published,
     read_shape,
+    restored,
     write_published,
 )
 from dlm_jax.published.hub import fetched, hub_id, push_to_hub
 
 __all__ = [
+    "KEPT",
     "ChatTemplate",
     "Published",
     "TextTemplate",
+    "chat_of",
     "check_template",
     "fetched",
     "hub_id",
     "is_published",
     "push_to_hub",
     "read_chat",
+    "read_kept",
+    "read_model",
     "read_published",
     "read_shape",
+    "restored",
     "saved_chat",
     "write_published",
 ]

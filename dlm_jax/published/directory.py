@@ -5,6 +5,7 @@ A written directory can be read by the family's own programs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits, qwen_json
+from dlm_jax.model.lora import STACKS
 from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
-from dlm_jax.published.families import family_for, family_of
+from dlm_jax.published.families import expressed, family_for, family_of
 from dlm_jax.published.family import Family, FileFields, pieces_of, read_json
 from dlm_jax.published.gguf import SOURCES, is_gguf, opened
 from dlm_jax.published.tensors import (
@@ -55,6 +59,10 @@ _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 """Fields of `GENERATION` that apply only with ``do_sample`` true."""
 
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
+_ADDED_MASK = "<|mask|>"
+
+TABLES = {"embedding": 0, "head/kernel": 1}
+"""The parameters with a vocabulary axis, and the index of that axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,8 @@ def read_published(
     place: Place | None = None,
     finish: Finish = lambda path, parameter: parameter,
     ignore: Sequence[str] = (),
+    adds_mask: bool = False,
+    mask_like: str = "",
 ) -> Published:
     """Loads the model in a directory, tensor by tensor.
 
@@ -98,6 +108,9 @@ def read_published(
       place: maps a parameter's path and shape to its sharding; None means the default device.
       finish: converts each parameter to its final form as it is loaded.
       ignore: fields of config.json that are not read.
+      adds_mask: whether a vocabulary without MASK and without a free id gets one more id, as in
+        `read_shape`. Its rows in the tables are the means of the other rows.
+      mask_like: token whose rows a MASK without a name gets instead; empty: see `adds_mask`.
     """
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
@@ -106,7 +119,9 @@ def read_published(
     length = min(family.trained_length or longest, longest)
     said = read_settings(directory, length, lambda said: family.recommended(said, model))
     shards = opened(directory) if is_gguf(directory) else Shards(directory, family.name_of)
-    tokenizer, more_eos = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
+    tokenizer, more_eos = read_tokenizer(
+        directory, family, fields, vocab_size=model.vocab_size, adds_mask=adds_mask
+    )
     chat = read_chat(directory, tokenizer)
     abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = SOURCES if is_gguf(directory) else family.sources(model)
@@ -121,10 +136,16 @@ def read_published(
     model = dataclasses.replace(
         model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
     )
+    place = place or (lambda path, shape: None)
+    whole = _with_mask(model, tokenizer) if adds_mask else model
+    if adds_mask and (mask_like or whole != model):
+        like = _row_of(mask_like, tokenizer, model) if mask_like else None
+        place, finish = _with_mask_row(whole, model.vocab_size, like, place, finish)
     params = read_params(
         shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
-        place=place or (lambda path, shape: None), finish=finish,
+        place=place, finish=finish,
     )  # fmt: skip
+    model = whole
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
     config = Config(
         model=model, data=DataConfig(seq_len=length),
@@ -134,12 +155,79 @@ def read_published(
     return Published(family, config, params, tokenizer, chat, presets, more_eos, said, ignored)
 
 
-def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
-    """A directory's model config and tokenizer, without weights."""
+def read_shape(directory: Path, *, adds_mask: bool = False) -> tuple[ModelConfig, HubTokenizer]:
+    """A directory's model config and tokenizer, without weights.
+
+    With `adds_mask`, a vocabulary without MASK and without a free id gets one more id.
+    """
     family, model, _, fields, _ = read_model(directory)
-    tokenizer, _ = read_tokenizer(directory, family, fields, vocab_size=model.vocab_size)
+    tokenizer, _ = read_tokenizer(
+        directory, family, fields, vocab_size=model.vocab_size, adds_mask=adds_mask
+    )
     _check_mask(tokenizer, model, directory)
-    return model, tokenizer
+    return _with_mask(model, tokenizer) if adds_mask else model, tokenizer
+
+
+def _with_mask(model: ModelConfig, tokenizer: HubTokenizer) -> ModelConfig:
+    """The model config with an id for MASK."""
+    size = max(model.vocab_size, tokenizer.mask_id + 1)
+    return dataclasses.replace(model, vocab_size=size)
+
+
+def _row_of(name: str, tokenizer: HubTokenizer, model: ModelConfig) -> int:
+    """The id whose rows a new MASK gets, which is the token `name`."""
+    id_ = tokenizer.id_of(name)
+    if model.attention_type != "causal" or tokenizer.mask_id < model.vocab_size - 1:
+        raise ValueError(
+            f"train.mask_like={name!r} has no effect, because the model of train.init_from has a "
+            "MASK; remove it"
+        )
+    if id_ is None or id_ >= model.vocab_size:
+        raise ValueError(
+            f"train.mask_like={name!r} is not a token of train.init_from; use the name of a token, "
+            "such as '<|endoftext|>', or remove it"
+        )
+    return id_
+
+
+def _with_mask_row(
+    model: ModelConfig, num_rows: int, like: int | None, place: Place, finish: Finish
+) -> tuple[Place, Finish]:
+    """`place` and `finish` of `read_params`, for tables of `num_rows` rows whose MASK is the last
+    row of `model`.
+
+    The row of MASK is that of id `like`, or the mean of the stored rows if `like` is None.
+    """
+    size = model.vocab_size
+
+    def grown(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+        return (*shape[:axis], size, *shape[axis + 1 :])
+
+    def place_whole(path: str, shape: tuple[int, ...]) -> Any:
+        if path not in TABLES:
+            return place(path, shape)
+        sharding = place(path, grown(shape, TABLES[path]))
+        # The mesh need not divide the stored number of rows.
+        is_split = isinstance(sharding, NamedSharding)
+        return NamedSharding(sharding.mesh, PartitionSpec()) if is_split else sharding
+
+    def with_row(path: str, parameter: Any) -> Any:
+        if path not in TABLES or not isinstance(parameter, jax.Array):
+            return finish(path, parameter)
+        axis = TABLES[path]
+
+        def put(table: jax.Array) -> jax.Array:
+            if like is None:
+                row = jnp.mean(table.astype(jnp.float32), axis=axis, keepdims=True)
+            else:
+                row = jax.lax.slice_in_dim(table, like, like + 1, axis=axis)
+            rest = jax.lax.slice_in_dim(table, 0, min(num_rows, size - 1), axis=axis)
+            return jnp.concatenate([rest, row.astype(table.dtype)], axis=axis)
+
+        sharding = place(path, grown(parameter.shape, axis))
+        return finish(path, jax.jit(put, out_shardings=sharding)(parameter))
+
+    return place_whole, with_row
 
 
 def _check_mask(tokenizer: HubTokenizer, model: ModelConfig, directory: Path) -> None:
@@ -212,12 +300,18 @@ def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleCon
 
 
 def read_tokenizer(
-    directory: Path, family: Family, config: Mapping[str, Any], *, vocab_size: int
+    directory: Path,
+    family: Family,
+    config: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    adds_mask: bool = False,
 ) -> tuple[HubTokenizer, tuple[int, ...]]:
     """A directory's tokenizer, and the ids other than EOS that end a generation.
 
     Special tokens are read from generation_config.json, config.json, tokenizer_config.json and the
     defaults of the family, in this order of precedence. An id of -1 means that there is no token.
+    With `adds_mask`, a vocabulary without MASK and without a free id gets MASK as a new last id.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
@@ -245,6 +339,9 @@ def read_tokenizer(
     # A causal model has no MASK. If the last id of the vocabulary is unused, it becomes MASK, so
     # that the model can be trained to fill holes.
     mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
+    if not mask and adds_mask:
+        content, mask = _with_token(content, vocab_size, _ADDED_MASK), (vocab_size,)
+        vocab_size += 1
     if mask:
         _inside(mask[:1], vocab_size, "mask", directory)
     mask = mask or (NO_MASK,)
@@ -335,13 +432,31 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
 
     A template that cannot be read or compiled has a `ChatTemplate.problem`.
     """
+    try:
+        source, file = _template_of(directory)
+    except (OSError, ValueError) as error:
+        problem = f"{directory / TEMPLATE} cannot be read ({error}); download it again"
+        return ChatTemplate("", tokenizer, problem=problem)
+    return None if source is None else chat_of(source, tokenizer, str(file))
+
+
+def chat_of(source: str, tokenizer: HubTokenizer, where: str) -> ChatTemplate:
+    """The chat template with this source, with a `ChatTemplate.problem` if it cannot be used.
+
+    `where` is the name of its file.
+    """
+    try:
+        check_template(source, where)
+    except ValueError as error:
+        return ChatTemplate(source, tokenizer, problem=str(error))
+    return ChatTemplate(source, tokenizer)
+
+
+def _template_of(directory: Path) -> tuple[str | None, Path]:
+    """The source of a directory's chat template, None if there is none, and its file."""
     file = directory / TEMPLATE
     if file.exists():
-        try:
-            source: Any = file.read_text(encoding="utf-8-sig")
-        except (OSError, ValueError) as error:
-            problem = f"{file} cannot be read ({error}); download it again"
-            return ChatTemplate("", tokenizer, problem=problem)
+        source: Any = file.read_text(encoding="utf-8-sig")
     else:
         file = directory / "tokenizer_config.json"
         source = _optional(file).get("chat_template")
@@ -350,13 +465,18 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     if isinstance(source, list):
         named = (entry for entry in source if isinstance(entry, dict))
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if not isinstance(source, str):
-        return None
-    try:
-        check_template(source, str(file))
-    except ValueError as error:
-        return ChatTemplate(source, tokenizer, problem=str(error))
-    return ChatTemplate(source, tokenizer)
+    return source if isinstance(source, str) else None, file
+
+
+def _with_token(content: str, id_: int, name: str) -> str:
+    """The text of a tokenizer.json with a further special token."""
+    token = {
+        "id": id_, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+        "normalized": False, "special": True,
+    }  # fmt: skip
+    data = json.loads(content)
+    data["added_tokens"] = [*(data.get("added_tokens") or ()), token]
+    return json.dumps(data, ensure_ascii=False)
 
 
 def _optional(file: Path) -> dict[str, Any]:
@@ -397,6 +517,56 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
+
+
+KEPT = ("chat_template", "published")
+"""Names in the metadata of a run for what it keeps of a published model, see `read_kept`."""
+
+
+def read_kept(directory: Path) -> dict[str, Any]:
+    """What a model trained from a directory keeps of it besides parameters, as metadata: the chat
+    template, and under ``published`` further ids that end a generation, the length of the canvas,
+    and the settings of generation_config.json. `restored` reads the latter.
+    """
+    family, model, longest, fields, _ = read_model(directory)
+    length = min(family.trained_length or longest, longest)
+    size = model.vocab_size
+    _, more_eos = read_tokenizer(directory, family, fields, vocab_size=size, adds_mask=True)
+    settings = read_settings(directory, length, lambda said: family.recommended(said, model))
+    kept = {"max_length": length, "more_eos_ids": list(more_eos), "settings": settings}
+    try:
+        template = _template_of(directory)[0]
+    except (OSError, ValueError):
+        template = None
+    return {"published": kept} | ({} if template is None else {"chat_template": template})
+
+
+def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The fields of a trained model that `read_kept` has kept, as keyword arguments of `Model`.
+
+    Sampling settings that the config changes take precedence over those of the directory, and these
+    over the first preset of the family that can express the trained model.
+    """
+    length, said = max(kept["max_length"], config.data.seq_len), kept["settings"]
+    family = None
+    with contextlib.suppress(ValueError):
+        family = family_for(dataclasses.replace(config.model, lora_rank=0))
+    plain = SampleConfig()
+    own = {
+        name: value for name, value in vars(config.sample).items() if value != getattr(plain, name)
+    }
+    if family is None:
+        implied = dataclasses.replace(plain, gen_length=min(128, length), steps=min(128, length))
+        presets = {}
+    else:
+        implied = implied_sample(family, config.model, length)
+        presets = {name: _fitted(preset, config.model) for name, preset in family.presets.items()}
+    return {
+        "max_length": length,
+        "more_eos_ids": tuple(kept["more_eos_ids"]),
+        "presets": presets,
+        "sample": _recommended(implied, said | own),
+    }
 
 
 def write_tokenizer(
@@ -486,6 +656,9 @@ def write_published(
             "describe; train with data.tokenizer=bpe:N or the path of a tokenizer.json"
         )
     kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}
+    if expressed(found, config.model).qkv_bias and not config.model.qkv_bias:
+        config = dataclasses.replace(config, model=expressed(found, config.model))
+        kept = _with_zero_biases(kept)
     abstract = jax.eval_shape(lambda: kept)
     pieces = pieces_of(found.sources(config.model), abstract, layers=config.model.layers)
     fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
@@ -506,6 +679,20 @@ def write_published(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(file.name for file in target.iterdir())
+
+
+def _with_zero_biases(params: Params) -> Params:
+    """The parameters of an equal model with biases on queries, keys and values."""
+    found = dict(params)
+    for stack in STACKS:
+        if stack in params:
+            attention = dict(params[stack]["attention"])
+            for part in ("query", "key", "value"):
+                kernel = attention[part]["kernel"]
+                bias = np.zeros((kernel.shape[0], kernel.shape[-1]), kernel.dtype)
+                attention[part] = attention[part] | {"bias": bias}
+            found[stack] = params[stack] | {"attention": attention}
+    return found
 
 
 def _settings(family: Family, config: Config, implied: SampleConfig) -> dict[str, Any]:

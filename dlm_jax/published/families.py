@@ -255,6 +255,12 @@ def _read_fast_dllm(fields: FileFields) -> ModelConfig:
     )  # fmt: skip
 
 
+def _write_causal(model: ModelConfig) -> dict[str, Any]:
+    """The fields without a null scaling, of which transformers warns in its own classes."""
+    written = _write_qwen(model)
+    return {name: value for name, value in written.items() if value is not None}
+
+
 def _causal(name: str, architecture: str, **settings: bool) -> Family:
     return Family(
         name=name,
@@ -263,7 +269,7 @@ def _causal(name: str, architecture: str, **settings: bool) -> Family:
         read=lambda fields: _read_qwen(
             fields, attention_type="causal", logit_alignment="shifted", **settings
         ),
-        write=_write_qwen,
+        write=_write_causal,
         sources=qwen_sources,
         presets=CAUSAL,
     )
@@ -557,6 +563,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
     """The first family whose config.json can express all settings of a model.
 
+    A model without biases on queries, keys and values fits a family that has them, because biases
+    of zero change nothing, but a family without them comes first.
+
     Raises:
       ValueError: there is no such family; the message names the settings that the nearest one
         requires.
@@ -564,16 +573,21 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     ours, others, refused = comparable(model), [], ""
+    close: list[Family] = []
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
         try:
-            said = comparable(family.read(FileFields(family.write(model), "config")))
+            said = comparable(expressed(family, model))
         except ValueError as error:  # the family does not support the model
             refused = str(error)
             continue
         differing = {key: value for key, value in said.items() if value != ours[key]}
         if not differing:
             return family
+        if differing == {"qkv_bias": True}:
+            close.append(family)
         others.append((family.name, differing))
+    if close:
+        return close[0]
     what = (
         "no published family has this combination of settings of [model]"
         if name is None
@@ -586,6 +600,11 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         f"model.{key}={value!r}, not {ours[key]!r}" for key, value in differing.items()
     )
     raise ValueError(f"{what}; {'it' if name else f'the nearest, {nearest},'} requires {needed}")
+
+
+def expressed(family: Family, model: ModelConfig) -> ModelConfig:
+    """The model that the family reads from its config.json of `model`."""
+    return family.read(FileFields(family.write(model), "config"))
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:

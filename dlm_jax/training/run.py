@@ -27,7 +27,6 @@ from dlm_jax import devices
 from dlm_jax.config import Config, MeshConfig, ModelConfig, Trait
 from dlm_jax.config.schema import INIT
 from dlm_jax.data import (
-    NO_MASK,
     CharacterTokenizer,
     Corpus,
     HubTokenizer,
@@ -50,18 +49,21 @@ from dlm_jax.distributed.partitions import (
 )
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head
-from dlm_jax.model.lora import GROUP
+from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.published import (
+    KEPT,
     ChatTemplate,
     fetched,
     is_published,
     read_chat,
+    read_kept,
+    read_model,
     read_published,
     read_shape,
     saved_chat,
 )
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.settings import UNSET, SettingError
+from dlm_jax.settings import UNSET, SettingError, require
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove_from
 from dlm_jax.store.checkpoints import LocalCheckpoints
@@ -174,7 +176,8 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
 
     Settings of ``[model]`` with their default value are read from the directory. Other settings
     must match the directory. The config determines whether and how a causal model is converted to a
-    diffusion model.
+    diffusion model. A converted model has a MASK, whose embedding adapters also train if the causal
+    model had none.
 
     Returns:
       The new config and the tokenizer, or the unchanged config and None if train.init_from is not a
@@ -186,7 +189,7 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     source = _init_path(config)
     if not source or not is_published(source):
         return config, None
-    theirs, tokenizer = read_shape(Path(source))
+    theirs, tokenizer = read_shape(Path(source), adds_mask=_adds_mask(config))
     default, settings = ModelConfig(), {}
     is_turned = theirs.attention_type == "causal" != config.model.attention_type
     own = Trait.OWN | (Trait.TURNED if is_turned else Trait.NONE)
@@ -198,14 +201,17 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
                 f"train.init_from={source} has model.{name}={other!r}, but the config has "
                 f"{ours!r}; remove it"
             )
+    is_new = theirs.attention_type == "causal" and tokenizer.mask_id == theirs.vocab_size - 1
+    if settings["lora_rank"] and is_new and _adds_mask(config):
+        targets = dict.fromkeys((*settings["lora_targets"], MASK_ROW))
+        settings["lora_targets"] = tuple(targets)
     model = ModelConfig(**settings)
-    if tokenizer.mask_id == NO_MASK and model.attention_type != "causal":
-        raise ValueError(
-            f"train.init_from={source} has no MASK and no free id for it, so the model cannot be "
-            "trained to fill holes; name an unused token as mask_token_id in its config.json, or "
-            "use model.attention_type='causal'"
-        )
     return dataclasses.replace(config, model=model), tokenizer
+
+
+def _adds_mask(config: Config) -> bool:
+    """Whether a run adds MASK to a published model without one: a causal model needs none."""
+    return config.model.attention_type != "causal"
 
 
 _SHOWN = 8
@@ -350,6 +356,12 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
         raise ValueError(
             f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
         )
+    if config.model.lora_rank and MASK_ROW in config.model.lora_targets:
+        mask_id = corpus.tokenizer.mask_id
+        require(
+            mask_id == size - 1, "model.lora_targets", MASK_ROW,
+            f"is the embedding of the last id, but MASK is id {mask_id} of {size}", "remove it",
+        )  # fmt: skip
     start = config.model.start_id
     if config.model.has_start and start < 0:
         start = corpus.tokenizer.mask_id
@@ -402,6 +414,7 @@ def begin_with(
     model: ModelConfig,
     report: Callable[[str], None],
     setting: str = "train.init_from",
+    mask_like: str = "",
 ) -> TrainState:
     """The fresh `state` with the parameters of a trained model. Heads that are not in the model are
     freshly initialised.
@@ -415,6 +428,7 @@ def begin_with(
       report: called with one-line messages about fresh or omitted heads.
       setting: setting with the path of the model. A teacher must have the tokenizer of the run and
         must not be a published model.
+      mask_like: ``train.mask_like``.
 
     Raises:
       ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
@@ -426,7 +440,12 @@ def begin_with(
     if is_published(source):
         if teaches:
             raise ValueError(f"{where} is a published model; use a run or a weights file")
-        return _begin_published(source, state, report)
+        return _begin_published(source, state, tokenizer, model, mask_like, report)
+    if mask_like and not teaches:
+        raise SettingError(
+            "train.mask_like", mask_like, "has no effect, because train.init_from is not a "
+            "published model", "remove it",
+        )  # fmt: skip
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
@@ -486,10 +505,26 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
     return map_named(take, own, given)
 
 
-def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
+def _begin_published(
+    source: str,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    mask_like: str,
+    report: Callable[[str], None],
+) -> TrainState:
     own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
-    found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
+    found = read_published(
+        source, dtype="float32", place=lambda path, shape: own.get(path),
+        adds_mask=model.attention_type != "causal", mask_like=mask_like,
+    )  # fmt: skip
     given = found.params
+    if mask_like or tokenizer.mask_id >= read_model(Path(source))[1].vocab_size:
+        begins = f"that of {mask_like}" if mask_like else "the mean of the others"
+        report(
+            f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
+            f"embedding is {begins}"
+        )
     fresh = [name for name in state.params if name not in given]
     if "head" in fresh or set(given) - set(state.params):
         raise ValueError(
@@ -608,8 +643,9 @@ class Run:
     ``state`` is fresh or from the newest checkpoint, and ``saved`` contains the JSON metadata of
     that checkpoint (empty if fresh). ``meta`` is saved with every state. It contains a random
     identity of the run (which is also stored in the best model and the metrics), the names of
-    custom parts (network, objective and heads), the sources of randomness, and the version and
-    source code of the program. The noise of all steps is derived from ``noise_key``.
+    custom parts (network, objective and heads), the sources of randomness, the version and source
+    code of the program, and what the run keeps of a published model (`read_kept`). The noise of all
+    steps is derived from ``noise_key``.
     """
 
     setup: Setup
@@ -901,7 +937,7 @@ def _continued(
         step, state, saved = checkpoints.restore(task.abstract_state(), report=report)
     else:
         return None
-    meta["run"] = saved["run"]
+    meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
     if line := growth(task.setup.config, saved, step):
         report(line)
     return state, saved
@@ -912,6 +948,7 @@ def _begun(
 ) -> TrainState:
     """The state before the first step of a new run, with a new random identity."""
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
+    meta |= _kept(task.setup.config, report)
     config, mesh = task.setup.config, task.setup.mesh
     shares = [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -922,13 +959,29 @@ def _begun(
         "use a smaller [model], or split it over more devices with mesh.fsdp",
     )  # fmt: skip
     fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
-    state = begin_with(_init_path(config), fresh, tokenizer, model=config.model, report=report)
+    state = begin_with(
+        _init_path(config), fresh, tokenizer, model=config.model, report=report,
+        mask_like=config.train.mask_like,
+    )  # fmt: skip
     if not config.objective.teacher:
         return state
     source = os.fspath(fetched(config.objective.teacher, TEACHER))
     return state.taught_by(begin_with(
         source, fresh, tokenizer, model=config.model, report=lambda line: None, setting=TEACHER
     ))  # fmt: skip
+
+
+def _kept(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
+    """What the run keeps of the published model in train.init_from, or of the one from which the
+    run in train.init_from was trained, as metadata; empty if there is none.
+    """
+    source = _init_path(config)
+    if not source:
+        return {}
+    if is_published(source):
+        return read_kept(Path(source))
+    theirs = load_meta(path_of_model(source), report=report)
+    return {name: theirs[name] for name in KEPT if name in theirs}
 
 
 def _checked_mesh(config: Config) -> Mesh:
