@@ -179,3 +179,30 @@ def test_the_smallest_share_of_what_the_head_draws_is_a_share():
     shares_B = tf.TopP.pack(rows, None).grown_p_B
     assert shares_B[0] == 0 and 0 < shares_B[1] < 1e-30
     np.testing.assert_array_equal(shares_B[2:], [0.5, 1.0])
+
+
+@pytest.mark.parametrize("V", [4, 40, 151, 2503])
+def test_of_equal_tokens_a_mass_of_exactly_p_is_a_whole_nucleus(V):
+    """Top-p drops a token if the mass before it is >= p; dyadic shares of equal tokens are exact."""
+    place = tc.at()
+    for n in (2, 4, 16, 64):
+        if n > V:
+            continue
+        x = np.full((tc.NUM_POSITIONS, V), -np.inf, np.float32)
+        x[:, V - n :] = 3.0
+        counts = np.array([1, n // 2, n - 1])
+        out = tc.run(tf.TopP(tc.real(*counts / n), tc.whole(1)), x, place, tc.context())
+        for kept_V, row in zip(np.isfinite(out), np.asarray(place.row_N), strict=True):
+            expected = np.arange(V - n, V - n + counts[row])
+            np.testing.assert_array_equal(np.flatnonzero(kept_V), expected)
+
+
+@pytest.mark.parametrize("V", [4, 151])
+def test_typical_p_takes_tokens_until_their_mass_exceeds_q(V):
+    """A token behind a mass of exactly q stays: as many as the quarters of q, and one."""
+    x = np.full((tc.NUM_POSITIONS, V), -np.inf, np.float32)
+    x[:, V - 4 :] = -2.0
+    place = tc.at()
+    out = tc.run(tf.TypicalP(tc.real(0.25, 0.5, 0.75), tc.whole(1)), x, place, tc.context())
+    for kept_V, row in zip(np.isfinite(out), np.asarray(place.row_N), strict=True):
+        np.testing.assert_array_equal(np.flatnonzero(kept_V), np.arange(V - 4, V - 2 + row))
