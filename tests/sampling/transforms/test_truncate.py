@@ -183,7 +183,7 @@ def test_the_smallest_share_of_what_the_head_draws_is_a_share():
 
 @pytest.mark.parametrize("V", [4, 40, 151, 2503])
 def test_of_equal_tokens_a_mass_of_exactly_p_is_a_whole_nucleus(V):
-    """Top-p drops a token if the mass before it is >= p; dyadic shares of equal tokens are exact."""
+    """A token is dropped if the mass before it is >= p; shares of equal tokens are exact."""
     place = tc.at()
     for n in (2, 4, 16, 64):
         if n > V:
