@@ -88,7 +88,7 @@ def test_tokens_go_to_the_best_experts_of_the_best_groups(bias, score, is_normal
         router_score=score, router_normalised=is_normalised, router_scale=2.5,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    logits_NE, bias_E = rng.normal(size=(50, 12)), 0.5 * rng.normal(size=12)
+    logits_NE, bias_E = rng.normal(size=(50, 12)), 0.1 * rng.normal(size=12)
     given_E = None if bias == "none" else jnp.asarray(bias_E, jnp.float32)
     ids_NK, weights_NK = map(np.asarray, route(config, jnp.float32(logits_NE), given_E))
     by_best_alone = 0
