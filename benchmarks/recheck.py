@@ -325,6 +325,7 @@ UNCHECKED = {
     ("scaling.md", "The logit chain"):
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
+    ("planted.md", "Runs"): "hours of one core: python -m benchmarks.planted",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from scratch"): "python -m benchmarks.edits quality, with two models",
     ("edits.md", "Cost"): "a clock: python -m benchmarks.edit_cost",

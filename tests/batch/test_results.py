@@ -518,6 +518,18 @@ def test_a_result_without_an_id_or_a_second_one_or_after_the_end_is_refused(path
     assert path.read_bytes() == line("b")
 
 
+def test_the_first_of_two_results_of_one_request_is_kept(path):
+    with Results(path, fingerprint=RUN) as results:
+        results.write(result("b"))
+        results.write(result(7))
+    other = summed(json.dumps(result("b") | {"text": "another"}, ensure_ascii=False))
+    path.write_bytes(path.read_bytes() + other)
+    rows, end = result_file.load_lines(path, RUN)
+    assert list(rows.values()) == [line("b"), line(7)] and end == path.stat().st_size
+    assert work(path, order=["b", 7])[0] == []
+    assert path.read_bytes() == line("b") + line(7)
+
+
 def test_an_order_that_lacks_a_result_is_refused_before_anything_is_lost(path):
     with Results(path, fingerprint=RUN) as results:
         results.write(result("b"))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stage_cases
 import toy
 
+from dlm_jax.config import HeadsConfig
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.partitions import path_name
+from dlm_jax.heads import MAIN, HeadInputs, Stage
 from dlm_jax.heads.critic import critic_loss, critic_positions, critic_targets
 from dlm_jax.heads.sampler import SAMPLER, SamplerInputs, prepare_sampler_inputs, sampler_loss
 from dlm_jax.model.transformer import build
@@ -174,6 +180,35 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
         nats.append(np.log(np.exp(logits).sum()) - logits[tokens[row, place]])
     assert len(nats) == int(loss.weight) > 10
     np.testing.assert_allclose(loss.sum / loss.weight, np.mean(nats), rtol=1e-5)
+
+
+def test_the_divergence_from_the_trunk_is_a_mean_over_its_own_holes():
+    """Supervised tokens that are no holes count in the cross-entropy, and not in the divergence."""
+    network = _network()
+    shown, tokens, is_revealed, is_supervised = _supervised()
+    is_hole = shown == toy.MASK
+    hidden_BLD = jnp.float32(np.random.default_rng(0).standard_normal((*shown.shape, WIDTH)))
+    batch = Batch(jnp.asarray(tokens), jnp.asarray(LENGTH_B), jnp.zeros(ROWS, jnp.int32))
+    means = {}
+    for share in (0.0, 0.25, 1.0):
+        settings = HeadsConfig(sampler_trunk_share=share)
+        head = next(head for head in stage_cases.records(settings) if head.name == SAMPLER)
+        for asked in ("all", "holes"):
+            now = jnp.asarray(is_supervised & (is_hole | (asked == "all")))
+            example: Any = SimpleNamespace(
+                batch=batch, shown_BL=jnp.asarray(shown), is_supervised_BL=lambda now=now: now
+            )
+            numbers = [now.sum(), (now & is_hole & ~is_revealed).sum()][: 2 if share else 1]
+            noise = (jnp.asarray(is_revealed), *(x.astype(jnp.float32) for x in numbers))
+            given = HeadInputs(
+                network, _params(network), example, noise, hidden_BLD, Stage((MAIN,))
+            )
+            loss = head.loss(given)
+            means[share, asked] = float(loss.sum / loss.weight)
+    assert means[1.0, "all"] == pytest.approx(means[1.0, "holes"], rel=1e-5)
+    assert abs(means[0.0, "all"] - means[0.0, "holes"]) > 1e-2
+    mixed = 0.75 * means[0.0, "all"] + 0.25 * means[1.0, "all"]
+    assert means[0.25, "all"] == pytest.approx(mixed, rel=1e-5)
 
 
 def _by_path(tree) -> dict[str, np.ndarray]:

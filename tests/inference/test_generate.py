@@ -78,6 +78,7 @@ def test_a_row_ends_with_the_first_eos_it_generates():
     ]
     result = dlm_jax.generate(MODEL, prompts, order="left_to_right")
     assert result.lengths.tolist() == [len(PROMPT) + 1, MODEL.max_length]
+    assert result.steps.tolist() == [1, 6]
     assert result.texts[0] == PROMPT
     assert result.tokens[0, len(PROMPT)] == eos
     behind = slice(len(PROMPT) + 1, None)

@@ -3,6 +3,7 @@
 import math
 import re
 
+import candidate_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,6 +169,44 @@ def test_a_regular_expression_is_obeyed_in_one_row_with_left_to_right_commits():
     assert re.fullmatch(pattern, _text(tokens[1, 1:LENGTH]))
     assert not re.fullmatch(pattern, _text(alone[1, 1:LENGTH]))
     np.testing.assert_array_equal(tokens[[0, 2]], alone[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "index", "allowed"),
+    [
+        ([-1, -1, -1], 0, [0]),
+        ([0, 1, -1], 2, [2]),
+        ([0, -1, -1], 1, [1]),
+        # "abc" needs three tokens; at the last of two, nothing makes a match.
+        ([0, -1], 1, []),
+    ],
+)
+def test_a_match_is_whole_at_the_last_hole_and_at_an_id_without_text(tokens, index, allowed):
+    """The candidates are a, b, c and EOS; EOS is no text."""
+    tokens = np.array(tokens)
+    candidates = candidate_cases.make(
+        [0.25] * 4, tokens=tokens, is_hole=tokens < 0, index=index, is_greedy=True
+    )
+    choose = matching("abc", lambda ids: "".join("abc"[token] for token in ids if 0 <= token < 3))
+    for likeliest in range(4):
+        order = np.argsort(np.arange(4) != likeliest, kind="stable")
+        now = candidates._replace(ids=candidates.ids[order])
+        if allowed:
+            assert choose(now) in allowed
+        else:
+            with pytest.raises(ValueError, match="none of the 4 candidates is allowed"):
+                choose(now)
+
+
+def test_the_hosts_token_has_its_probability_under_the_clean_logits():
+    before = _state(top_k=1)
+    state, _ = _step(before, {1: lambda candidates: candidates.ids[0]})
+    row = np.full(CANVAS, toy.PAD)
+    row[:LENGTH] = np.asarray(before.canvas.tokens_BL)[1, :LENGTH]
+    clean = jax.nn.log_softmax(toy.row_logits(row, LENGTH)[1])
+    token = int(state.canvas.tokens_BL[1, 1])
+    assert float(clean[token]) < -0.1
+    assert float(state.logprob_BL[1, 1]) == pytest.approx(float(clean[token]), rel=1e-4)
 
 
 def test_a_hosted_row_draws_the_same_whatever_else_is_hosted():

@@ -108,6 +108,19 @@ def test_the_seed_decides_the_masks_and_the_batch_size_does_not_lose_rows():
     )
 
 
+def test_the_masks_of_a_text_do_not_depend_on_the_batch_size():
+    """Equal texts, so that their costs tell their masks apart."""
+    texts, prompts = ["The cat sat."] * 4, ["", "A rat ", "", "sat "]
+    sizes = (1, 2, 3, 4, 16)
+    found = [
+        score(MODEL, texts, prompts=prompts, num_draws=2, seed=3, batch_size=size) for size in sizes
+    ]
+    for result in found[1:]:
+        np.testing.assert_allclose(result.nats, found[0].nats, rtol=1e-5)
+        np.testing.assert_allclose(result.draw_error, found[0].draw_error, rtol=1e-3)
+    assert abs(found[0].nats[0] - found[0].nats[2]) > 1e-2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import toy_model
 
-from dlm_jax.inference.request import make_canvas
+from dlm_jax.inference.request import make_canvas, make_requests
 
 TOKENIZER = toy_model.TOKENIZER
 MASK = TOKENIZER.mask_id
@@ -47,6 +47,14 @@ def test_gen_length_counts_what_follows_or_fills_a_marker_without_a_number():
     assert _make({"tokens": _ids("A ")}, gen_length=3).tokens.tolist() == _ids("A ", 3)
     asked = {"template": "A <hole>t<hole:1>"}
     assert _make(asked, gen_length=2).tokens.tolist() == _ids("A ", 2, "t", 1)
+
+
+def test_settings_of_a_prompt_precede_those_of_the_call():
+    call = {"max_length": 8, "seed": 3}
+    (made,) = make_requests(toy_model.MODEL, {"prompt": "A ", "max_length": 16, "seed": 5}, call, 2)
+    assert (made.tokens.size, made.seed) == (16, 5)
+    (made,) = make_requests(toy_model.MODEL, {"prompt": "A "}, call, 2)
+    assert (made.tokens.size, made.seed) == (8, 5)
 
 
 def test_a_draft_follows_the_prompt_and_is_not_frozen():

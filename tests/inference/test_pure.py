@@ -204,6 +204,45 @@ def test_a_run_in_two_parts_has_the_derivatives_of_both():
     assert all(float(jnp.abs(part["table"]).max()) > 0.1 for part in (first, second))
 
 
+EOS = enumerable.TOKENIZER.eos_id
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "length"),
+    [
+        ((0, EOS, 1), (), 2),
+        ((EOS, 0, EOS), (), 1),
+        ((0, EOS, 1), (2,), 3),  # with a given token behind it
+        ((EOS, 0, 1), (0,), 3),  # given
+        ((0, 1, 0), (), 3),
+    ],
+)
+def test_a_row_ends_with_the_first_eos_that_it_wrote_unless_given_text_follows(
+    tokens, given, length
+):
+    state = begun(SEEDS[:1], trace=False)
+    is_given_1L = jnp.isin(jnp.arange(enumerable.LENGTH), jnp.array(given, jnp.int32))[None]
+    canvas = state.canvas._replace(tokens_BL=jnp.array([tokens]), frozen_BL=is_given_1L)
+    found = tiny(False).finish(state._replace(canvas=canvas))
+    assert found.lengths.tolist() == [length]
+    pad = [enumerable.TOKENIZER.pad_id] * (enumerable.LENGTH - length)
+    assert found.tokens.tolist() == [[*tokens[:length], *pad]]
+
+
+def test_rows_have_their_own_seeds_and_only_their_drafts_can_be_rewritten():
+    sampler = dlm_jax.sampler(
+        enumerable.MODEL, fill="parallel", order="random", schedule="all", steps=2, resample=True,
+        ignore_eos=True,
+    )  # fmt: skip
+    tokens = jnp.array([[0, 1, enumerable.MASK]] * 2)
+    is_draft = jnp.array([[False, True, False], [True, False, False]])
+    state = sampler.init(tokens, jnp.array([3, 3]), jnp.array([1, 2]), is_draft)
+    assert state.row.seed_B.tolist() == [1, 2]
+    assert state.canvas.frozen_BL.tolist() == [[True, False, False], [False, True, False]]
+    texts = jax.jit(sampled)(enumerable.PARAMS, SEEDS).tokens
+    assert len({tuple(row) for row in texts.tolist()}) > 1
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

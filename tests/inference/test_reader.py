@@ -92,6 +92,15 @@ def test_the_end_of_a_generation_ends_the_text():
     assert reader.whole(_row("A Th$", status=Status.DONE))[2]
 
 
+@pytest.mark.parametrize("stops", [("b", "a"), ("a", "b"), ("rat", "at"), ("at ", "at")])
+def test_a_text_ends_at_the_first_of_its_stops_whatever_their_order(stops):
+    reader = TextReader(MODEL, _request(order="left_to_right"), stops)
+    row = _row("A The at rat ", status=Status.DONE)
+    first = min("The at rat ".find(stop) for stop in stops if stop in "The at rat ")
+    assert reader.whole(row)[0] == "The at rat "[:first]
+    assert "".join(piece.text for piece in reader.pieces(row)) == "The at rat "[:first]
+
+
 class _Bytes:
     """A tokenizer of bytes, whose decoder drops the space that begins a text."""
 
@@ -113,6 +122,19 @@ def test_the_parts_of_a_canvas_are_its_text_by_the_step_that_wrote_it():
         ("", 0), ("\u00e9b", 2), (" ", 1), ("c", -1), ("\u2591" * 2, None), ("", 3), ("d", 4),
     ]  # fmt: skip
     assert reader.parts(row, 6) == [("", 0), ("\u00e9b", 2), (" ", 1)]
+
+
+def test_a_character_of_several_tokens_is_told_when_the_last_of_them_is_there():
+    reader = TextReader(
+        dataclasses.replace(MODEL, tokenizer=_Bytes()), _request(order="left_to_right")
+    )
+    whole = "x\u00e9\u20ac!"
+    ids, told = np.array([*b"A ", *whole.encode()]), []
+    for end in range(2, ids.size + 1):
+        tokens = np.where(np.arange(ids.size) < end, ids, MASK)
+        row = dataclasses.replace(_row("A The ca"[: ids.size].ljust(ids.size, "a")), tokens=tokens)
+        told.append("".join(piece.text for piece in reader.pieces(row)))
+    assert told == ["", "x", "", "\u00e9", "", "", "\u20ac", "!"]
 
 
 def test_canvases_show_holes_and_infills_their_texts():

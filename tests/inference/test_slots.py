@@ -8,6 +8,7 @@ import canvases
 import enumerable
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -23,6 +24,7 @@ from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.replay import Trace
 from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
 
 ROWS = [*canvases.mixed_rows(seed=11, count=5), Row(holes(40, 1, 2), steps=3, seed=9)]
@@ -104,6 +106,26 @@ def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
         slot for slot, row in enumerate(ROWS) if slots.rows([slot])[slot].status == Status.DONE
     )
     assert slots.num_committed() == sum(row.tokens.count(toy.MASK) for row in ROWS)
+    slots.take_out((0, 2))
+    left = [row for slot, row in enumerate(ROWS) if slot not in (0, 2)]
+    assert slots.num_committed() == sum(row.tokens.count(toy.MASK) for row in left)
+
+
+def test_a_slot_freezes_what_was_given_and_not_its_draft_and_no_edit_has_a_step():
+    sample = SampleConfig(
+        steps=2, order="random", schedule="all", resample=True, chain=("temperature",)
+    )
+    tokens = np.array([1, 2, 3, toy.MASK, 4], np.int32)
+    is_draft = np.array([False, True, True, False, True])
+    request = Request(tokens, sample, 0, is_draft)
+    slots = Slots(canvases.shared_advance(), toy.params(), Bucket([request], FACTS, 64), 2)
+    slots.put({1: Job(0, request)})
+    (row,) = slots.rows(slots.held).values()
+    assert row.is_frozen[[0, 1, 2, 4]].tolist() == [True, False, False, False]
+    committed = slots._state.committed_BL.at[1, :3].set(jnp.array([-1, EDITED, 0]))
+    slots._state = slots._state._replace(committed_BL=committed)
+    (row,) = slots.rows(slots.held).values()
+    assert row.committed[:3].tolist() == [-1, -1, 0]
 
 
 def test_a_row_that_is_taken_away_stops_and_leaves_the_others_as_they_are():

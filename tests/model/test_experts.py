@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, ModelConfig
 from dlm_jax.distributed.partitions import make_mesh, shardings
-from dlm_jax.model.experts import GatedMlp, mixture
+from dlm_jax.model.experts import Experts, GatedMlp, mixture, route
 from dlm_jax.model.transformer import build
 
 CONFIG = ModelConfig(
@@ -75,6 +76,47 @@ def test_values_and_gradients_over_eight_devices_are_those_of_one(axes, num_rows
     # No device ever holds the kernels of all experts.
     assert "f32[8,16,6]" not in compiled.as_text()
     assert "f32[8,6,16]" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("bias", ["none", "choice", "weight"])
+@pytest.mark.parametrize(("score", "is_normalised"), [("sigmoid", True), ("softmax", False)])
+@pytest.mark.parametrize("groups_kept", [4, 2])
+def test_tokens_go_to_the_best_experts_of_the_best_groups(bias, score, is_normalised, groups_kept):
+    """Groups by the sum of their two best scores; the bias chooses, and weighs only if asked."""
+    config = dataclasses.replace(
+        CONFIG, experts=12, router_groups=4, router_groups_kept=groups_kept, router_bias=bias,
+        router_score=score, router_normalised=is_normalised, router_scale=2.5,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    logits_NE, bias_E = rng.normal(size=(50, 12)), 0.1 * rng.normal(size=12)
+    given_E = None if bias == "none" else jnp.asarray(bias_E, jnp.float32)
+    ids_NK, weights_NK = map(np.asarray, route(config, jnp.float32(logits_NE), given_E))
+    by_best_alone = 0
+    for logits, ids, weights in zip(logits_NE, ids_NK, weights_NK, strict=True):
+        odds = np.exp(logits)
+        scores = odds / (1 + odds) if score == "sigmoid" else odds / odds.sum()
+        chosen = scores + (0 if bias == "none" else bias_E)
+        groups = [sorted(range(3 * g, 3 * g + 3), key=lambda e: -chosen[e]) for g in range(4)]
+        ranked = sorted(groups, key=lambda group: -chosen[group[:2]].sum())[:groups_kept]
+        best = sorted(groups, key=lambda group: -chosen[group[0]])[:groups_kept]
+        by_best_alone += {*map(tuple, ranked)} == {*map(tuple, best)}
+        expected = sorted(sum(ranked, []), key=lambda e: -chosen[e])[:3]
+        assert ids.tolist() == expected
+        own = (chosen if bias == "weight" else scores)[expected]
+        own = own / own.sum() if is_normalised else own
+        np.testing.assert_allclose(weights, 2.5 * own, rtol=1e-4)
+    assert (by_best_alone < 50) == (groups_kept == 2)
+
+
+def test_the_shared_expert_reads_the_input_of_the_others():
+    """Where the others say nothing, as at the start, the output is that of the shared expert."""
+    layer = Experts(CONFIG, rngs=nnx.Rngs(params=jax.random.key(0)))
+    kernel = layer.shared.down.kernel
+    kernel[...] = jax.random.normal(jax.random.key(1), kernel[...].shape)
+    x_BLD = jax.random.normal(jax.random.key(2), (2, 3, 16))
+    expected = layer.shared(x_BLD)
+    assert float(jnp.abs(expected).max()) > 0.1
+    np.testing.assert_allclose(layer(x_BLD), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_part_of_the_experts_adds_what_its_own_say_and_nothing_else():

@@ -241,6 +241,7 @@ def test_a_continued_turn_ends_with_its_content(source, content, text):
             "hi",
             "changes the content",
         ),
+        ("{{ messages[0].content }}, {{ messages[0].content }}", "hi", "changes the content"),
         (END, ["hi"], "has no text to continue"),
     ],
 )
@@ -267,6 +268,14 @@ def test_a_turn_that_cannot_be_continued_is_refused(source, content, reason):
 def test_templates_have_the_extensions_of_transformers(model, source, text):
     turns = [{"role": "user", "content": "é<"}]
     assert ChatTemplate(source, model.tokenizer).text(turns) == text
+
+
+def test_a_template_reads_the_texts_of_the_special_tokens():
+    source = "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ mask_token }}"
+    ids = (BPE.bos_id, BPE.eos_id, BPE.pad_id, BPE.mask_id)
+    listed = tokenizers.Tokenizer.from_str(BPE.content)
+    assert len(set(ids)) >= 3
+    assert ChatTemplate(source, BPE).text([]) == " ".join(map(listed.id_to_token, ids))
 
 
 def test_a_template_reads_the_time():

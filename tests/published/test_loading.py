@@ -20,6 +20,7 @@ from dlm_jax import devices
 from dlm_jax.config import MeshConfig, SampleConfig
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.request import settings_of_call
+from dlm_jax.published import family
 from dlm_jax.published.directory import _recommended, read_settings, settings_fields
 from dlm_jax.published.families import family_for
 from dlm_jax.published.tensors import Shards
@@ -121,6 +122,27 @@ def test_experts_that_are_read_onto_several_devices_say_what_they_say_on_one(nam
     found, wanted = jax.jit(hidden)(split.params), alone(model.params)
     for row, length in enumerate(lengths):
         _near(found[row, :length], np.asarray(wanted[row, :length]))
+
+
+def test_a_llada_directory_that_does_not_say_so_has_a_tied_head(tmp_path):
+    path = cases.write(tmp_path / "model", "llada", num_shards=1)
+    config = json.loads((path / "config.json").read_text())
+    del config["weight_tying"]
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = safetensors.numpy.load_file(path / "model.safetensors")
+    kept = {
+        name: x for name, x in tensors.items() if not name.endswith("transformer.ff_out.weight")
+    }
+    assert len(kept) == len(tensors) - 1
+    safetensors.numpy.save_file(kept, path / "model.safetensors")
+    assert "head" not in dlm_jax.load(path).params
+
+
+@pytest.mark.parametrize("name", ["sdar", "llada2", "llada2.1", "fast_dllm"])
+def test_programs_that_commit_above_their_threshold_have_presets_that_do(name):
+    """``confidence > threshold`` in generate.py of SDAR, LLaDA2.x and Fast-dLLM v2."""
+    presets = family.SDAR | family.LLADA2 | family.FAST_DLLM
+    assert presets[name]["threshold_above"] is True
 
 
 def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):

@@ -204,6 +204,22 @@ def test_a_loss_is_what_its_paper_says(name, estimator):
     assert 0 < is_clipped.mean() < 1
 
 
+@pytest.mark.parametrize(
+    ("updates", "asynchronous", "is_kept"),
+    [(1, False, False), (2, False, True), (1, True, True)],
+)
+def test_ratios_are_relative_to_the_parameters_that_sampled_if_these_can_be_others(
+    updates, asynchronous, is_kept
+):
+    settings = RLConfig(loss="diffu_grpo", updates=updates, asynchronous=asynchronous)
+    made = policy_objective(_estimator("diffu_grpo"), settings)
+    rollout = _rollout(TEXTS, np.linspace(-1.5, 1.0, 9).astype(np.float32))
+    noise = made.draw(rollout, jax.random.key(7))
+    loss = made.loss(NETWORK, PARAMS, made.anchor(NETWORK, OTHER, THIRD, noise))
+    clipped, _ = loss.figures["clip_share"]
+    assert (float(clipped) > 0) == is_kept
+
+
 @pytest.mark.parametrize("name", [pytest.param("elbo", marks=pytest.mark.slow), "spg"])
 def test_a_row_that_ended_with_holes_changes_no_gradient(name):
     """Such a row is excluded, and MASK has no probability."""

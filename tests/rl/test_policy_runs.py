@@ -205,6 +205,9 @@ def test_a_warm_up_may_have_more_updates_than_the_run_has_steps(tmp_path):
     flags = _flags(tmp_path, rl__updates=4, optim__warmup_steps=2)
     made, _ = by_update(configs.load(None, flags), None, 4)
     assert (made.optim.warmup_steps, made.train.steps) == (8, 16)
+    # A schedule of one's own goes on by steps.
+    _, schedule = by_update(configs.load(None, flags), lambda step: 0.5**step, 4)
+    assert [schedule(count) for count in (0, 3, 4, 8, 15)] == [1.0, 1.0, 0.5, 0.25, 0.125]
     one = configs.load(None, _flags(tmp_path, train__steps=1, optim__warmup_steps=50))
     assert by_update(one, None, 4)[0].train.steps == 4
 

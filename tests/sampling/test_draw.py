@@ -59,6 +59,26 @@ def test_draws_follow_the_softmax(method, kind):
     assert counts[~is_common].sum() <= 5 + 5 * expected[~is_common].sum()
 
 
+@each_method
+def test_draws_at_a_temperature_follow_the_softmax_in_a_vocabulary_of_many_columns(method):
+    """Ids that differ by 1024 share a column, and columns beside each other a group."""
+    num, temperature, V = (2048 if method == "gumbel" else 4096), 0.5, 2503
+    ids = np.array([column + 1024 * member for column in (3, 9, 20, 400) for member in range(3)])
+    logits = np.random.default_rng(0).normal(size=ids.size) / 2
+    x = np.full((num, V), -np.inf, np.float32)
+    x[:, ids] = logits
+    divisors = jnp.full(num, temperature)
+    draw_with = jax.jit(drawing.draw_with, static_argnames="method")
+    drawn = draw_with(x, drawing.noise(keys(2, num), method=method), divisors, method=method)
+    counts = np.bincount(np.asarray(drawn), minlength=V)[ids]
+    assert counts.sum() == num
+    p = np.exp(logits / temperature)
+    expected = num * p / p.sum()
+    assert expected.min() > 5
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert statistic < chi_square_quantile(ids.size - 1, 3.7)
+
+
 @pytest.mark.slow
 def test_far_tail_is_reached_in_proportion():
     # 1,200 tail tokens share mass 1e-3 under one token of mass 0.999; of 400,000 draws about 400
@@ -126,6 +146,15 @@ def test_argmax_is_the_lowest_id_of_the_largest_logit(size):
     for seed, kind in enumerate(("normal", "ties", "banned", "huge", "equal", "signed_zero")):
         x = tc.logits(kind, seed, (64, size))
         np.testing.assert_array_equal(jax.jit(drawing.argmax)(x), x.argmax(-1))
+
+
+@pytest.mark.parametrize("size", [2, 2503])
+def test_logits_that_only_rounding_tells_apart_are_ties_of_which_the_lowest_id_wins(size):
+    x = np.zeros((4, size), np.float32)
+    x[:, 0], x[:, -1] = 1.0, 1.0 + np.array([1e-6, 1e-4, -1e-6, -1e-4])
+    found = jax.jit(drawing.argmax)(x)
+    np.testing.assert_array_equal(found, [0, size - 1, 0, 0])
+    np.testing.assert_array_equal(jax.jit(drawing.argmax)(100 * x), found)
 
 
 def test_narrow_logits_are_drawn_as_float32():

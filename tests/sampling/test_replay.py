@@ -13,6 +13,7 @@ import pytest
 import rule_cases
 from enumerable import LENGTH, MASK, MODEL, PARAMS, TEXTS
 from jax.sharding import NamedSharding, PartitionSpec
+from oracles import remask
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SampleConfig
@@ -247,6 +248,32 @@ def test_the_chance_of_independent_choices_is_their_product():
     found = log_each(is_open, is_chosen, jnp.array([[0.25, 0.5, 0.0]]))
     np.testing.assert_allclose(found, [np.log(0.25 * 0.5)], rtol=1e-6)
     np.testing.assert_array_equal(log_each(is_open, is_open, jnp.ones((1, 3))), [0.0])
+
+
+def test_the_chance_of_a_step_is_that_of_its_commits_and_of_what_it_remasks():
+    """Each hole is written, and each token remasked, with a probability of the step."""
+    steps, eta = 3, 0.3
+    result = dlm_jax.generate(
+        MODEL, [""], num_samples=64, batch_size=64, order="ancestral", remask="remdm_cap",
+        remask_eta=eta, steps=steps, gen_length=LENGTH, fill="parallel", ignore_eos=True,
+        temperature=enumerable.TEMPERATURE, trace=True,
+        logit_bias=tuple((i, float("-inf")) for i in range(2, enumerable.V)),
+    )  # fmt: skip
+    trace, remasked = result.trace, 0
+    for row in range(64):
+        for step in range(min(steps - 1, int(result.steps[row]) - 1)):
+            is_hole = trace.canvas[row, step, :LENGTH] == MASK
+            is_next = trace.canvas[row, step + 1, :LENGTH] == MASK
+            is_written = trace.is_written[row, step, :LENGTH]
+            alpha_t, alpha_s = step / steps, (step + 1) / steps
+            sigma = remask.remdm_cap(alpha_t, alpha_s, eta)
+            unmask = remask.remdm_unmask_probability("cap", alpha_t, alpha_s, eta)
+            chances = [unmask if is_written[i] else 1 - unmask for i in np.flatnonzero(is_hole)]
+            chances += [sigma if is_next[i] else 1 - sigma for i in np.flatnonzero(~is_hole)]
+            remasked += (is_next & ~is_hole).sum()
+            found = trace.choice_logprobs[row, step]
+            assert found == pytest.approx(np.log(chances).sum(), rel=1e-4)
+    assert remasked > 5
 
 
 # What has no trace.

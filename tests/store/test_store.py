@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.store import Checkpoints, checkpoint_files, files, load_params
+from dlm_jax.store.checkpoint_files import complete_steps, remove_from
 from dlm_jax.store.checkpoints import quiet_orbax
 
 ROOT = Path(__file__).parents[2]
@@ -318,6 +319,13 @@ def test_the_newest_are_kept_and_other_files_are_left_alone(tmp_path: Path):
     _save(tmp_path, 1, 2, 3, 10, keep=3)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"2024", "notes.txt", "step_00000002", "step_00000003", "step_00000010"}
+
+
+@pytest.mark.parametrize(("step", "left"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3])])
+def test_starting_again_from_a_step_removes_it_and_later_ones(tmp_path: Path, step, left):
+    _save(tmp_path, 1, 2, 3, keep=3)
+    remove_from(tmp_path, step)
+    assert complete_steps(tmp_path) == left
 
 
 def test_files_and_links_in_the_place_of_directories_stop_no_save(tmp_path: Path):

@@ -18,7 +18,8 @@ from dlm_jax.config import MeshConfig, SampleConfig
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.cache import Prefix
+from dlm_jax.sampling.blocks import CurrentBlock
+from dlm_jax.sampling.cache import CacheContext, Dual, Prefix
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.row import RowParams
@@ -134,6 +135,30 @@ def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_g
     ours, _ = _run("bidirectional", _rows(), **settings)
     theirs, _ = _run("bidirectional", _rows(), **_without(settings))
     _same_up_to_rounding(ours, theirs)
+
+
+@pytest.mark.parametrize("margin", [0, 2, 50])
+@pytest.mark.parametrize("cls", [Dual, Prefix])
+def test_a_plan_is_due_at_a_new_block_and_at_every_refresh_and_reaches_over_its_margin(cls, margin):
+    cases = [
+        (begin, refresh, age, kept)
+        for begin in (0, 4, 20) for refresh in (0, 1, 3) for age in range(5) for kept in (6, 7)
+    ]  # fmt: skip
+    begin, refresh, age, kept = (jnp.array(column) for column in zip(*cases, strict=True))
+    none = jnp.zeros_like(begin)
+    block = CurrentBlock(
+        begin_B=begin, end_B=begin + 4, step_B=none, steps_B=none + 4, first_holes_B=none + 4,
+        index_B=none + 7, count_B=none + 9, settled_B=none,
+    )  # fmt: skip
+    rule = cls(refresh, margin=margin, block_length=4)
+    plan = rule.plan(CacheContext(block, begin, none, age, kept, POSITIONS))
+    for row, (first, every, steps, number) in enumerate(cases):
+        # A whole pass is needed at first, in another block, and `every` steps after the last one.
+        is_due = steps == 0 or number != 7 or (every > 0 and steps >= every)
+        assert bool(plan.is_due_B[row]) == is_due
+        assert int(plan.begin_B[row]) == max(first - margin, 0)
+        end = POSITIONS if cls is Prefix else min(first + 4 + margin, POSITIONS)
+        assert int(plan.end_B[row]) == end
 
 
 @pytest.mark.parametrize("case", _some(*CASES))

@@ -20,6 +20,7 @@ from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, Standing
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
@@ -299,6 +300,83 @@ def test_texts_in_waves_follow_the_joint_law_in_any_number_of_steps(name):
         for v, to in levels_of(reverse, 0):
             alone = oracle(name, 1.0).knowing(markov(), v).step(alone, v, to)
         assert p_value(counts, alone) < 1e-3
+
+
+def _rule_and_context(settings: list[dict], places: int = 3, *, process="uniform", **context):
+    """A rule with a row for each of the settings, and a step of these rows."""
+    facts = dataclasses.replace(enumerable.MODEL.facts, process=process_of(process))
+    rows = [SampleConfig(ignore_eos=True, **one) for one in settings]
+    shape = (len(rows), places)
+    keys_B = jax.vmap(jax.random.key)(jnp.arange(len(rows)))
+    fields = {
+        "is_hole_BL": jnp.ones(shape, bool),
+        "key_B": keys_B,
+        "first_holes_B": jnp.full(shape[0], places),
+        "is_token_BL": jnp.ones(shape, bool),
+    }
+    return BUILT_IN.pack(rows, facts).commit, CommitContext(**fields | context)
+
+
+@pytest.mark.parametrize("start_time", [1.0, 0.4])
+def test_levels_fall_evenly_over_the_reverse_steps_and_correctors_stay_between_the_last_of_them(
+    start_time,
+):
+    """From the last step backwards every step behind `c` correctors is a reverse step."""
+    cases = [(s, c, i) for s in range(1, 8) for c in range(4) for i in range(s)]
+    settings = [
+        {"order": "posterior", "steps": s, "corrector_steps": c, "posterior_start": start_time}
+        for s, c, _ in cases
+    ]
+    steps_B, step_B = (jnp.array([case[at] for case in cases]) for at in (0, 2))
+    rule, context = _rule_and_context(settings, step_B=step_B, steps_B=steps_B)
+    expected = []
+    for s, c, i in cases:
+        reverse = sorted({0, *range(s - 1, -1, -(c + 1))})
+        times = np.linspace(start_time, 0.0, len(reverse) + 1)
+        done = sum(step <= i for step in reverse)
+        expected.append((times[done - 1], times[done]))
+    found = np.stack(rule._levels(context), axis=1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_corrector_step_draws_a_token_anew_where_noise_can_write_it_and_else_writes_noise():
+    settings = {"order": "posterior", "steps": 4, "corrector_steps": 2, "corrector_share": 1.0}
+    standing = Standing(
+        jnp.array([[0, 1, 1]]), jnp.zeros((1, 3), bool), jnp.array([[True, False, True]]),
+        jnp.zeros((1, 3), jnp.int32), jnp.array([2]), MASK,
+    )  # fmt: skip
+    rule, context = _rule_and_context(
+        [settings], step_B=jnp.array([1]), steps_B=jnp.array([4]), standing=standing
+    )
+    # The second of two reverse steps goes from 1/2 to 0, so the corrector steps are at 1/2.
+    data, noise, stay = (np.asarray(x)[0] for x in rule.corrections(context))
+    np.testing.assert_allclose(data, [0.5, 0.0, 0.5], atol=1e-6)
+    np.testing.assert_allclose(noise, 0.5, atol=1e-6)
+    np.testing.assert_allclose(stay, [0.0, 0.5, 0.0], atol=1e-6)
+
+
+def test_a_block_ends_where_its_likeliest_tokens_repeat_and_the_mean_entropy_is_low():
+    """Of 8 positions, 4 are open; the bound is 0.1 nats."""
+    now = np.array([[1, 2, 3, 4, 5, 5, 5, 5]] * 5)
+    before = now.copy()
+    before[1, 2] = 0  # an open position that changed
+    before[2, 6] = 0  # a closed one
+    entropy = np.full((5, 8), 9.0)
+    entropy[:, :4] = [[0.3, 0.01, 0.01, 0.01]]
+    entropy[3, 0] = 0.5  # a mean of 0.13, but of 0.07 over 8 positions
+    entropy[4, :4] = 0.11
+    rule, context = _rule_and_context(
+        [{"order": "entropy_renoise", "steps": 9, "renoise_stop": 0.1}] * 5, places=8,
+        step_B=jnp.full(5, 2), steps_B=jnp.full(5, 9),
+        memory=RuleMemory((jnp.asarray(now), jnp.asarray(before)), jnp.zeros(5, bool)),
+        is_hole_BL=jnp.broadcast_to(jnp.arange(8) < 4, (5, 8)),
+    )  # fmt: skip
+    zeros_BL = jnp.zeros((5, 8))
+    proposal = Proposal(jnp.asarray(now), zeros_BL, zeros_BL, -jnp.log(jnp.asarray(entropy)))
+    ends = rule.remember(context, proposal, jnp.zeros((5, 8), bool))
+    assert np.asarray(ends).tolist() == [True, False, True, False, False]
+    last = context._replace(step_B=jnp.full(5, 8))
+    assert np.asarray(rule.remember(last, proposal, jnp.zeros((5, 8), bool))).all()
 
 
 def accepted(entropy: np.ndarray, bound: float) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 import toy
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.edits import EDIT_RULES
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
@@ -244,3 +245,35 @@ def _sizes(jaxpr):
 def test_chunk_keeps_the_logits_small_and_is_never_tiny():
     assert chunk_size(128) == 2048
     assert chunk_size(50257) == 64
+
+
+def test_the_likeliest_other_token_is_unknown_where_the_row_cannot_write_it():
+    """Of the first row anything can be written, of the others not what they or the model ban."""
+    hidden_BLD, is_open_BL = _example()
+    is_open_BL = jnp.zeros_like(is_open_BL)
+    own_BL = jnp.asarray(np.random.default_rng(1).integers(0, 8, (ROWS, POSITIONS)), jnp.int32)
+    none, others = toy.VOCAB_SIZE, range(0, toy.VOCAB_SIZE, 2)
+    bans = np.full((ROWS, len(others)), none, np.int32)
+    bans[1:] = others
+    chain = tf.chain(
+        tf.LogitBias(jnp.asarray(bans), jnp.full(bans.shape, -jnp.inf)),
+        tf.Temperature(jnp.array(TEMPERATURES)),
+    )
+    context = _context(is_open_BL)
+    writer = CandidateWriter(
+        chain=chain, prepared=chain.prepare(chain.init(ROWS), context), key_B=_keys(),
+        own_BL=own_BL, num_positions=POSITIONS, measure=lambda logits_NV, logprob_N: logprob_N,
+        method="inverse_cdf", banned_ids=(3,),
+    )  # fmt: skip
+    wanted = Wanted(
+        is_open_BL, context.is_visible_BL, context.tokens_BL, context.length_B,
+        is_scored_BL=~is_open_BL, keeps_best=True,
+    )  # fmt: skip
+    reader = Reader(NETWORK, PARAMS, TrunkOutput(hidden_BLD), 8)
+    found = np.asarray(Parallel().propose(reader, writer, wanted).best_BL)
+    logits = np.array(hidden_BLD)
+    np.put_along_axis(logits, np.asarray(own_BL)[:, :, None], -np.inf, axis=2)
+    for row, banned in enumerate([{3}, {3, *others}, {3, *others}]):
+        best = logits[row].argmax(-1).tolist()
+        assert found[row].tolist() == [-1 if id_ in banned else id_ for id_ in best]
+    assert (found[0] % 2 == 0).any() and (found[1:] >= 0).any() and (found[1:] < 0).any()

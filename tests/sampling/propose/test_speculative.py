@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import canvases
 import jax
@@ -17,7 +18,9 @@ from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import Threshold
 from dlm_jax.sampling.propose import Speculative
+from dlm_jax.sampling.propose.speculative import _verified
 from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.types import Status
 
 UNIT, FIRST, ROWS = 4, 2, 4096
@@ -66,6 +69,36 @@ def _exact():
     places = np.arange(1, UNIT)
     chosen = each[np.arange(len(texts))[:, None], places[None], texts[:, 1:]]
     return {tuple(text): p for text, p in zip(texts.tolist(), chosen.prod(1), strict=True)}
+
+
+def test_a_draft_or_what_replaces_it_has_the_true_distribution():
+    """Of many positions, each with a draft from q; the first rejected one would be replaced."""
+    p, q, number = np.array([0.45, 0.3, 0.2, 0.05]), np.array([0.7, 0.05, 0.2, 0.05]), 4096
+    draft_BL = jax.random.categorical(jax.random.key(1), jnp.log(q), shape=(1, number))
+
+    def rows(probabilities):
+        return lambda places_N: jnp.tile(jnp.log(jnp.float32(probabilities)), (places_N.size, 1))
+
+    chain = SimpleNamespace(
+        apply=lambda prepared, logits_NV, at: logits_NV,
+        is_greedy=lambda at: jnp.zeros(at.index_N.shape, bool),
+    )
+
+    def at(places_N, is_real_N):
+        keys_N = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(2), places_N)
+        return At(jnp.zeros_like(places_N), places_N, keys_N, is_real_N)
+
+    writer = SimpleNamespace(chain=chain, prepared=(), at=at)
+    reader = SimpleNamespace(chunk=512, logits=rows(q))
+    found = jax.jit(
+        lambda draft_BL: _verified(reader, writer, draft_BL >= 0, draft_BL, rows(p))  # type: ignore
+    )(draft_BL)
+    is_accepted, other = (np.asarray(x)[0] for x in found[:2])
+    # A draft is accepted with the probability that both distributions share.
+    shared = np.minimum(p, q).sum()
+    assert is_accepted.mean() == pytest.approx(shared, abs=4 * (0.25 / number) ** 0.5)
+    counts = np.bincount(np.where(is_accepted, np.asarray(draft_BL)[0], other), minlength=4)
+    assert chi2.sf(((counts - number * p) ** 2 / (number * p)).sum(), 3) > 1e-4
 
 
 @pytest.mark.slow

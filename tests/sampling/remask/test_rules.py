@@ -15,7 +15,7 @@ from oracles import rules
 
 import dlm_jax
 from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.sampling.commit import Ancestral, CommitContext, uniform
+from dlm_jax.sampling.commit import Ancestral, CommitContext, RandomFilled, uniform
 from dlm_jax.sampling.remask import (
     RemaskContext,
     RemdmCap,
@@ -24,7 +24,9 @@ from dlm_jax.sampling.remask import (
     Scheduled,
     ScheduledThreshold,
 )
+from dlm_jax.sampling.step import is_stepping
 from dlm_jax.sampling.step import step as one_step
+from dlm_jax.settings import pytree
 
 ROWS, LENGTH = 240, 14
 RNG = np.random.default_rng(1)
@@ -84,6 +86,28 @@ def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
         assert set(np.flatnonzero(chosen[row]).tolist()) == want
         sizes.add(len(want))
     assert len(sizes) > 8
+
+
+def test_a_number_that_is_whole_is_not_rounded_down_by_float32():
+    """0.95 - 0.9 * 2 / 3 is 0.35, and of 20 tokens 7."""
+    is_open = np.ones((1, 20), bool)
+    step = _step([1], [4], ~is_open)
+    probability = np.linspace(0.05, 0.95, 20)[None]
+    rule = Scheduled(*(jnp.array([x], jnp.float32) for x in (0.95, 0.05, 0.0)))
+    chosen = _select(rule, _context(step, is_open, ~is_open, probability, [20]))
+    assert np.flatnonzero(chosen[0]).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("cls", [Scheduled, ScheduledThreshold])
+def test_the_tokens_that_the_critic_calls_wrong_are_remasked(cls):
+    is_open = np.ones((1, LENGTH), bool)
+    wrong = np.full((1, LENGTH), 0.1, np.float32)
+    wrong[0, [2, 9, 11]] = 0.9
+    likely_when_drawn = np.where(wrong > 0.5, 0.99, 0.01)
+    rule = cls(*(jnp.array([x], jnp.float32) for x in (3 / LENGTH, 3 / LENGTH, 0.0)))
+    context = _context(_step([0], [4]), is_open, ~is_open, likely_when_drawn, [LENGTH])
+    chosen = _select(rule, context._replace(wrong_BL=jnp.asarray(wrong)))
+    assert np.flatnonzero(chosen[0]).tolist() == [2, 9, 11]
 
 
 def test_count_is_of_the_free_positions_holes_included():
@@ -211,3 +235,43 @@ def test_the_memory_of_a_remask_rule_moves_with_edits_and_ends_with_its_token():
         num_moved += (is_told & (committed != before) & (committed < step_B1 - 1)).sum()
     assert num_moved > 10
     assert (np.asarray(state.remask_memory.rows) > 0).any()
+
+
+@pytree
+class Counted(RandomFilled):
+    """Counts the candidates that each hole has had."""
+
+    def start_memory(self, num_rows, num_positions):
+        return dlm_jax.RuleMemory(jnp.zeros((num_rows, num_positions), jnp.int32))
+
+    def observe(self, kept, row_N, logits_NV, ids_N, logprob_N):
+        return kept + 1, self.measure(logits_NV, logprob_N)
+
+
+def test_the_memory_of_a_commit_rule_moves_with_edits_and_begins_anew_at_new_holes():
+    name = "left_to_right-remdm_conf-parallel-edit"
+    rows = [dataclasses.replace(row, block_length=0, stop_at_eos=False, resample=False, steps=14)
+            for row in rule_cases.rows(resamples=True)]  # fmt: skip
+    slots = list(zip(rows, rule_cases.samples(name, len(rows)), strict=True))
+    state, rule = rule_cases.make_state(name, slots), Counted()
+    memory = rule.start_memory(*state.canvas.tokens_BL.shape)
+    state = state._replace(rules=state.rules._replace(commit=rule), memory=memory)
+    take_step, params = jax.jit(one_step, static_argnums=0), rule_cases.params(name)
+    place_BL = jnp.broadcast_to(jnp.arange(canvases.POSITIONS), state.canvas.tokens_BL.shape)
+    seen = {"moved": 0, "new": 0}
+    for _ in range(8):
+        state = state._replace(edits=state.edits._replace(origin_BL=place_BL))
+        old = jax.device_get((state.canvas.tokens_BL == toy.MASK, state.memory.places))
+        steps_B, step_B = np.asarray(is_stepping(state)), np.asarray(state.step_B)
+        state, _ = take_step(rule_cases.program(name), params, state)
+        is_hole, counts, origin = jax.device_get(
+            (state.canvas.tokens_BL == toy.MASK, state.memory.places, state.edits.origin_BL)
+        )
+        for row in np.flatnonzero(steps_B & (step_B + 1 < 14)):
+            for place in np.flatnonzero(is_hole[row]):
+                source = origin[row, place]
+                was_hole = source >= 0 and old[0][row, source]
+                assert counts[row, place] == (old[1][row, source] + 1 if was_hole else 0)
+                seen["moved"] += bool(was_hole and source != place)
+                seen["new"] += not was_hole
+    assert min(seen.values()) > 5, seen

@@ -52,6 +52,16 @@ def test_mirostat_keeps_what_the_oracle_keeps(version, kind, seed, size, tau, mi
         tc.assert_keeps(out[n], x[n], expected, near.undecided("mirostat", seen, params, mu=mu))
 
 
+def test_candidates_that_fall_as_their_rank_leave_the_limit_of_the_formula():
+    """The slope of ``-ln(i + 1)`` is 1, where k tends to ``2**mu / ln V``."""
+    x = -np.log(np.arange(1.0, tc.VOCAB + 1)).astype(np.float32)[None].repeat(6, axis=0)
+    counts = np.array([2, 5, 9])
+    tau = np.log2((counts + 0.5) * math.log(tc.VOCAB)) / 2
+    out = np.isfinite(tc.run(make(1, tau), x, tc.at(), tc.context()))
+    for kept_V, row in zip(out, np.asarray(tc.at().row_N), strict=True):
+        assert np.flatnonzero(kept_V).tolist() == list(range(counts[row]))
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_mu_moves_by_the_mean_surprise_of_the_commits_of_a_step(version):
     transform = make(version, (3.0,), eta=0.25)

@@ -103,6 +103,15 @@ def test_what_is_left_is_what_completes(left, row):
             assert left[row, place] == _completing(pattern, given, canvas, place), place
 
 
+def test_without_an_id_no_hole_becomes_it():
+    a, b, c = (int(TOKENIZER.encode(letter)[0]) for letter in "abc")
+    found = KNOWN.automaton("ac|bb").without(frozenset({a}))
+    assert found.accepts([b, b]) and not found.accepts([a, c])
+    start_S = np.arange(len(found.is_final_S)) == found.start
+    behind_S = found.after(start_S, None)  # any id at a hole
+    assert found.after(behind_S, b).any() and not found.after(behind_S, c).any()
+
+
 def test_rows_without_structure_and_padding_are_left_alone():
     transform = Structure.pack([_Row("a*")], None)
     off = Structure(

@@ -179,3 +179,73 @@ def test_the_smallest_share_of_what_the_head_draws_is_a_share():
     shares_B = tf.TopP.pack(rows, None).grown_p_B
     assert shares_B[0] == 0 and 0 < shares_B[1] < 1e-30
     np.testing.assert_array_equal(shares_B[2:], [0.5, 1.0])
+
+
+@pytest.mark.parametrize("V", [4, 40, 151, 2503])
+def test_of_equal_tokens_a_mass_of_exactly_p_is_a_whole_nucleus(V):
+    """A token is dropped if the mass before it is >= p; shares of equal tokens are exact."""
+    place = tc.at()
+    for n in (2, 4, 16, 64):
+        if n > V:
+            continue
+        x = np.full((tc.NUM_POSITIONS, V), -np.inf, np.float32)
+        x[:, V - n :] = 3.0
+        counts = np.array([1, n // 2, n - 1])
+        out = tc.run(tf.TopP(tc.real(*counts / n), tc.whole(1)), x, place, tc.context())
+        for kept_V, row in zip(np.isfinite(out), np.asarray(place.row_N), strict=True):
+            expected = np.arange(V - n, V - n + counts[row])
+            np.testing.assert_array_equal(np.flatnonzero(kept_V), expected)
+
+
+@pytest.mark.parametrize("V", [4, 151])
+def test_typical_p_takes_tokens_until_their_mass_exceeds_q(V):
+    """A token behind a mass of exactly q stays: as many as the quarters of q, and one."""
+    x = np.full((tc.NUM_POSITIONS, V), -np.inf, np.float32)
+    x[:, V - 4 :] = -2.0
+    place = tc.at()
+    out = tc.run(tf.TypicalP(tc.real(0.25, 0.5, 0.75), tc.whole(1)), x, place, tc.context())
+    for kept_V, row in zip(np.isfinite(out), np.asarray(place.row_N), strict=True):
+        np.testing.assert_array_equal(np.flatnonzero(kept_V), np.arange(V - 4, V - 2 + row))
+
+
+@pytest.mark.parametrize("V", [4, 200])
+@pytest.mark.parametrize(
+    ("probabilities", "threshold", "min_keep", "kept"),
+    [
+        ((0.5, 0.4, 0.1), 0.3, 1, [1, 2]),
+        ((0.5, 0.4, 0.1), 0.3, 2, [1, 2]),
+        ((0.5, 0.4, 0.1), 0.3, 3, [0, 1, 2]),
+        ((0.6, 0.4), 0.3, 1, [1]),
+        ((0.6, 0.4), 0.3, 2, [0, 1]),
+        ((0.4, 0.3, 0.3), 0.2, 1, [1]),
+        ((0.3, 0.3, 0.4), 0.2, 1, [0]),
+        ((0.9, 0.1), 0.3, 1, [0, 1]),
+    ],
+)
+def test_xtc_keeps_the_least_likely_choice_and_what_is_no_choice(
+    V, probabilities, threshold, min_keep, kept
+):
+    x = np.full((tc.NUM_POSITIONS, V), -np.inf, np.float32)
+    x[:, : len(probabilities)] = np.log(np.float32(probabilities))
+    transform = tf.Xtc(tc.real(1.0), tc.real(threshold), tc.whole(min_keep))
+    for row in np.isfinite(tc.run(transform, x, tc.at(), tc.context())):
+        assert np.flatnonzero(row).tolist() == kept
+
+
+def test_tokens_beside_xtc_are_as_frequent_as_two_independent_choices_make_them():
+    """Two of 1/4 each, of which XTC drops one at half of the positions, and 32 of 1/64 each."""
+    num, p = 3000, np.array([0.25, 0.25, *[1 / 64] * 32])
+    chain = tf.chain(tf.Xtc(tc.real(0.5), tc.real(0.2), tc.whole(1)))
+    x = np.log(p).astype(np.float32)[None].repeat(num, axis=0)
+    place = tc.at(num=num, index_N=jnp.zeros(num, jnp.int32))
+    ids = np.concatenate(
+        [
+            np.asarray(tc.draw(chain, x, place._replace(key_N=keys), tc.context()))
+            for keys in (jax.random.split(jax.random.key(s), num) for s in range(2))
+        ]
+    )
+    dropped = np.where(np.arange(34) == 1, 0, p) / 0.75
+    expected = ids.size * (p + dropped) / 2
+    counts = np.bincount(ids, minlength=34)
+    # chi-square with 33 degrees of freedom exceeds 72.1 once in 10,000
+    assert ((counts - expected) ** 2 / expected).sum() < 72.1
