@@ -213,7 +213,7 @@ def write_results(run: Any, state: Any, results: Path, peaks: dict[str, Any], **
     """Writes the trained parameters, the figures and the config in files that can be carried."""
     results.mkdir(parents=True, exist_ok=True)
     trained = {n: jax.device_get(t) for n, t in state.best_params.items() if n in FROZEN_OUT}
-    flat = traverse_util.flatten_dict(trained, sep="/")
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(trained, sep="/"))
     if sum(x.nbytes for x in flat.values()) > RESULT_BYTES:
         flat = {name: x.astype(np.float16) for name, x in flat.items()}
     groups: list[dict[str, np.ndarray]] = [{}]

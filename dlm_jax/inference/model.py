@@ -167,8 +167,8 @@ class Model:
         empty.
         """
         bos_id = self.tokenizer.bos_id
-        is_begun = self.network.predicts_first or self.prefix_ids or bos_id is None
-        return () if is_begun else (bos_id,)
+        is_begun = self.network.predicts_first or bool(self.prefix_ids)
+        return () if is_begun or bos_id is None else (bos_id,)
 
     @functools.cached_property
     def vocabulary(self) -> str:
