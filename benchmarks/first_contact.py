@@ -11,7 +11,8 @@ Four parts, all in float32 and with the calls of a user on both sides:
   lm-evaluation-harness with batches of one; both programs alternate in one process.
 - ``start``: seconds of a new process to its first chat answer, without and with compiled programs.
 
-The table is printed and written to benchmarks/results/first_contact.json.
+The table is printed and written to benchmarks/results/first_contact.json, which keeps the figures
+of other parts.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ def main() -> None:
         if "likelihoods" in args.only:
             found |= measure_likelihoods(both, 4 if args.quick else 20)
         if "speed" in args.only:
-            found |= measure_speed(both, *((3, 32) if args.quick else (7, 64)))
+            found |= measure_speed(both, *((2, 48) if args.quick else (7, 64)))
     print("| figure | value | target |\n| --- | --- | --- |")
     for name, value in found.items():
         if name != "differences":
@@ -294,7 +295,10 @@ def main() -> None:
             print(f"| {name} | {shown} | {TARGETS.get(name, '')} |")
     for one in found.get("differences", ()):
         print(json.dumps(one, ensure_ascii=False))
-    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    RESULTS.write_text(
+        json.dumps(known | found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

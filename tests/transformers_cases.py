@@ -16,7 +16,7 @@ TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant {% endif %}"
 )
-PROMPTS = ("the cat", "a rat sat.", "who", "tell me of the sea, and more")
+PROMPTS = ("the cat", "a rat sat.", "who", "tell me of the sea, and of a rat")
 
 
 def write(path: Path, kind: str, *, adds_bos: bool, has_bos: bool = True) -> tuple[Any, Any]:

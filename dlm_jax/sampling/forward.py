@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.devices import platform
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest, returned
 from dlm_jax.sampling.program import Program
@@ -24,6 +25,9 @@ Carry = TypeVar("Carry")
 Rows = TypeVar("Rows")
 
 _HUGE = 3e38
+
+_PREFILL = 32
+"""Number of positions per chunk of a prompt on CPUs, where the cost follows the positions."""
 
 
 Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
@@ -200,7 +204,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
         times_B += state.row.guidance_B != 0
     # A canvas requires a forward pass in addition to that of the text.
     reads_B = plan.settles_B | plan.is_due_B if is_canvas else plan.settles_B
-    num_B = _num_computed(state, plan, sizes[0], is_canvas=is_canvas)
+    num_B = _num_computed(state, plan, sizes[0], is_canvas=is_canvas, is_prefilled=_prefills(rule))
     return output, cache, (1 + reads_B.astype(jnp.int32)) * times_B, num_B * times_B
 
 
@@ -216,13 +220,14 @@ def _smallest(
 
 
 def _num_computed(
-    state: State, plan: CachePlan, settled: int, *, is_canvas: bool = False
+    state: State, plan: CachePlan, settled: int, *, is_canvas: bool, is_prefilled: bool
 ) -> jax.Array:
     """Number of live positions per row that the step computes for one canvas."""
     length_B = state.canvas.length_B
     window_B = jnp.maximum(jnp.minimum(plan.end_B, length_B) - plan.begin_B, 0)
     settled_B = plan.settles_B * jnp.minimum(plan.begin_B, settled)
-    whole_B = length_B + window_B if is_canvas else length_B
+    whole_B = plan.begin_B if is_prefilled else length_B
+    whole_B += window_B * (is_canvas or is_prefilled)
     return jnp.where(plan.is_due_B, whole_B, window_B + settled_B)
 
 
@@ -241,7 +246,11 @@ def _windows(
     rows, num_positions = tokens_BL.shape
     shape = jax.eval_shape(lambda: hidden(program.network, params, tokens_BL, length_B))
     hidden_BWD = jnp.zeros((rows, width, shape.shape[2]), shape.dtype)
-    kept, hidden_BWD = _refreshed(program, params, rule, kept, hidden_BWD, inputs)
+    if _prefills(rule):
+        kept = _prefilled(program, params, kept, inputs)
+        inputs = inputs._replace(is_due_B=jnp.zeros_like(inputs.is_due_B))
+    else:
+        kept, hidden_BWD = _refreshed(program, params, rule, kept, hidden_BWD, inputs)
     if len(sizes) == 1:
         return _all_rows(program, params, rule, kept, hidden_BWD, inputs)
     for number, size in enumerate(sizes):
@@ -344,6 +353,42 @@ def _refreshed(
         with jax.named_scope("settle"):
             kept = in_groups(by_rows, inputs.settles_B, width, settled, put_settled, kept, inputs)
     return kept, hidden_BWD
+
+
+def _prefills(rule: CacheRule) -> bool:
+    """Whether rows are prefilled up to their window instead of computed as a whole."""
+    return rule.keeps and platform() == "cpu"
+
+
+def _prefilled(program: Program, params: Params, kept: Any, inputs: _Inputs) -> Any:
+    """The cache of a causal network after forward passes over the positions before the windows of
+    the rows that are due, in chunks.
+    """
+    pieces, num_positions = _pieces(program), inputs.tokens_BL.shape[1]
+    size = min(_PREFILL, num_positions)
+    end_B = jnp.where(inputs.is_due_B, inputs.plan.begin_B, 0)
+
+    def chunk(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        first, kept = state
+
+        def compute(kept: Any, rows: _Inputs, row_N: jax.Array) -> tuple[Any, jax.Array]:
+            place_N = jnp.full(row_N.shape, jnp.minimum(first, num_positions - size))
+            window = Window(place_N, jnp.full_like(place_N, first), rows.plan.begin_B)
+            hidden_NWD, piece = pieces.window(
+                params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=size
+            )
+            return piece, after(hidden_NWD, place_N)
+
+        def put(kept: Any, made: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
+            piece, place_N = made
+            return pieces.store(kept, piece, row_N, place_N)
+
+        kept = in_groups(program.by_rows, end_B > first, size, compute, put, kept, inputs)
+        return first + size, kept
+
+    with jax.named_scope("prefill"):
+        start = (jnp.zeros((), jnp.int32), kept)
+        return jax.lax.while_loop(lambda state: state[0] < jnp.max(end_B), chunk, start)[1]
 
 
 def _all_rows(

@@ -211,7 +211,7 @@ def test_forwards_and_positions_are_those_of_the_formulas():
     assert int(counters.positions[0]) == 3 * 16 + 11 * 3 + 7 * 3 + 3 * 2
     result, counters = _run("causal", rows, **CASES["causal-exact"])
     assert result[0].forwards == 11
-    assert int(counters.positions[0]) == 16 + 10
+    assert int(counters.positions[0]) == 5 + 11
     result, counters = _run("causal", rows, **_without(CASES["causal-exact"]))
     assert (result[0].forwards, int(counters.positions[0])) == (11, 0)
 
