@@ -60,13 +60,15 @@ class FileFields:
     Attributes:
       values: all fields.
       where: name of the file.
+      within: the path of the object that contains the fields, such as ``rope_scaling.``.
       ignored: unread fields that name no computation, after `finish`.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str):
+    def __init__(self, values: Mapping[str, Any], where: str, within: str = ""):
         self._left = dict(values)
         self.values = values
         self.where = where
+        self.within = within
         self.ignored: tuple[str, ...] = ()
 
     def refuse(self, name: str, value: Any, reason: str) -> ValueError:
@@ -107,11 +109,12 @@ class FileFields:
             if _OF_OTHER_PROGRAMS.fullmatch(name):
                 ignored.append(name)
             else:
+                path = self.within + name
                 raise self.refuse(
                     name, value,
                     "is unknown to dlm_jax and may have an effect; if it does not change the "
-                    f"model's outputs, ignore it: --ignore-config {name}, or ignore_config="
-                    f"[{name!r}] of dlm_jax.load",
+                    f"model's outputs, ignore it: --ignore-config {path}, or ignore_config="
+                    f"[{path!r}] of dlm_jax.load",
                 )  # fmt: skip
         self.ignored = tuple(ignored)
 
