@@ -44,6 +44,7 @@ _OF_OTHER_PROGRAMS = re.compile(
     r"|base_model\w*|finetuning_task|gradient_checkpointing|license|model_max_length|model_name"
     r"|prefix|sep_token_id|decoder_start_token_id|tags|task_specific_params|tf_legacy_loss"
     r"|tokenizer_class|torchscript|use_bfloat16|is_decoder|cls_token_id|unk_token_id"
+    r"|cache_implementation|(\w+_)?(dropout|dropout_prob|pdrop)"
     # Settings of a generation, which old files keep here.
     r"|bad_words_ids|do_sample|diversity_penalty|early_stopping|encoder_no_repeat_ngram_size"
     r"|exponential_decay_length_penalty|forced_\w+_token_id|length_penalty|max_length|min_length"

@@ -242,7 +242,13 @@ DIFFUSION_GEMMA = Family(
     write=_write,
     sources=_sources,
     mask_id=4,  # the tokenizer's <mask>, which the model itself does not use
-    idle=("boi_token_id", "eoi_token_id", "image_token_id", "vision_config"),
+    idle=(
+        "boi_token_id",
+        "eoi_token_id",
+        "image_token_id",
+        "vision_config",
+        "vision_soft_tokens_per_image",
+    ),  # fmt: skip
     within="text_config",
     generates_from_mask=False,
     process="uniform",

@@ -1,6 +1,6 @@
 """Each config.json of the field's model cards is read with its numbers, or refused by name.
 
-`hub_configs.json` follows the published files; only Phi-3's factors of RoPE are replaced by ones.
+`hub_configs.json` is written after the published files; Phi-3's factors of RoPE are ones there.
 The numbers of parameters are those of the model cards.
 """
 
@@ -38,7 +38,8 @@ def test_a_published_config_is_read_with_the_numbers_of_its_card(name, tmp_path)
     assert longest == expected.pop("max_length", longest)
     assert list(ignored) == expected.pop("ignored", [])
     leaves = jax.tree.leaves(jax.eval_shape(build(model).init, key_of(0)))
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == expected.pop("parameters")
+    number = sum(math.prod(leaf.shape) for leaf in leaves)
+    assert number == expected.pop("parameters", number)  # those of DiffusionGemma count its images
     expected = {"rope_scaling": "", "tied_head": False} | expected
     assert {key: getattr(model, key) for key in expected} == expected
 
@@ -57,7 +58,7 @@ WITHOUT_EFFECT = re.compile(
     r"|initializer_range|init_\w+|pretraining_tp|sliding_window|max_window_layers|mlp_ratio"
     r"|unsloth_fixed|is_llama_config|output_router_logits|router_aux_loss_coef|precision"
     r"|rope_full_precision|flash_attention|alibi_bias_max|debug|ep_size|fuse_cross_entropy"
-    r"|micro_forward|skip_checkpoint|use_deepep|norm_topk_prob"
+    r"|micro_forward|skip_checkpoint|use_deepep|dtype|vision_soft_tokens_per_image"
 )
 
 
@@ -66,7 +67,8 @@ def test_no_field_of_a_published_config_is_read_without_effect(name, tmp_path):
     """Another value changes the model or is refused, unless the field names no computation."""
     config, silent = CONFIGS[name]["config"], []
     family, model, longest, *_ = _read(tmp_path, config)
-    for field, value in config.items():
+    inner = config.get("text_config", {})
+    for field, value in {**config, **inner}.items():
         if WITHOUT_EFFECT.fullmatch(field) or isinstance(value, dict):
             continue
         if field == "vocab_size" and "embedding_size" in config:  # the number of rows counts
@@ -77,7 +79,10 @@ def test_no_field_of_a_published_config_is_read_without_effect(name, tmp_path):
         elif isinstance(value, list):
             other = [0] * len(value)
         try:
-            found = _read(tmp_path, config | {field: other})
+            if field in inner:
+                found = _read(tmp_path, config | {"text_config": inner | {field: other}})
+            else:
+                found = _read(tmp_path, config | {field: other})
         except ValueError:
             continue
         if (found[0].name, *found[1:3]) == (family.name, model, longest):
@@ -92,6 +97,19 @@ def test_a_causal_family_with_bidirectional_attention_is_refused(name, tmp_path)
     with pytest.raises(ValueError, match="config.json: is_causal=False is not implemented"):
         _read(tmp_path, config | {"is_causal": False})
     assert _read(tmp_path, config | {"is_causal": True})[1] == _read(tmp_path, config)[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "donor"),
+    [("embd_pdrop", "openai-community/gpt2"), ("cache_implementation", "google/gemma-2-2b")],
+)
+def test_a_field_of_other_cards_that_names_no_computation_is_ignored_and_told(
+    field, donor, tmp_path
+):
+    config = CONFIGS["01-ai/Yi-6B"]["config"]
+    model, ignored = _read(tmp_path, config | {field: CONFIGS[donor]["config"][field]})[1::3]
+    assert model == _read(tmp_path, config)[1]
+    assert ignored == (field,)
 
 
 def test_the_remedy_for_a_field_of_an_object_is_one_that_works(tmp_path):
