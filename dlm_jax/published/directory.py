@@ -249,16 +249,18 @@ def read_model(
     """A directory's family, model config, maximum number of tokens per row, config fields, and the
     names of ignored fields.
 
-    The fields in `ignore` are not read. Raises ValueError for a name that is not a field.
+    The fields in `ignore` are not read; a dot names a field of an object, as in
+    ``rope_scaling.factor``. Raises ValueError for a name that is not a field.
     """
     where = _config_of(directory)
     said = opened(directory).config if is_gguf(directory) else read_json(where)
     family = family_of(said, str(where))
     said = family.said(said)
     for name in ignore:
-        if name not in said:
+        found = _without(said, name)
+        if found is None:
             raise SettingError("ignore_config", name, f"is not a field of {where}", "remove it")
-        del said[name]
+        said = found
     fields = FileFields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:
@@ -268,6 +270,15 @@ def read_model(
         raise ValueError(text if text.startswith(str(where)) else f"{where}: {text}") from None
     fields.finish(family.idle)
     return family, model, longest, said, fields.ignored
+
+
+def _without(said: Mapping[str, Any], path: str) -> dict[str, Any] | None:
+    """The fields without the one at `path`; None if there is no such field."""
+    if path in said:
+        return {name: value for name, value in said.items() if name != path}
+    outer, _, inner = path.partition(".")
+    rest = _without(said[outer], inner) if isinstance(said.get(outer), dict) else None
+    return None if rest is None else {**said, outer: rest}
 
 
 def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:

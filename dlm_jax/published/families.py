@@ -111,7 +111,7 @@ def _read_rope(fields: FileFields) -> dict[str, Any]:
     older, newer = (fields.take(name, dict, {}) for name in ("rope_scaling", "rope_parameters"))
     theta = fields.take("rope_theta", float, _ROPE_THETA)
     name, said = ("rope_scaling", older) if older else ("rope_parameters", newer)
-    inner = FileFields(said, f"{fields.where}: {name}")
+    inner = FileFields(said, f"{fields.where}: {name}", f"{name}.")
     kind = inner.take("type", str, "default")
     kind = inner.take("rope_type", str, kind)
     if kind not in ("default", *rope.KINDS):
@@ -176,6 +176,8 @@ def _read_qwen(
         hidden_act="silu", use_sliding_window=False, use_mrope=False, mlp_bias=False,
         attention_bias=qkv_bias, partial_rotary_factor=(1, 1.0),
     )  # fmt: skip
+    if settings.get("attention_type") == "causal":
+        fields.must(is_causal=True)
     layers = fields.take("layer_types", list, ["full_attention"])
     if set(layers) != {"full_attention"}:
         raise fields.refuse("layer_types", layers, "is not implemented; only full_attention is")
@@ -357,7 +359,8 @@ def _read_llada2(fields: FileFields) -> ModelConfig:
     fields.must(
         hidden_act="silu", use_bias=False, use_qkv_bias=False, use_sliding_window=False,
         norm_head=False, score_function="sigmoid", norm_topk_prob=True, router_dtype="fp32",
-        moe_router_enable_expert_bias=True, norm_softmax=False,
+        moe_router_enable_expert_bias=True, norm_softmax=False, use_rmsnorm=True,
+        using_split_qkv_in_self_attention=False,
     )  # fmt: skip
     shape = {"kv_heads": fields.take("num_key_value_heads", int)}
     shape = _read_shape(fields, epsilon=1e-5, is_partial=True) | shape

@@ -44,6 +44,7 @@ _OF_OTHER_PROGRAMS = re.compile(
     r"|base_model\w*|finetuning_task|gradient_checkpointing|license|model_max_length|model_name"
     r"|prefix|sep_token_id|decoder_start_token_id|tags|task_specific_params|tf_legacy_loss"
     r"|tokenizer_class|torchscript|use_bfloat16|is_decoder|cls_token_id|unk_token_id"
+    r"|cache_implementation|(\w+_)?(dropout|dropout_prob|pdrop)"
     # Settings of a generation, which old files keep here.
     r"|bad_words_ids|do_sample|diversity_penalty|early_stopping|encoder_no_repeat_ngram_size"
     r"|exponential_decay_length_penalty|forced_\w+_token_id|length_penalty|max_length|min_length"
@@ -60,13 +61,15 @@ class FileFields:
     Attributes:
       values: all fields.
       where: name of the file.
+      within: the path of the object that contains the fields, such as ``rope_scaling.``.
       ignored: unread fields that name no computation, after `finish`.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str):
+    def __init__(self, values: Mapping[str, Any], where: str, within: str = ""):
         self._left = dict(values)
         self.values = values
         self.where = where
+        self.within = within
         self.ignored: tuple[str, ...] = ()
 
     def refuse(self, name: str, value: Any, reason: str) -> ValueError:
@@ -107,11 +110,12 @@ class FileFields:
             if _OF_OTHER_PROGRAMS.fullmatch(name):
                 ignored.append(name)
             else:
+                path = self.within + name
                 raise self.refuse(
                     name, value,
                     "is unknown to dlm_jax and may have an effect; if it does not change the "
-                    f"model's outputs, ignore it: --ignore-config {name}, or ignore_config="
-                    f"[{name!r}] of dlm_jax.load",
+                    f"model's outputs, ignore it: --ignore-config {path}, or ignore_config="
+                    f"[{path!r}] of dlm_jax.load",
                 )  # fmt: skip
         self.ignored = tuple(ignored)
 

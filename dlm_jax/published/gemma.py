@@ -98,7 +98,8 @@ def _read_rope(fields: FileFields, said: dict[str, Any], kind: str) -> tuple[flo
         return _THETAS[kind], _SHARE if is_full else 1.0
     if not isinstance(given, dict):
         raise fields.refuse(f"rope_parameters.{kind}", given, "is not an object")
-    inner = FileFields(given, f"{fields.where}: rope_parameters of {kind}")
+    where, within = f"{fields.where}: rope_parameters of {kind}", f"rope_parameters.{kind}."
+    inner = FileFields(given, where, within)
     inner.must(rope_type="proportional" if is_full else "default", factor=1.0)
     if not is_full:
         inner.must(partial_rotary_factor=(1, 1.0))
@@ -241,7 +242,13 @@ DIFFUSION_GEMMA = Family(
     write=_write,
     sources=_sources,
     mask_id=4,  # the tokenizer's <mask>, which the model itself does not use
-    idle=("boi_token_id", "eoi_token_id", "image_token_id", "vision_config"),
+    idle=(
+        "boi_token_id",
+        "eoi_token_id",
+        "image_token_id",
+        "vision_config",
+        "vision_soft_tokens_per_image",
+    ),  # fmt: skip
     within="text_config",
     generates_from_mask=False,
     process="uniform",
