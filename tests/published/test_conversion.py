@@ -140,6 +140,15 @@ def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_t
         np.testing.assert_allclose(ours[FULL], row, rtol=1e-5, atol=1e-6)
 
 
+def test_a_causal_run_adds_no_mask_and_tells_of_none(tmp_path):
+    _write(tmp_path / "model", "llama")
+    causal, lines = {"model__attention_type": "causal", "sample__order": "left_to_right"}, []
+    run = prepare(_asked(tmp_path, tmp_path / "model", **causal), report=lines.append)
+    run.checkpoints.close()
+    assert run.config.model.vocab_size == run.state.params["embedding"].shape[0] == FULL
+    assert not any("MASK" in line for line in lines)
+
+
 def test_a_token_that_mask_cannot_begin_with_is_refused(tmp_path):
     _write(tmp_path / "model", "llama")
     wrong = _asked(tmp_path, tmp_path / "model", train__mask_like="<none>")
