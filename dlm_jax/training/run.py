@@ -346,7 +346,7 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
         start_id=config.model.start_id if config.model.attention_type == "causal" else None,
         chat=chat,
     )
-    if chat is not None and not chat.problem:
+    if chat is not None:
         corpus = dataclasses.replace(corpus, chat_template=chat.source)
     return _with_vocabulary(config, corpus), corpus
 
