@@ -84,8 +84,8 @@ class Setting:
       activates: whether a value other than the default activates the rule.
       parse: converts and validates a given value, replacing the checks of `checked`.
       hint: type of the values if it differs from the type of `default`.
-      resets: settings that a value returns to their defaults if no value is given with it; see
-        `dlm_jax.config.layered`.
+      resets: settings that a value other than False returns to their defaults if no value is given
+        with it; see `dlm_jax.config.layered`.
     """
 
     name: str
@@ -110,6 +110,10 @@ class Setting:
     @property
     def kind(self) -> type:
         return type(self.default)
+
+    def resets_of(self, value: Any) -> tuple[str, ...]:
+        """The settings that `value` returns to their defaults. A rule that is off resets none."""
+        return () if value is False else self.resets
 
     @property
     def is_list(self) -> bool:

@@ -96,7 +96,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         except ValueError as error:
             raise ValueError(f"command line: {error}") from None
         section, _, _ = key.partition(".")
-        for other in known[key].resets:
+        for other in known[key].resets_of(values[key]):
             if f"{section}.{other}" not in overrides:
                 values.pop(f"{section}.{other}", None)
     try:

@@ -412,12 +412,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def layered(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> dict[str, Any]:
     """Layers of settings in one mapping. Later layers take precedence, and None is an empty layer.
 
-    A value also removes the settings in its `Setting.resets` from earlier layers.
+    A value also removes the settings that it resets (`Setting.resets_of`) from earlier layers.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
-        for name in layer or {}:
-            for other in table.settings[name].resets if name in table.settings else ():
+        for name, value in (layer or {}).items():
+            for other in table.settings[name].resets_of(value) if name in table.settings else ():
                 merged.pop(other, None)
         merged |= layer or {}
     return merged

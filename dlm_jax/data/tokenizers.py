@@ -105,6 +105,14 @@ def prefix_of(tokenizer: Tokenizer, start_id: int | None = None) -> tuple[int, .
     return ids[1:] if ids[:1] == (start_id,) else ids
 
 
+def bytes_of(tokenizer: Tokenizer, id_: int) -> bytes | None:
+    """The bytes of a token that can be a part of a character. None for other tokens, whose bytes
+    are those of the text that they add to a text.
+    """
+    known = getattr(tokenizer, "bytes_of", None)
+    return None if known is None else known(id_)
+
+
 def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that uniform noise can show: text tokens, and EOS, which samplers can also write."""
     return tuple(sorted({*text_ids(tokenizer), tokenizer.eos_id}))
@@ -217,6 +225,9 @@ class ByteTokenizer(_WithSpecials):
     def decode(self, ids: Any) -> str:
         return self._text_ids(ids).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
+    def bytes_of(self, id_: int) -> bytes:
+        return bytes([id_] if id_ < self.num_text_ids else [])
+
     def piece_id(self, piece: str) -> int | None:
         data = piece.encode("utf-8", errors="replace")
         return data[0] if len(data) == 1 else None
@@ -307,6 +318,16 @@ _PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex"
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 _CHUNK = 1 << 16
 _CHUNKS_AT_ONCE = 64
+
+
+_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+# The byte-level alphabet: a printable character of Latin-1 is the byte with its number, and the
+# other bytes in order are the characters from U+0100 on.
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF |= {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
 @dataclass(unsafe_hash=True)
@@ -449,6 +470,9 @@ class SubwordTokenizer:
         array = checked_ids(ids, self.vocab_size)
         is_text = ~np.isin(array, self._textless_ids)
         return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
+
+    def bytes_of(self, id_: int) -> bytes | None:
+        return b"" if id_ in self._textless_ids else _bytes_in(self._tokenizer, id_)
 
     def _candidates(self, piece: str) -> Iterator[int]:
         """Yields candidates for the id of `piece` within a text."""
@@ -598,6 +622,20 @@ def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str,
 def _inner(data: dict[str, Any], name: str) -> str:
     """The internal name of the special token `name`."""
     return name if "merges" in data["model"] else f"\ue000{name}\ue000"
+
+
+def _bytes_in(backend: tokenizers.Tokenizer, id_: int) -> bytes | None:
+    """The bytes that a token's name stands for in the decoder of a tokenizer: in the byte-level
+    alphabet, or as ``<0xE2>``. None if the decoder works on texts.
+    """
+    kind = str(backend.decoder)
+    name = backend.id_to_token(id_) or ""
+    if "ByteLevel" in kind:
+        # Names of added tokens are texts.
+        is_text = not _BYTE_OF.keys() >= set(name)
+        return name.encode() if is_text else bytes(_BYTE_OF[character] for character in name)
+    is_part = "ByteFallback" in kind and _FALLBACK.fullmatch(name)
+    return bytes.fromhex(name[3:5]) if is_part else None
 
 
 def _mentions_bytes(data: dict[str, Any], *parts: str) -> bool:
@@ -794,6 +832,9 @@ class HubTokenizer:
         array = checked_ids(ids, self.vocab_size)
         is_text = ~np.isin(array, self._specials)
         return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
+
+    def bytes_of(self, id_: int) -> bytes | None:
+        return b"" if id_ in self.textless_ids else _bytes_in(self._marked, id_)
 
     def piece_id(self, piece: str) -> int | None:
         ids = self._plain.encode(piece, add_special_tokens=False).ids

@@ -89,7 +89,8 @@ def _fitted(
         prefix = _first_token(model)
     # A network that does not predict the first token does not read the last one.
     room = model.max_length + (not model.network.predicts_first) - prefix.size - rest.size
-    if room < 0:
+    least = 0 if prefix.size or model.network.predicts_first else 1
+    if room < least:
         raise ValueError(
             f"continuation of {rest.size} tokens exceeds the model's canvas of {model.max_length}; "
             "use loglikelihood_rolling for whole texts"

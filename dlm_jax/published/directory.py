@@ -531,13 +531,14 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
 
 
 KEPT = ("chat_template", "published")
-"""Names in the metadata of a run for what it keeps of a published model, see `read_kept`."""
+"""Names in the metadata of a run for what it keeps of a published model: its chat template, and
+`read_kept`."""
 
 
 def read_kept(directory: Path) -> dict[str, Any]:
-    """What a model trained from a directory keeps of it besides parameters, as metadata: the chat
-    template, and under ``published`` further ids that end a generation, the length of the canvas,
-    and the settings of generation_config.json. `restored` reads the latter.
+    """What a model trained from a directory keeps of it besides parameters and the chat template,
+    as metadata: under ``published`` further ids that end a generation, the length of the canvas,
+    and the settings of generation_config.json. `restored` reads them.
     """
     family, model, longest, fields, _ = read_model(directory)
     length = min(family.trained_length or longest, longest)
@@ -545,11 +546,7 @@ def read_kept(directory: Path) -> dict[str, Any]:
     _, more_eos = read_tokenizer(directory, family, fields, vocab_size=size, adds_mask=True)
     settings = read_settings(directory, length, lambda said: family.recommended(said, model))
     kept = {"max_length": length, "more_eos_ids": list(more_eos), "settings": settings}
-    try:
-        template = _template_of(directory)[0]
-    except (OSError, ValueError):
-        template = None
-    return {"published": kept} | ({} if template is None else {"chat_template": template})
+    return {"published": kept}
 
 
 def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class RowParams(Rule):
     stops_at_eos_B: jax.Array = per_row(Setting(
         "stop_at_eos", False,
         "for rows with edits: end a row when a finished block contains EOS. Rows without edits "
-        "always end at an EOS that precedes all holes and follows all given tokens",
+        "always end at an EOS that precedes all holes and follows all given tokens. A recommended "
+        "ignore_eos no longer holds beside it",
+        resets=("ignore_eos",),
     ))  # fmt: skip
     resamples_B: jax.Array = per_row(
         Setting("resample", False, "treat every token that is not given as a hole at every step")

@@ -109,7 +109,11 @@ class Rules(NamedTuple):
 
 AUTO = "auto"
 """Value of ``fill`` that selects a fill according to the model's heads."""
-IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
+IGNORE_EOS = Setting(
+    "ignore_eos", False,
+    "ban every id that ends a generation; a recommended stop_at_eos no longer holds beside it",
+    resets=("stop_at_eos",),
+)  # fmt: skip
 EDIT = Setting(
     "edit", False, "insert and delete tokens between steps, which changes the lengths of rows"
 )

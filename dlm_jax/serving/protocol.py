@@ -25,7 +25,7 @@ from pydantic import Field
 
 from dlm_jax.config import layered
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer
+from dlm_jax.data import Tokenizer, bytes_of
 from dlm_jax.elsewhere import named_here
 from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
@@ -1435,16 +1435,13 @@ class Answer:
         told = [] if index in self._ends else self._echoed(index)
         end = self._end_of(index, row, places)
         for place in places:
-            offset = end.add(int(row.tokens[place]))
-            if row.is_frozen[place]:
-                continue
-            tops: list[tuple[int, float]] = []
-            if place in records and self.asked.rivals:
-                found = records[place]
-                tops = list(zip(found.ids.tolist(), found.clean_logprobs.tolist(), strict=True))
-            told.append(
-                self._told(int(row.tokens[place]), float(row.logprobs[place]), tops, offset)
-            )
+            id_, tops = int(row.tokens[place]), []
+            if not row.is_frozen[place]:
+                if place in records and self.asked.rivals:
+                    found = records[place]
+                    tops = list(zip(found.ids.tolist(), found.clean_logprobs.tolist(), strict=True))
+                told.append(self._told(id_, float(row.logprobs[place]), tops, end))
+            end.add(id_)
         if self._is_chat:
             return {"content": [one[0] for one in told], "refusal": None}
         return self._table(told)
@@ -1457,7 +1454,8 @@ class Answer:
         told = []
         for id_, logprob, ids, tops in zip(*(one.tolist() for one in scores), strict=True):
             pairs = list(zip(ids, tops, strict=True)) if self.asked.rivals else []
-            told.append(self._told(id_, logprob, pairs, end.add(id_)))
+            told.append(self._told(id_, logprob, pairs, end))
+            end.add(id_)
         return told
 
     def _end_of(self, index: int, row: Row, places: range) -> _TextEnd:
@@ -1470,20 +1468,21 @@ class Answer:
         return self._ends[index]
 
     def _told(
-        self, id_: int, logprob: float, tops: list[tuple[int, float]], offset: int
+        self, id_: int, logprob: float, tops: list[tuple[int, float]], end: _TextEnd
     ) -> tuple[dict[str, Any], int]:
-        """Returns a token with its alternatives, most likely first, and its offset."""
+        """Returns a token at the end of a text with its alternatives, most likely first, and its
+        offset.
+        """
         # The alternatives and the token itself are from one distribution, and so are equal values.
         logprob = dict(tops).get(id_, logprob)
         shown = sorted(tops, key=lambda one: -one[1])[: self.asked.rivals]
-        token = self._token(id_, logprob)
-        return token | {"top_logprobs": [self._token(*one) for one in shown]}, offset
+        token = self._token(id_, logprob, end)
+        return token | {"top_logprobs": [self._token(*one, end) for one in shown]}, end.size
 
-    def _token(self, id_: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([id_])
+    def _token(self, id_: int, logprob: float, end: _TextEnd) -> dict[str, Any]:
+        text, data = end.piece(id_)
         number = logprob if math.isfinite(logprob) else _LEAST
-        data = list(text.encode("utf-8", errors="replace"))
-        return {"token": text, "logprob": number, "bytes": data}
+        return {"token": text, "logprob": number, "bytes": list(data)}
 
     def _table(self, told: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
         """Returns log-probabilities as parallel lists, as in ``/v1/completions``."""
@@ -1512,16 +1511,33 @@ class _TextEnd:
         self._tokenizer, self._size = tokenizer, size
         self._before: list[int] = []
         self._new: list[int] = []
+        self._known = ""  # the text of both
 
-    def add(self, id_: int) -> int:
-        """Adds a token and returns the offset at which its text begins."""
-        offset = self._size
+    @property
+    def size(self) -> int:
+        """The offset at which the text of the next token begins."""
+        return self._size
+
+    def piece(self, id_: int) -> tuple[str, bytes]:
+        """Returns the text that a token would add, and its bytes. A part of a character has the
+        text U+FFFD and its own part of the character's bytes.
+        """
+        data = bytes_of(self._tokenizer, id_)
+        if data is not None:
+            return data.decode("utf-8", errors="replace"), data
+        whole = self._tokenizer.decode([*self._before, *self._new, id_])
+        text = whole[len(self._known) :]
+        return text, text.encode("utf-8", errors="replace")
+
+    def add(self, id_: int) -> None:
         self._new.append(id_)
         whole = self._tokenizer.decode([*self._before, *self._new])
-        if not whole.endswith("\N{REPLACEMENT CHARACTER}") or len(self._new) > _MOST_PARTS:
-            self._size += len(whole) - len(self._tokenizer.decode(self._before))
-            self._before, self._new = self._new, []
-        return offset
+        if whole.endswith("\N{REPLACEMENT CHARACTER}") and len(self._new) <= _MOST_PARTS:
+            self._known = whole
+            return
+        self._size += len(whole) - len(self._tokenizer.decode(self._before))
+        self._before, self._new = self._new, []
+        self._known = self._tokenizer.decode(self._before)
 
 
 _MOST_PARTS = 4

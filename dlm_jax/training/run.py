@@ -189,7 +189,7 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     source = _init_path(config)
     if not source or not is_published(source):
         return config, None
-    theirs, tokenizer = read_shape(Path(source), adds_mask=_adds_mask(config))
+    theirs, tokenizer = read_shape(Path(source), adds_mask=_adds_mask(config.model))
     default, settings = ModelConfig(), {}
     is_turned = theirs.attention_type == "causal" != config.model.attention_type
     own = Trait.OWN | (Trait.TURNED if is_turned else Trait.NONE)
@@ -202,16 +202,18 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
                 f"{ours!r}; remove it"
             )
     is_new = theirs.attention_type == "causal" and tokenizer.mask_id == theirs.vocab_size - 1
-    if settings["lora_rank"] and is_new and _adds_mask(config):
+    if settings["lora_rank"] and is_new and _adds_mask(config.model):
         targets = dict.fromkeys((*settings["lora_targets"], MASK_ROW))
         settings["lora_targets"] = tuple(targets)
     model = ModelConfig(**settings)
     return dataclasses.replace(config, model=model), tokenizer
 
 
-def _adds_mask(config: Config) -> bool:
-    """Whether a run adds MASK to a published model without one: a causal model needs none."""
-    return config.model.attention_type != "causal"
+def _adds_mask(model: ModelConfig) -> bool:
+    """Whether a run of `model` adds MASK to a published model without one. A causal model needs
+    none.
+    """
+    return model.attention_type != "causal"
 
 
 _SHOWN = 8
@@ -344,7 +346,7 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
         start_id=config.model.start_id if config.model.attention_type == "causal" else None,
         chat=chat,
     )
-    if chat is not None and not chat.problem:
+    if chat is not None:
         corpus = dataclasses.replace(corpus, chat_template=chat.source)
     return _with_vocabulary(config, corpus), corpus
 
@@ -440,7 +442,8 @@ def begin_with(
     if is_published(source):
         if teaches:
             raise ValueError(f"{where} is a published model; use a run or a weights file")
-        return _begin_published(source, state, tokenizer, model, mask_like, report)
+        adds_mask = _adds_mask(model)
+        return _begin_published(source, state, tokenizer, adds_mask, mask_like, report)
     if mask_like and not teaches:
         raise SettingError(
             "train.mask_like", mask_like, "has no effect, because train.init_from is not a "
@@ -509,17 +512,18 @@ def _begin_published(
     source: str,
     state: TrainState,
     tokenizer: Tokenizer,
-    model: ModelConfig,
+    adds_mask: bool,
     mask_like: str,
     report: Callable[[str], None],
 ) -> TrainState:
     own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
     found = read_published(
         source, dtype="float32", place=lambda path, shape: own.get(path),
-        adds_mask=model.attention_type != "causal", mask_like=mask_like,
+        adds_mask=adds_mask, mask_like=mask_like,
     )  # fmt: skip
     given = found.params
-    if mask_like or tokenizer.mask_id >= read_model(Path(source))[1].vocab_size:
+    is_new = adds_mask and tokenizer.mask_id >= read_model(Path(source))[1].vocab_size
+    if mask_like or is_new:
         begins = f"that of {mask_like}" if mask_like else "the mean of the others"
         report(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "

@@ -60,6 +60,23 @@ def test_a_flag_of_a_number_still_wants_one():
         _parse("--model.qkv_bias", "perhaps")
 
 
+def test_a_given_ignore_eos_and_a_recommended_stop_at_eos_exclude_each_other(tmp_path):
+    path = tmp_path / "config.toml"
+    bans, stops = {"ignore_eos": True}, {"stop_at_eos": True}
+    for first, second in ((bans, stops), (stops, bans)):
+        resolved = configs.resolve(first, second)
+        (name,), (other,) = second, first
+        assert getattr(resolved, name) and not getattr(resolved, other)
+        path.write_text(f"[sample]\n{other} = true\n")
+        for value in ("true", "false"):
+            loaded = configs.load(str(path), {f"sample.{name}": value}).sample
+            assert getattr(loaded, name) == (value == "true") != getattr(loaded, other)
+        # False excludes nothing.
+        assert getattr(configs.resolve(first, {name: False}), other)
+        with pytest.raises(ValueError, match="has no effect with ignore_eos"):
+            configs.resolve(first | second)
+
+
 def test_a_flag_of_the_temperature_drops_the_end_that_the_file_recommends(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text("[sample]\ntemperature = 1.0\ntemperature_end = 0.3\n")

@@ -157,6 +157,16 @@ def test_spaces_move_to_the_continuation_and_contexts_are_cut_from_the_left():
     assert pair.ids.size == MODEL.max_length and pair.ids.size - pair.given == 6
 
 
+def test_a_continuation_leaves_room_for_a_token_before_it_if_the_first_is_not_predicted():
+    size = MODEL.max_length
+    network = dataclasses.replace(MODEL.network, predicts_first=False)
+    model = dataclasses.replace(MODEL, network=network, is_causal=True)
+    pair = pair_of(model, "The", "A" * size)
+    assert (pair.ids.size, pair.given) == (size + 1, 1)  # the last token is not read
+    with pytest.raises(ValueError, match="exceeds the model's canvas"):
+        pair_of(model, "The", "A" * (size + 1))
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [

@@ -140,6 +140,27 @@ def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_t
         np.testing.assert_allclose(ours[FULL], row, rtol=1e-5, atol=1e-6)
 
 
+def test_a_causal_run_adds_no_mask_and_tells_of_none(tmp_path):
+    _write(tmp_path / "model", "llama")
+    causal, lines = {"model__attention_type": "causal", "sample__order": "left_to_right"}, []
+    run = prepare(_asked(tmp_path, tmp_path / "model", **causal), report=lines.append)
+    run.checkpoints.close()
+    assert run.config.model.vocab_size == run.state.params["embedding"].shape[0] == FULL
+    assert not any("MASK" in line for line in lines)
+
+
+def test_a_run_from_a_model_with_a_broken_template_can_be_resumed(tmp_path):
+    _write(tmp_path / "model", "llama")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for %}")
+    asked = _asked(tmp_path, tmp_path / "model", train__steps=1, train__eval_every=1)
+    run = prepare(asked, report=lambda line: None)
+    assert run_loop(run).reason == "finished"
+    run.checkpoints.close()
+    again = prepare(asked, report=lambda line: None)
+    again.checkpoints.close()
+    assert int(again.state.step) == 1
+
+
 def test_a_token_that_mask_cannot_begin_with_is_refused(tmp_path):
     _write(tmp_path / "model", "llama")
     wrong = _asked(tmp_path, tmp_path / "model", train__mask_like="<none>")

@@ -198,11 +198,12 @@ def test_filling_with_a_causal_model_is_refused_by_name(tmp_path):
         dlm_jax.generate(model, [{"template": "ab<hole:3>cd"}])
 
 
-def test_training_to_fill_holes_from_a_model_without_mask_is_refused(tmp_path):
+def test_training_to_fill_holes_adds_a_mask_and_training_a_causal_model_does_not(tmp_path):
     _theirs(tmp_path / "m")
     train = TrainConfig(init_from=str(tmp_path / "m"))
-    with pytest.raises(ValueError, match=r"train\.init_from=.* has no MASK"):
-        adopted(Config(train=train))
+    config, tokenizer = adopted(Config(train=train))
+    assert config.model.vocab_size == tokenizer.vocab_size == EOS + 2
+    assert tokenizer.mask_id == EOS + 1
     model = ModelConfig(attention_type="causal")
     sample = SampleConfig(order="left_to_right")
     config, tokenizer = adopted(Config(train=train, model=model, sample=sample))

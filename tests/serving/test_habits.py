@@ -1,5 +1,6 @@
 """What clients and browsers send by habit: echoed messages, cross-site requests, odd JSON."""
 
+import dataclasses
 import json
 
 import httpx
@@ -31,6 +32,17 @@ def test_template_variables_may_have_any_name_that_the_server_does_not_set(name)
     text = template.text(SAID, **{name: "cat"})
     assert text == ("The cat" if name == "context" else "The ")
     assert template.ids(SAID, **{name: "cat"}).size == len(text)
+
+
+def test_a_request_may_ignore_eos_although_the_model_recommends_to_stop_at_it():
+    sample = dataclasses.replace(MODEL.sample, stop_at_eos=True)
+    asked = {"prompt": "The ", "max_tokens": 4, "steps": 4, "seed": 1}
+    with serving(dataclasses.replace(MODEL, sample=sample)) as server:
+        for ignores in (True, False):
+            made = post(server, "/v1/completions", asked | {"ignore_eos": ignores})
+            assert made.status_code == 200, made.text
+        both = asked | {"ignore_eos": True, "stop_at_eos": True}
+        assert post(server, "/v1/completions", both).status_code == 400
 
 
 def test_a_gap_may_be_at_the_end_of_its_text(running):

@@ -5,12 +5,18 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 import toy
 import toy_model
 from serving_cases import MODEL, post, serving
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from dlm_jax.data import ByteTokenizer, CharacterTokenizer, HubTokenizer, SubwordTokenizer
+from dlm_jax.data.tokenizers import train_json
 from dlm_jax.inference.scoring import score
 from dlm_jax.model.transformer import build
+from dlm_jax.published import TextTemplate
+from dlm_jax.serving.protocol import _TextEnd
 
 PROMPTS = ["The cat sat.", "Tca .hrntsTe"]
 
@@ -156,12 +162,85 @@ def test_each_token_stands_at_its_offset(running, more, stream):
 
 
 def test_the_tokens_of_one_character_share_an_offset():
-    from dlm_jax.data import ByteTokenizer
-    from dlm_jax.serving.protocol import _TextEnd
-
     tokenizer, text = ByteTokenizer(), "a\u00e9\u20acb"
-    end = _TextEnd(tokenizer, 10)
-    assert [end.add(id_) for id_ in tokenizer.encode(text).tolist()] == [10, 11, 11, 12, 12, 12, 13]
+    end, offsets = _TextEnd(tokenizer, 10), []
+    for id_ in tokenizer.encode(text).tolist():
+        offsets.append(end.size)
+        end.add(id_)
+    assert offsets == [10, 11, 11, 12, 12, 12, 13]
+
+
+TEXT = "a caf\u00e9 is \u20ac 3 \U0001f600 <0xE2>\n"
+
+
+def _hub(vocab, decoder, splitter=None, normalizer=None, **settings):
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], **settings))
+    made.add_special_tokens(["<|mask|>", "<|eos|>"])
+    made.decoder = decoder
+    if splitter:
+        made.pre_tokenizer = splitter
+    if normalizer:
+        made.normalizer = normalizer
+    return HubTokenizer(made.to_str(), len(vocab), len(vocab) + 1, len(vocab) + 1)
+
+
+def _byte_level():
+    vocab = {name: id_ for id_, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    return _hub(vocab, decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def _byte_fallback():
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"acfis3<0xE2>"]
+    decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    vocab = {name: id_ for id_, name in enumerate(dict.fromkeys(names))}
+    spaces = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return _hub(vocab, decoder, normalizer=spaces, byte_fallback=True, fuse_unk=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [ByteTokenizer, _byte_level, _byte_fallback, lambda: CharacterTokenizer.of(TEXT),
+     lambda: SubwordTokenizer(train_json("a caf\u00e9 \u20ac \u20ac 3 " * 9, 270))],
+    ids=["byte", "byte_level", "byte_fallback", "character", "subword"],
+)  # fmt: skip
+def test_the_bytes_of_tokens_join_to_the_text(make):
+    tokenizer = make()
+    end, joined, texts = _TextEnd(tokenizer), b"", ""
+    ids = tokenizer.encode(TEXT).tolist()
+    for id_ in [*ids, tokenizer.eos_id]:
+        text, data = end.piece(id_)
+        end.add(id_)
+        joined, texts = joined + data, texts + text
+    assert tokenizer.decode(ids) == TEXT
+    assert joined == TEXT.encode() and end.size == len(TEXT)
+    assert [part for part in texts if part.isascii()] == [part for part in TEXT if part.isascii()]
+
+
+def test_a_chat_tells_the_own_bytes_of_each_part_of_a_character():
+    tokenizer = ByteTokenizer()
+    network = build(toy.config(vocab_size=tokenizer.vocab_size))
+    template = TextTemplate("{{ messages[0].content }}", text_tokenizer=tokenizer)
+    model = dataclasses.replace(
+        MODEL, network=network, params=toy.random_params(network), tokenizer=tokenizer,
+        chat=template,
+    )  # fmt: skip
+    likely = {str(byte): 100.0 for byte in "\u00e9".encode()}
+    said = [{"role": "user", "content": "a"}]
+    asked = {"messages": said, "logprobs": True, "top_logprobs": 3, "logit_bias": likely}
+    with serving(model) as server:
+        (choice,) = _choices(
+            server, "/v1/chat/completions", prompt=None, steps=None, max_tokens=12, **asked
+        )
+    told = choice["logprobs"]["content"]
+    joined = b"".join(bytes(one["bytes"]) for one in told)
+    assert set(joined) <= set("\u00e9".encode()) and len(joined) == len(told) > 0
+    assert joined.decode(errors="replace") == choice["message"]["content"]
+    assert all(len(top["bytes"]) <= 1 for one in told for top in one["top_logprobs"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.5])
