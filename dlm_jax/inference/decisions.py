@@ -464,7 +464,8 @@ class TokenLogprobs(NamedTuple):
 
     Attributes:
       ids: int32 ``[n]``, the tokens.
-      logprobs: float32 ``[n]``.
+      logprobs: float32 ``[n]``, NaN at the first token if the network does not predict it
+        (`Network.predicts_first`).
       top_ids: int32 ``[n, K]``, the most likely ids at each position, most likely first.
       top_logprobs: float32 ``[n, K]``.
     """
@@ -485,7 +486,8 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Returns the log-probabilities of the tokens of each text, given as ids.
 
-    A causal model takes one forward pass per text, and the values sum to the exact likelihood.
+    A causal model takes one forward pass per text, and the values sum to the exact likelihood
+    (of the tokens after the first, if the network does not predict the first one).
     Other models decode the text from left to right, as in ``decide(order="left_to_right")``: token
     i is read from the canvas on which token i and all later tokens are MASK, so a text of n tokens
     takes n forward passes, and the values sum to the likelihood of the text under this order, given
@@ -494,8 +496,8 @@ def token_logprobs(
     """
     _check_holes(model)
     run = compiled(
-        _read_top, model.network, model.compiler_options, mask_id=model.tokenizer.mask_id,
-        banned_ids=model.banned_ids,
+        _read_top, model.network, model.compiler_options,
+        mask_id=unpredicted(model.network, model.tokenizer.mask_id), banned_ids=model.banned_ids,
         num_top=min(num_top, model.network.vocab_size - len(model.banned_ids)),
     )  # fmt: skip
     canvases: dict[int, list[tuple[int, range]]] = {}
@@ -527,6 +529,8 @@ def token_logprobs(
     made = []
     for ids, own in zip(texts, parts, strict=True):
         columns = [np.concatenate(column) for column in zip(*own, strict=True)]
+        if not model.network.predicts_first:
+            columns[0][:1] = np.nan
         made.append(TokenLogprobs(np.asarray(ids, np.int32), *columns))
     return made
 

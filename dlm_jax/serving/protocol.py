@@ -768,7 +768,8 @@ class Planner:
             )
         except ValueError as error:
             raise refused(f"logprobs with echo: {error}", "logprobs") from None
-        if any(not np.isfinite(one.logprobs).all() for one in found):
+        first = 0 if self.model.network.predicts_first else 1
+        if any(not np.isfinite(one.logprobs[first:]).all() for one in found):
             raise ApiError(500, "the model's logits are not finite", code="non_finite")
         answer.scores = {one.ids.tobytes(): one for one in found}
 
@@ -1453,8 +1454,13 @@ class Answer:
         scores, end = self.scores[self.prompt(index).tobytes()], _TextEnd(self.tokenizer)
         told = []
         for id_, logprob, ids, tops in zip(*(one.tolist() for one in scores), strict=True):
-            pairs = list(zip(ids, tops, strict=True)) if self.asked.rivals else []
-            told.append(self._told(id_, logprob, pairs, end))
+            if math.isnan(logprob):  # the first token, which nothing predicts
+                text, data = end.piece(id_)
+                one = {"token": text, "logprob": None, "bytes": list(data), "top_logprobs": None}
+                told.append((one, end.size))
+            else:
+                pairs = list(zip(ids, tops, strict=True)) if self.asked.rivals else []
+                told.append(self._told(id_, logprob, pairs, end))
             end.add(id_)
         return told
 
@@ -1489,6 +1495,9 @@ class Answer:
         tokens = [one for one, _ in told]
         tops = []
         for one in tokens:
+            if one["logprob"] is None:
+                tops.append(None)
+                continue
             # The token itself is always present. Of others with one text, the most likely one is.
             shown = {top["token"]: top["logprob"] for top in reversed(one["top_logprobs"])}
             tops.append(shown | {one["token"]: one["logprob"]})

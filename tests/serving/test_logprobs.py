@@ -140,6 +140,23 @@ def test_the_echo_of_a_causal_model_has_the_exact_likelihood():
     np.testing.assert_allclose(sums, -score(model, PROMPTS).nats, rtol=1e-5)
 
 
+def test_the_first_token_of_an_echo_has_no_value_if_nothing_predicts_it():
+    network = build(
+        toy.config(
+            vocab_size=MODEL.tokenizer.vocab_size, attention_type="causal",
+            logit_alignment="shifted",
+        )
+    )  # fmt: skip
+    params = toy.random_params(network)
+    model = dataclasses.replace(MODEL, network=network, params=params, is_causal=True)
+    with serving(model) as server:
+        choices = _choices(server, prompt=PROMPTS, max_tokens=0, echo=True, logprobs=1)
+    for choice, nats in zip(choices, score(model, PROMPTS).nats, strict=True):
+        first, *rest = choice["logprobs"]["token_logprobs"]
+        assert first is None and choice["logprobs"]["top_logprobs"][0] is None
+        assert sum(rest) == pytest.approx(-nats, rel=1e-5)
+
+
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"prompt": "", "echo": True}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_token_stands_at_its_offset(running, more, stream):
