@@ -152,8 +152,9 @@ class Model:
 
     @property
     def start_id(self) -> int | None:
-        """The id that a causal network puts before each row; None for other networks."""
-        return self.config.model.start_id if self.config and self.is_causal else None
+        """The id that a causal network puts before each row; None if it puts none."""
+        start = self.config.model.start_id if self.config and self.is_causal else -1
+        return None if start < 0 else start
 
     @functools.cached_property
     def prefix_ids(self) -> tuple[int, ...]:

@@ -137,7 +137,8 @@ def test_rows_of_documents_begin_with_the_prefix(model, tmp_path):
     assert rows["given"].tolist() == [2, 1, 1]
 
 
-def test_a_causal_network_begins_its_rows_itself(tmp_path):
+def test_rows_of_a_causal_model_begin_with_one_prefix(tmp_path):
     causal = dlm_jax.load(_write(tmp_path / "model", "qwen2"))
-    assert causal.start_id == BOS and causal.prefix_ids == ()
+    assert causal.start_id is None and causal.prefix_ids == (BOS,)
+    assert question(causal, "hi", ["a", "b"]).parts[0].tolist() == _ids("hi")
     assert ChatTemplate("{{ bos_token }}", causal.tokenizer).ids([]).tolist() == [BOS]
