@@ -32,7 +32,7 @@ def test_nothing_but_the_layers_is_held_twice():
     program, params = canvases.program(network), toy.random_params(network)
     made = layout_of(program, params).ready
     assert {name for name in made if made[name] is not params.get(name)} == {"layers"}
-    deep = build(toy.config(depth=17))
+    deep = build(toy.config(depth=49))
     params = toy.random_params(deep)
     made = layout_of(canvases.program(deep), params).ready
     assert all(made[name] is params[name] for name in made | params)

@@ -33,7 +33,6 @@ def test_a_block_causal_model_learns_and_writes_with_an_exact_cache(tmp_path):
     [
         ("model", {"block_length": 1}, "model.block_length=1 is not supported with"),
         ("model", {"attention_type": "causal"}, "model.block_length=4 is not supported with"),
-        ("model", {"add_sampler_head": True}, "model.add_sampler_head=True requires"),
         ("sample", {"block_length": 8}, "sample.block_length=8 is neither model.block_length=4"),
         ("objective", {"proofreading_share": 0.5}, "objective.proofreading_share=0.5 moves"),
     ],
