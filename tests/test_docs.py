@@ -221,6 +221,8 @@ def test_a_network_of_ones_own_writes_a_text(capsys):
 def test_every_block_runs_in_a_process_of_its_own(page, quickstart, tmp_path):
     (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
     for block in _blocks(page):
+        if "path/to/" in block:  # needs a model; its own test runs it
+            continue
         env = os.environ | {"PYTHONPATH": str(DOCS.parent)}
         folder = quickstart if "runs/quickstart" in block else tmp_path
         done = subprocess.run(
