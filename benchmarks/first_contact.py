@@ -18,6 +18,7 @@ of other parts.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -191,9 +192,9 @@ def _alternate(
 
 
 def measure_speed(both: Both, rounds: int, num_new: int) -> dict[str, Any]:
-    from lm_eval.models.huggingface import HFLM
-
     from dlm_jax.harness.lm import Evaluated
+
+    harness: Any = importlib.import_module("lm_eval.models.huggingface")
 
     found: dict[str, Any] = {}
     for rows in (1, 8):
@@ -213,7 +214,7 @@ def measure_speed(both: Both, rounds: int, num_new: int) -> dict[str, Any]:
         SimpleNamespace(args=(context, f" {subject} and other things"))
         for context in contexts for subject in SUBJECTS[:4]
     ]  # fmt: skip
-    make: Any = HFLM
+    make = harness.HFLM
     hf = make(pretrained=both.theirs, tokenizer=both.tokenizer, batch_size=1)
     evaluated = Evaluated(model=both.ours, batch_size=1)
     made: list[Any] = [None, None]
