@@ -7,9 +7,12 @@
 The faults are data: `benchmarks/planted_faults.toml` gives each fault as two texts of one file,
 before and after, and gives each area the tests that must see its faults. For each area, the tests
 run once on the unchanged copy, where they must pass. For each fault, the default tests run with a
-limit of 75 s; with `--slow`, the slow tests follow if the default tests see nothing. The records go
-to `benchmarks/results/planted.jsonl`. A fault that is recorded there is not run again, unless its
-texts have changed or `--again` is given.
+limit of 75 s on two cores; with `--slow`, the slow tests follow if the default tests see nothing.
+The records go to `benchmarks/results/planted.jsonl`. A fault that is recorded there is not run
+again, unless its texts have changed, its run reached a lower limit, or `--again` is given.
+
+Each run is one process with the limit in processor time, 150 s for two cores, so that several runs
+at once and other load change no result. Runs start as forks of one process that has imported JAX.
 
 A fault is seen by `default` or `slow` if a test of that kind fails. It counts as `crash` if the
 tests cannot be collected, which shows nothing about them. It is seen by `none` otherwise, also if
@@ -20,26 +23,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
+import importlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "planted_faults.toml"
 RESULTS = Path(__file__).parent / "results" / "planted.jsonl"
-LIMIT, SLOW_LIMIT = 75.0, 600.0
+LIMIT, SLOW_LIMIT = 75.0, 600.0  # seconds on two cores
+WAITING = 5.0  # seconds of the clock after which a run is ended, per second of its limit
+IMPORTED = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "scipy", "tokenizers", "numpy")
 SEEN = ("default", "slow", "crash", "none")
 
 
@@ -78,7 +85,7 @@ class Outcome(NamedTuple):
       failed: the first failed test; empty if none.
       crashed: True if the tests could not be collected or run.
       timed_out: True if the run reached its limit.
-      seconds: duration of the run.
+      seconds: processor time of the run on two cores, hence half of the time of all threads.
       tail: the last lines of its output.
     """
 
@@ -149,47 +156,51 @@ def write(path: Path, text: str) -> None:
         stale.unlink()
 
 
-def run_tests(
-    tree: Path,
-    paths: Sequence[str],
-    *,
-    workers: str,
-    limit: float,
-    cache: Path,
-    slow: bool = False,
-    names: Sequence[str] = (),
-) -> Outcome:
-    """Runs tests until the first failure or the limit, and then ends all their processes.
-
-    Files that contain more of `names` run first.
-    """
-    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(tree)}
+def order_tests(tree: Path, paths: Sequence[str], names: Sequence[str] = ()) -> list[str]:
+    """The files of an area. Files that contain more of `names` come first."""
     found = {test for path in paths for file in tree.glob(path) for test in _tests_in(file)}
 
     def rank(test: Path) -> tuple[int, Path]:
         text = test.read_text()
         return -sum(bool(re.search(rf"\b{name}\b", text)) for name in names), test
 
-    files = [str(test.relative_to(tree)) for test in sorted(found, key=rank)]
-    command = [sys.executable, "-m", "pytest", "-n", workers, "-x", "-q", *files]
-    command += ["-m", "slow"] if slow else []
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        seconds = time.monotonic() - began
-        output.seek(0)
-        return _outcome(code, output.read(), seconds)
+    return [str(test.relative_to(tree)) for test in sorted(found, key=rank)]
+
+
+def start_tests(tree: Path, files: Sequence[str], limit: float, slow: bool) -> int:
+    """Runs tests in a process of its own, until the first failure or the limit. Returns its id."""
+    pid = os.fork()
+    if pid == 0:
+        _run_pytest(tree, files, limit, slow)
+    return pid
+
+
+def _run_pytest(tree: Path, files: Sequence[str], limit: float, slow: bool) -> None:
+    """Becomes the process of a run. Does not return."""
+    os.setsid()
+    with _output_of(tree).open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    processor = int(2 * limit)
+    resource.setrlimit(resource.RLIMIT_CPU, (processor, processor + 5))
+    signal.alarm(int(WAITING * limit))
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("benchmarks", "dlm_jax")]:
+        del sys.modules[name]
+    code = 2
+    try:
+        pytest = importlib.import_module("pytest")
+        chosen = ["-m", "slow"] if slow else []
+        code = int(pytest.main(["-n", "0", "-x", "-q", *files, *chosen]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _output_of(tree: Path) -> Path:
+    return tree.with_suffix(".log")
 
 
 def _tests_in(path: Path) -> list[Path]:
@@ -204,13 +215,22 @@ def names_around(fault: Fault, text: str) -> list[str]:
     return [*dict.fromkeys([Path(fault.file).stem, *defined, *methods])]
 
 
-def _outcome(code: int | None, text: str, seconds: float) -> Outcome:
+def read_outcome(tree: Path, status: int, used: resource.struct_rusage) -> Outcome:
+    """The outcome of the run that ended in a tree."""
+    text = _output_of(tree).read_text()
+    code = os.waitstatus_to_exitcode(status)
+    timed_out = -code in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL)
     # A setup that fails is an ERROR of a test. An ERROR without a test is one of collection.
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", text, re.MULTILINE)
     passed = code in (0, 5)  # 5: no tests
-    crashed = not passed and code is not None and not failed
-    tail = "\n".join(text.splitlines()[-12:])
-    return Outcome(passed, failed[0] if failed else "", crashed, code is None, seconds, tail)
+    return Outcome(
+        passed=passed,
+        failed=failed[0] if failed else "",
+        crashed=not passed and not timed_out and not failed,
+        timed_out=timed_out,
+        seconds=(used.ru_utime + used.ru_stime) / 2,
+        tail="\n".join(text.splitlines()[-12:]),
+    )
 
 
 def read_records() -> dict[str, dict[str, Any]]:
@@ -221,31 +241,36 @@ def read_records() -> dict[str, dict[str, Any]]:
     return {record["digest"]: record for record in records}
 
 
-def try_fault(
-    fault: Fault,
-    tree: Path,
-    paths: Sequence[str],
-    *,
-    workers: str,
-    limit: float,
-    cache: Path,
-    slow: bool,
-) -> dict[str, Any]:
-    """Runs the tests of an area with one fault in the tree. Returns the record."""
+# A task yields files of tests, the limit and whether to run slow tests, and receives the outcome.
+Task = Generator[tuple[list[str], float, bool], Outcome, None]
+
+
+def try_area(
+    area: str, paths: Sequence[str], limit: float, passed: dict[str, bool], tree: Path
+) -> Task:
+    """Runs the tests of an area without a fault. Prints whether they pass, and in what time."""
+    outcome = yield order_tests(tree, paths), SLOW_LIMIT, False
+    within = "within" if outcome.seconds <= limit else "NOT WITHIN"
+    state = "pass" if outcome.passed else "FAIL"
+    print(f"{area}: unchanged, tests {state} in {outcome.seconds:.1f} s, {within} {limit:g} s")
+    if not outcome.passed:
+        print(outcome.tail)
+    passed[area] = outcome.passed
+
+
+def try_fault(fault: Fault, paths: Sequence[str], limit: float, slow: bool, tree: Path) -> Task:
+    """Runs the tests of an area with one fault in the tree, and appends the record."""
     path = tree / fault.file
     text = path.read_text()
+    files = order_tests(tree, paths, names_around(fault, text))
     write(path, text.replace(fault.before, fault.after))
     try:
         kind = "default"
-        names = names_around(fault, text)
-        outcome = run_tests(tree, paths, workers=workers, limit=limit, cache=cache, names=names)
+        outcome = yield files, limit, False
         seconds, timed_out = outcome.seconds, outcome.timed_out
         if slow and not outcome.failed and not outcome.crashed:
             kind = "slow"
-            outcome = run_tests(
-                tree, paths, workers=workers, limit=SLOW_LIMIT, cache=cache, slow=True,
-                names=names,
-            )  # fmt: skip
+            outcome = yield files, SLOW_LIMIT, True
             seconds, timed_out = seconds + outcome.seconds, timed_out or outcome.timed_out
     finally:
         write(path, text)
@@ -254,42 +279,47 @@ def try_fault(
         "name": fault.name, "area": fault.area, "digest": fault.digest, "seen": seen,
         "test": outcome.failed, "tried": "default, slow" if slow else "default",
         "limit": limit, "timed_out": timed_out, "seconds": round(seconds, 1),
+        "commit": _commit(),
     }  # fmt: skip
-    return record | ({"tail": outcome.tail} if seen == "crash" else {})
+    record |= {"tail": outcome.tail} if seen == "crash" else {}
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    by = f"{seen} {outcome.failed}{' (limit)' if timed_out else ''}"
+    print(f"  {fault.name}: {by.strip()}, {record['seconds']} s", flush=True)
 
 
-def run_area(
-    area: str, faults: Sequence[Fault], tree: Path, paths: Sequence[str], args: argparse.Namespace
-) -> bool:
-    """Runs the tests of an area without and then with each fault. Returns False if they fail
-    without a fault.
-    """
-    seconds = None
-    if not args.trust:
-        plain = run_tests(tree, paths, workers=args.workers, limit=SLOW_LIMIT, cache=args.cache)
-        within = "within" if plain.seconds <= args.limit else "NOT WITHIN"
-        state = "pass" if plain.passed else "FAIL"
-        seconds = round(plain.seconds, 1)
-        print(f"{area}: unchanged, tests {state} in {seconds} s, {within} {args.limit:g} s")
-        if not plain.passed:
-            print(plain.tail, flush=True)
-            return False
-    for fault in faults:
-        record = try_fault(
-            fault,
-            tree,
-            paths,
-            workers=args.workers,
-            limit=args.limit,
-            cache=args.cache,
-            slow=args.slow,
-        )
-        record |= {"unchanged_seconds": seconds, "commit": _commit()}
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        by = f"{record['seen']} {record['test']}{' (limit)' if record['timed_out'] else ''}"
-        print(f"  {fault.name}: {by.strip()}, {record['seconds']} s", flush=True)
-    return True
+def run_all(tasks: Sequence[Callable[[Path], Task]], trees: Sequence[Path]) -> None:
+    """Runs tasks, as many at a time as there are trees. A task is a function of its tree."""
+    waiting, free = list(tasks), list(trees)
+    running: dict[int, tuple[Task, Path]] = {}
+
+    def go_on(task: Task, tree: Path, outcome: Any) -> None:
+        try:
+            files, limit, slow = task.send(outcome)
+        except StopIteration:
+            free.append(tree)
+        else:
+            running[start_tests(tree, files, limit, slow)] = task, tree
+
+    try:
+        while waiting or running:
+            while waiting and free:
+                tree = free.pop()
+                go_on(waiting.pop(0)(tree), tree, None)
+            pid, status, used = os.wait4(-1, 0)
+            if pid in running:
+                _kill_all_of(pid)
+                task, tree = running.pop(pid)
+                go_on(task, tree, read_outcome(tree, status, used))
+    finally:
+        for pid in running:
+            _kill_all_of(pid)
+
+
+def _kill_all_of(pid: int) -> None:
+    """Ends what a run has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _commit() -> str:
@@ -322,6 +352,8 @@ def _wanted(faults: Sequence[Fault], args: argparse.Namespace) -> list[Fault]:
         record = records.get(fault.digest)
         if record is None or args.again:
             return True
+        if record["seen"] == "none" and record["timed_out"] and record["limit"] < args.limit:
+            return True
         return args.slow and record["seen"] == "none" and "slow" not in record["tried"]
 
     return [
@@ -346,9 +378,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="check the data and end")
     parser.add_argument("--table", action="store_true", help="print the table and end")
     parser.add_argument(
-        "--limit", type=float, default=LIMIT, help="seconds for the default tests of an area"
-    )
-    parser.add_argument("--workers", default="auto", help="number of test processes, as in -n")
+        "--limit", type=float, default=LIMIT,
+        help="seconds on two cores for the default tests of an area",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument(
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "planted_jax_cache",
         help="directory for compiled programs, shared by all runs",
@@ -363,14 +396,30 @@ def main() -> int:
         print("\n".join([*found, f"{len(faults)} faults, {len(found)} problems"]))
         return bool(found)
     wanted = _wanted(faults, args)
-    passed = True
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": str(args.cache), "JAX_PLATFORMS": "cpu",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    for name in IMPORTED:
+        importlib.import_module(name)
+    passed: dict[str, bool] = {}
+    tasks: list[Callable[[Path], Task]] = []
+    if not args.trust:
+        tasks += [
+            functools.partial(try_area, area, areas[area], args.limit, passed)
+            for area in dict.fromkeys(fault.area for fault in wanted)
+        ]
+    tasks += [
+        functools.partial(try_fault, fault, areas[fault.area], args.limit, args.slow)
+        for fault in wanted
+    ]
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
-        tree = Path(folder) / "tree"
-        copy_tree(tree)
-        for area in dict.fromkeys(fault.area for fault in wanted):
-            own = [fault for fault in wanted if fault.area == area]
-            passed &= run_area(area, own, tree, areas[area], args)
-    return not passed
+        trees = [Path(folder) / f"tree{number}" for number in range(args.jobs)]
+        for tree in trees:
+            copy_tree(tree)
+        run_all(tasks, trees)
+    return not all(passed.values())
 
 
 if __name__ == "__main__":
