@@ -76,6 +76,17 @@ def test_ties_keep_the_lowest_ids(stage):
     np.testing.assert_array_equal(np.isfinite(out), np.arange(V)[None] < 10 + np.zeros((6, 1)))
 
 
+@pytest.mark.parametrize("V", SIZES[2:])
+def test_top_k_keeps_min_keep_where_k_is_smaller(V):
+    x = np.stack([np.random.default_rng(n).permutation(V) for n in range(tc.NUM_POSITIONS)])
+    ks, min_keeps = (1, 2, 5), (3, 1, 4)
+    place = tc.at()
+    transform = MAKE["top_k"](ks, min_keeps)
+    out = np.asarray(tc.run(transform, x.astype(np.float32), place, tc.context()))
+    num_N = np.array([3, 2, 5])[np.asarray(place.row_N)]
+    np.testing.assert_array_equal(out > -np.inf, x >= V - num_N[:, None])
+
+
 def test_top_p_keeps_the_token_that_reaches_p():
     x = np.log(np.array([[0.5, 0.3, 0.15, 0.05]] * tc.NUM_POSITIONS, np.float32))
     transform = tf.TopP(tc.real(0.45, 0.6, 0.9), tc.whole(1))
