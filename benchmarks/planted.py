@@ -45,7 +45,7 @@ ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "planted_faults.toml"
 RESULTS = Path(__file__).parent / "results" / "planted.jsonl"
 LIMIT, SLOW_LIMIT = 75.0, 600.0  # seconds on two cores
-WAITING = 5.0  # seconds of the clock after which a run is ended, per second of its limit
+WAITING = 20.0  # seconds of the clock after which a run is ended, per second of its limit
 IMPORTED = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "scipy", "tokenizers", "numpy")
 SEEN = ("default", "slow", "crash", "none")
 

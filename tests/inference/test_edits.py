@@ -413,3 +413,32 @@ def test_a_row_that_ends_early_keeps_what_was_read_back_of_what_is_left():
         for place in np.flatnonzero(made.committed[row, :length] >= 0):
             assert found[int(place), int(made.committed[row, place])] == made.tokens[row, place]
         assert all(r.place < length for r in records)
+
+
+def test_the_log_probability_of_a_token_moves_with_the_token():
+    logits_V = jnp.asarray(np.random.default_rng(0).normal(size=TOKENIZER.vocab_size), jnp.float32)
+
+    def one_hot(params, ids):
+        return jax.nn.one_hot(ids, TOKENIZER.vocab_size)
+
+    network = Network(
+        init=lambda key: {},
+        trunk=lambda params, tokens_BL, length_B, cache: (one_hot(params, tokens_BL), cache),
+        embed=one_hot,
+        readout=lambda params, hidden_ND: jnp.broadcast_to(
+            logits_V, (hidden_ND.shape[0], TOKENIZER.vocab_size)
+        ),
+        vocab_size=TOKENIZER.vocab_size,
+    )
+    # Every token is as likely anywhere, so that a wrong place shows.
+    result = dlm_jax.generate(
+        Model(network, {}, TOKENIZER, max_length=64), ["a rat", "", "The"], gen_length=20,
+        steps=10, seed=1, fill="parallel", order="low_confidence", edit=True, edit_token="mask",
+        insert_ratio_start=0.3, delete_ratio_start=0.3,
+    )  # fmt: skip
+    assert (result.counters.insertions > 0).all()
+    logprob_V = np.asarray(jax.nn.log_softmax(logits_V))
+    for row, given in enumerate((5, 0, 3)):
+        written = slice(given, result.lengths[row])
+        expected = logprob_V[result.tokens[row, written]]
+        np.testing.assert_allclose(result.logprobs[row, written], expected, atol=1e-5)
