@@ -129,6 +129,21 @@ def test_an_exact_cache_gives_the_rows_that_none_gives(case):
         assert np.asarray(counters.positions).sum() < 0.5 * plain
 
 
+@pytest.mark.parametrize("block_length", [UNIT, UNIT // 2])
+def test_an_exact_cache_is_exact_in_parts_of_blocks_and_behind_blocks_without_holes(block_length):
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(ROWS):
+        tokens = rng.integers(0, toy.MASK, POSITIONS)
+        tokens[UNIT : 2 * UNIT] = tokens[3 * UNIT + index % 3 :] = toy.MASK
+        rows.append({"tokens": tokens.tolist(), "steps": POSITIONS, "seed": index,
+                     "temperature": (0.0, 1.0)[index % 2]})  # fmt: skip
+    settings = CASES["block_causal-exact"] | {"block_length": block_length}
+    ours, _ = _run("block_causal", rows, **settings)
+    theirs, _ = _run("block_causal", rows, **_without(settings))
+    _same_up_to_rounding(ours, theirs, forwards=False)
+
+
 @pytest.mark.parametrize("case", _some(*[case for case in CASES if "exact" not in case]))
 def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_gives(case):
     settings = CASES[case] | {"cache_refresh": 1}
