@@ -91,4 +91,4 @@ def post(running: Running, path: str, body, **headers) -> httpx.Response:
     """The answer to a request that may be malformed."""
     headers = {"content-type": "application/json"} | headers
     data = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return httpx.post(f"{running.url}{path}", headers=headers, timeout=60, **data)
+    return httpx.post(f"{running.url}{path}", headers=headers, timeout=300, **data)

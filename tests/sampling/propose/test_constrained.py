@@ -102,6 +102,42 @@ def test_a_greedy_row_gets_the_likeliest_match(case):
         assert {tuple(text) for text in drawn_NL.tolist()} == {best}
 
 
+def _logits(*rows):
+    """Logits of the letters a, b and c at the positions of a canvas, the given first one aside."""
+    logits_LV = np.full((7, constrained.LETTERS.vocab_size), -1e4)
+    logits_LV[1:, :3] = np.tile(rows, (6 // len(rows), 1))
+    logits_LV[1:, constrained.EOS] = -30.0
+    return logits_LV
+
+
+def test_a_greedy_match_is_the_best_over_ids_and_not_the_likeliest_sum_of_ids():
+    logits_LV = _logits(np.log([0.3, 0.3, 0.4]), np.log([0.4, 0.2, 0.4]))
+    (text,) = np.unique(constrained.draws(
+        "([ab]a|cc)*", "a______", logits_LV, 1, steps=1, temperature=0.0), axis=0)  # fmt: skip
+    assert constrained.LETTERS.decode(text) == "acccccc"
+
+
+def test_no_id_that_the_chain_cuts_is_written_where_others_match():
+    logits_LV = _logits([0.2, 0.1, 0.0])
+    settings = {"steps": 1, "top_k": 2}
+    drawn_NL = constrained.draws("(aa|bb|cc)*", "a______", logits_LV, 200, **settings)
+    assert set(drawn_NL[:, 1:].ravel().tolist()) == {0, 1}
+
+
+def test_no_banned_id_is_written_where_the_chain_cuts_all_others():
+    logits_LV = _logits([0.2, 0.1, 1.0])
+    settings = {"steps": 1, "top_k": 1, "logit_bias": {0: -np.inf}}
+    drawn_NL = constrained.draws("([ab]c)*", "c______", logits_LV, 1, **settings)
+    assert {constrained.LETTERS.decode(text) for text in drawn_NL} == {"cbcbcbc"}
+
+
+def test_the_id_on_an_arc_does_not_depend_on_the_chance_of_the_arc():
+    pattern, canvas = "([bc]a|ab)*", "c______"
+    logits_LV = _logits([0.0, 0.0, 0.0])
+    drawn_NL = constrained.draws(pattern, canvas, logits_LV, TEXTS, steps=1)
+    assert constrained.p_value(drawn_NL, constrained.law(pattern, canvas, logits_LV)) > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", constrained.WAVES)
 def test_waves_follow_the_head_times_the_trunks_chance_of_a_match(case):
