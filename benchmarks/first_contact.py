@@ -2,17 +2,20 @@
 
     python -m benchmarks.first_contact [--model DIR] [--quick | --full] [--only PART ...]
 
-Four parts, all in float32 and with the calls of a user on both sides:
+Five parts, all in float32 and with the calls of a user on both sides:
 
 - ``ids``: greedy tokens of prompts and chats, in batches of 1 and 8 rows. Each difference is shown
   with transformers' two logits at that position; within `TIE` of each other, they are a tie.
 - ``likelihoods``: negative log-likelihoods of texts (`dlm_jax.score`), relative to transformers.
+- ``tasks``: results of three local tasks in lm-evaluation-harness, beside its model ``hf``.
 - ``speed``: seconds per token at 1 and 8 rows, and seconds of 12 likelihoods in
   lm-evaluation-harness with batches of one; both programs alternate in one process.
 - ``start``: seconds of a new process to its first chat answer, without and with compiled programs.
 
 The table is printed and written to benchmarks/results/first_contact.json, which keeps the figures
-of other parts.
+of other parts. ``--full`` compares 200 prompts, 200 texts and whole tasks. A line tells of each
+finished batch of prompts or texts and of each task, and a rerun continues after the last one, which
+first_contact_parts.jsonl lists until the end; delete that file after a change of the code.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results" / "first_contact.json"
+PARTS = RESULTS.with_name("first_contact_parts.jsonl")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NEW = 40
 """Number of new tokens."""
@@ -71,6 +75,34 @@ def prompts(kind: str, count: int) -> list[Any]:
         words = " ".join(SUBJECTS)
         return [f"{number}. " + f"{words}. " * 28 + text for number, text in enumerate(made)]
     return [[{"role": "user", "content": text}] for text in made] if kind == "chat" else made
+
+
+class Parts:
+    """Results of finished parts in a file, which a rerun does not compute again.
+
+    Args:
+      path: file with one line per part; None keeps no file.
+      run: identifies the run; parts of other runs are computed again.
+    """
+
+    def __init__(self, path: Path | None, run: str):
+        self._path, self._run, self._begin = path, run, time.perf_counter()
+        self._done: dict[str, Any] = {}
+        if path is not None and path.exists():
+            lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            self._done = {line["part"]: line["value"] for line in lines if line["run"] == run}
+
+    def once(self, part: str, compute: Callable[[], Any]) -> Any:
+        """The value of a part, as JSON stores it."""
+        if part not in self._done:
+            value = json.loads(json.dumps(compute()))
+            if self._path is not None:
+                line = json.dumps({"run": self._run, "part": part, "value": value})
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            print(f"{time.perf_counter() - self._begin:7.0f} s  {part}", flush=True)
+            self._done[part] = value
+        return self._done[part]
 
 
 class Both:
@@ -137,16 +169,29 @@ class Both:
         return -float(logprobs[self.torch.arange(len(ids) - 1), list(ids[1:])].sum())
 
 
-def measure_ids(both: Both, counts: dict[str, int]) -> dict[str, Any]:
+def measure_ids(both: Both, counts: dict[str, int], parts: Parts) -> dict[str, Any]:
     found: dict[str, Any] = {"differences": []}
     others = 0
     for kind, count in counts.items():
         asked = prompts(kind, count)
-        wanted = [both.their_answers([prompt], NEW)[0] for prompt in asked]
+
+        def of_eight(first: int, asked: Sequence[Any] = asked) -> dict[str, Any]:
+            some = asked[first : first + 8]
+            return {
+                "theirs": [both.their_answers([prompt], NEW)[0] for prompt in some],
+                "1": [both.our_answers([prompt], NEW)[0] for prompt in some],
+                "8": both.our_answers(some, NEW),
+            }
+
+        answers: dict[str, list[list[int]]] = {"theirs": [], "1": [], "8": []}
+        for first in range(0, count, 8):
+            name = f"ids of {kind} prompts {first + 1} to {min(first + 8, count)}"
+            some = parts.once(name, lambda first=first, of=of_eight: of(first))
+            for who, rows in answers.items():
+                rows += some[who]
+        wanted = answers["theirs"]
         for batch in (1, 8):
-            made: list[list[int]] = []
-            for first in range(0, count, batch):
-                made += both.our_answers(asked[first : first + batch], NEW)
+            made = answers[str(batch)]
             found[f"{kind}, {batch} rows"] = f"{sum(map(_same, made, wanted))} of {count}"
             for prompt, ours, theirs in zip(asked, made, wanted, strict=True):
                 if ours == theirs:
@@ -166,15 +211,73 @@ def _same(ours: list[int], theirs: list[int]) -> bool:
     return ours == theirs
 
 
-def measure_likelihoods(both: Both, count: int) -> dict[str, Any]:
-    texts = [text + " It is well known, and often told." for text in prompts("plain", count)]
-    texts += prompts("unicode", max(1, count // 4)) + prompts("code", max(1, count // 4))
-    made = both.dlm_jax.score(both.ours, texts).nats
-    wanted = np.array([both.nats(both.their_ids(text)) for text in texts])
+def measure_likelihoods(both: Both, count: int, parts: Parts) -> dict[str, Any]:
+    some = max(1, count // 4)
+    texts = [text + " It is well known, and often told." for text in prompts("plain", 2 * some)]
+    texts += prompts("unicode", some) + prompts("code", some)
+
+    def of_some(texts: Sequence[str]) -> list[float]:
+        made = both.dlm_jax.score(both.ours, texts).nats
+        wanted = np.array([both.nats(both.their_ids(text)) for text in texts])
+        return np.abs(made / wanted - 1).tolist()
+
+    differences: list[float] = []
+    for first in range(0, len(texts), 20):
+        chosen = texts[first : first + 20]
+        name = f"likelihoods of texts {first + 1} to {first + len(chosen)}"
+        differences += parts.once(name, lambda chosen=chosen: of_some(chosen))
+    return {"texts": len(texts), "likelihoods, largest relative difference": max(differences)}
+
+
+def _last_lines() -> dict[str, Any]:
+    """A task of single likelihoods: the line of Shakespeare that follows."""
+    from dlm_jax.harness.tasks.shipped import shakespeare_cloze
+
+    metrics = [{"metric": name, "aggregation": kind, "higher_is_better": name == "acc"}
+               for name, kind in (("perplexity", "perplexity"), ("acc", "mean"))]  # fmt: skip
     return {
-        "texts": len(texts),
-        "likelihoods, largest relative difference": float(np.abs(made / wanted - 1).max()),
+        "task": "last_lines", "custom_dataset": shakespeare_cloze, "output_type": "loglikelihood",
+        "test_split": "test", "doc_to_text": "{{context}}", "metric_list": metrics,
+        "doc_to_target": "{{choices[gold]}}", "target_delimiter": "",
+    }  # fmt: skip
+
+
+def measure_tasks(both: Both, limit: int | None, parts: Parts) -> dict[str, Any]:
+    """Results of tasks in lm-evaluation-harness, and the first result of ``hf`` where they differ
+    by more than 1e-4 of its value.
+    """
+    from dlm_jax.cli.lm_eval import register
+    from dlm_jax.harness.lm import model_class
+
+    register()
+    harness: Any = importlib.import_module("lm_eval")
+    make: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
+    models = {
+        "ours": lambda: model_class()(model=both.ours, temperature=0.0),
+        "hf": lambda: make(pretrained=both.theirs, tokenizer=both.tokenizer, batch_size=8),
     }
+    tasks = ("dlm_jax_shakespeare_cloze", "dlm_jax_arithmetic_words", _last_lines())
+    found: dict[str, Any] = {}
+    equal = 0
+    for task in tasks:
+        name = task if isinstance(task, str) else task["task"]
+
+        def results(who: str, task: Any = task, name: str = name) -> dict[str, float]:
+            made = harness.simple_evaluate(
+                model=models[who](), tasks=[task], limit=limit, bootstrap_iters=0
+            )["results"][name]  # fmt: skip
+            return {key: value for key, value in made.items() if isinstance(value, float | int)}
+
+        ours, theirs = (
+            parts.once(f"task {name}, {who}", lambda who=who, of=results: of(who)) for who in models
+        )
+        is_equal = all(
+            abs(ours[key] - value) <= 1e-4 * max(1.0, abs(value)) for key, value in theirs.items()
+        )
+        shown = {key: (ours[key], value) for key, value in theirs.items() if "stderr" not in key}
+        found[f"task {name}, ours and hf"] = json.dumps(shown)
+        equal += is_equal
+    return found | {"tasks equal to hf": f"{equal} of {len(tasks)}"}
 
 
 def _alternate(
@@ -271,7 +374,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="a directory or a Hub id")
     parser.add_argument("--quick", action="store_true", help="few prompts and rounds")
     parser.add_argument("--full", action="store_true", help="200 prompts of five kinds")
-    parts = ("ids", "likelihoods", "speed", "start")
+    parts = ("ids", "likelihoods", "tasks", "speed", "start")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     args = parser.parse_args()
     if args.quick and args.full:
@@ -283,10 +386,13 @@ def main() -> None:
         found |= measure_start(args.model)
     if args.only != ["start"]:
         both = Both(args.model)
+        done = Parts(PARTS if args.full else None, str(args.model))
         if "ids" in args.only:
-            found |= measure_ids(both, counts)
+            found |= measure_ids(both, counts, done)
         if "likelihoods" in args.only:
-            found |= measure_likelihoods(both, 4 if args.quick else 20)
+            found |= measure_likelihoods(both, 200 if args.full else 4 if args.quick else 20, done)
+        if "tasks" in args.only:
+            found |= measure_tasks(both, None if args.full else 4 if args.quick else 16, done)
         if "speed" in args.only:
             found |= measure_speed(both, *((2, 48) if args.quick else (7, 64)))
     print("| figure | value | target |\n| --- | --- | --- |")
@@ -300,6 +406,8 @@ def main() -> None:
     RESULTS.write_text(
         json.dumps(known | found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
+    if args.full:
+        PARTS.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 _NAMES = {"cuda": "gpu", "rocm": "gpu"}
@@ -52,6 +53,18 @@ def platform() -> str:
     if mesh.abstract_device is None:
         return jax.default_backend()
     return _platform_of(mesh)
+
+
+def is_concrete(x: object) -> bool:
+    """Whether `x` is not a value of a trace."""
+    return not isinstance(x, Tracer)
+
+
+def is_on_one_cpu(x: object) -> bool:
+    """Whether `x` is an array in the memory of a single CPU device."""
+    if not isinstance(x, jax.Array) or not is_concrete(x):
+        return False
+    return [device.platform for device in x.devices()] == ["cpu"]
 
 
 def kind() -> str:

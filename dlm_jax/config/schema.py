@@ -105,6 +105,13 @@ class OptimConfig(Section):
 TRACKERS = ("tensorboard", "wandb")
 
 
+def _fields_of_config(given: Any) -> tuple[str, ...]:
+    for name in given:
+        is_name = isinstance(name, str) and name.strip() == name != ""
+        require(is_name, "train.ignore_config", name, "is not the name of a field", "remove it")
+    return tuple(given)
+
+
 @section("train")
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Section):
@@ -124,6 +131,14 @@ class TrainConfig(Section):
         "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
         "the mean of all embeddings, or those of a free id",
         Trait.FREE | Trait.ONCE_SAVED,
+    )
+    ignore_config: tuple[str, ...] = setting(
+        (),
+        "fields in the config of the published model in init_from that are not read, as in "
+        "--ignore-config",
+        Trait.FREE | Trait.ONCE_SAVED,
+        hint=tuple[str, ...],
+        parse=_fields_of_config,
     )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards
     batch_size: int = setting(
@@ -986,6 +1001,11 @@ class Config:
         require(
             not self.train.mask_like or not is_fresh, "train.mask_like", self.train.mask_like,
             "requires train.init_from, which is empty", "name a model", "train.init_from",
+        )  # fmt: skip
+        require(
+            not self.train.ignore_config or not is_fresh, "train.ignore_config",
+            self.train.ignore_config, "requires train.init_from, which is empty", "name a model",
+            "train.init_from",
         )  # fmt: skip
         require(
             not self.train.mask_like or self.model.attention_type != "causal", "train.mask_like",

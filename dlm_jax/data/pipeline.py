@@ -33,13 +33,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from dlm_jax.data.shards import Mapped, ShardMixture, TokenShards, joined
 from dlm_jax.store.files import crc_of, refused_unless_full, replacing
+
+if TYPE_CHECKING:
+    import grain
 
 _CHECKSUM_BYTES = 4
 # The CRC32 of any bytes followed by their own CRC32.
@@ -299,6 +301,13 @@ def train_dataset(
         first_row=process_index * rows,
         num_rows=rows,
     )
+    return _mapped(read)
+
+
+def _mapped(read: Callable[[int], Any]) -> grain.MapDataset:
+    # Imported here, because only training needs it and it is slow.
+    import grain
+
     return grain.MapDataset.range(sys.maxsize).map(read)
 
 
@@ -341,7 +350,9 @@ def train_batches(
             took(time.perf_counter() - start)
             return batch
 
-        read = grain.MapDataset.range(sys.maxsize).map(timed)
+        read = _mapped(timed)
+    import grain
+
     # One thread is enough, because a batch takes far less time than a step; more threads would
     # compete for the GIL.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
@@ -497,6 +508,8 @@ def _shuffled(index: int, *, size: int, seed: int) -> int:
     """The image of `index` under a permutation of `range(size)` given by the 32-bit `seed`."""
     if size < _TABLE_LIMIT:
         return int(_permutation(size, seed)[index])
+    import grain
+
     return grain.experimental.index_shuffle(
         index, max_index=size - 1, seed=seed, rounds=_CIPHER_ROUNDS
     )

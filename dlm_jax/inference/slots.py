@@ -195,8 +195,11 @@ def layout_of(program: Program, params: Params) -> Layout:
     key = (cached.ready, id(params))
     layout = _layouts.get(key)
     if layout is None:
+        is_local = all(map(devices.is_on_one_cpu, jax.tree.leaves(params)))
         with devices.used(program.rows):
-            layout = Layout(params, params | _added(cached.ready)(params))
+            # On one CPU device, the layout is views of the parameters, without a compiled copy.
+            ready = cached.ready if is_local else _added(cached.ready)
+            layout = Layout(params, params | ready(params))
         _layouts[key] = layout
     return layout
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.devices import platform
+from dlm_jax.devices import is_concrete, is_on_one_cpu, platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.attention import (
     CachedLayer,
@@ -316,13 +316,11 @@ class _Pieces:
     def ready(self, params: Params) -> Params:
         if not self.is_unrolled or "layers" in params:
             return params
-        layers = tuple(
-            jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
-            for blocks in stacks(params)
-            for at in range(blocks["mlp_norm"]["scale"].shape[0])
-        )
-        # The barrier ensures that the layers are sliced once, not at every step.
-        return params | {"layers": jax.lax.optimization_barrier(layers)}
+        layers = tuple(layer for blocks in stacks(params) for layer in _layers_of(blocks))
+        if not all(map(is_concrete, jax.tree.leaves(layers))):
+            # The barrier ensures that the layers are sliced once, not at every step.
+            layers = jax.lax.optimization_barrier(layers)
+        return params | {"layers": layers}
 
     def _through(
         self,
@@ -337,6 +335,8 @@ class _Pieces:
         """
         if self.is_unrolled:
             layers, found = self.ready(params)["layers"], []
+            # All layers share one trace. The compiler inlines its calls.
+            layer = jax.jit(layer)
             for at, block in enumerate(layers):
                 x, made = layer(x, block, None if kept is None else kept[at])
                 found.append(made)
@@ -355,6 +355,24 @@ class _Pieces:
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
         return x, jax.tree.map(lambda leaf: as_it_lies(jnp.moveaxis(leaf, 0, 1)), made)
+
+
+def _layers_of(blocks: Params) -> list[Params]:
+    """The parameters of each layer of a stack.
+
+    Arrays on one CPU device are not copied: the layers are views of their memory.
+    """
+    depth = blocks["mlp_norm"]["scale"].shape[0]
+
+    def sliced(leaf: jax.Array) -> list[jax.Array]:
+        if not is_on_one_cpu(leaf):
+            return [leaf[at] for at in range(depth)]
+        stacked = np.asarray(leaf)
+        place = leaf.sharding if leaf.committed else None
+        return [jax.device_put(stacked[at], place) for at in range(depth)]
+
+    leaves, tree = jax.tree.flatten(blocks)
+    return [jax.tree.unflatten(tree, layer) for layer in zip(*map(sliced, leaves), strict=True)]
 
 
 def by_group(x_BLGK: jax.Array) -> jax.Array:

@@ -155,12 +155,14 @@ def read_published(
     return Published(family, config, params, tokenizer, chat, presets, more_eos, said, ignored)
 
 
-def read_shape(directory: Path, *, adds_mask: bool = False) -> tuple[ModelConfig, HubTokenizer]:
-    """A directory's model config and tokenizer, without weights.
+def read_shape(
+    directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool = False
+) -> tuple[ModelConfig, HubTokenizer]:
+    """A directory's model config and tokenizer, without weights; for `ignore`, see `read_model`.
 
     With `adds_mask`, a vocabulary without MASK and without a free id gets one more id.
     """
-    family, model, _, fields, _ = read_model(directory)
+    family, model, _, fields, _ = read_model(directory, ignore)
     tokenizer, _ = read_tokenizer(
         directory, family, fields, vocab_size=model.vocab_size, adds_mask=adds_mask
     )
@@ -250,10 +252,16 @@ def read_model(
     names of ignored fields.
 
     The fields in `ignore` are not read; a dot names a field of an object, as in
-    ``rope_scaling.factor``. Raises ValueError for a name that is not a field.
+    ``rope_scaling.factor``. Those of a GGUF file are keys of its metadata, such as
+    ``llama.attention.scale``. Raises ValueError for a name that is not a field.
     """
     where = _config_of(directory)
-    said = opened(directory).config if is_gguf(directory) else read_json(where)
+    if is_gguf(directory):
+        file = opened(directory)
+        file.check(file.unread.intersection(ignore))
+        said, ignore = file.config, [name for name in ignore if name not in file.unread]
+    else:
+        said = read_json(where)
     family = family_of(said, str(where))
     said = family.said(said)
     for name in ignore:
@@ -535,12 +543,12 @@ KEPT = ("chat_template", "published")
 `read_kept`."""
 
 
-def read_kept(directory: Path) -> dict[str, Any]:
+def read_kept(directory: Path, ignore: Sequence[str] = ()) -> dict[str, Any]:
     """What a model trained from a directory keeps of it besides parameters and the chat template,
     as metadata: under ``published`` further ids that end a generation, the length of the canvas,
     and the settings of generation_config.json. `restored` reads them.
     """
-    family, model, longest, fields, _ = read_model(directory)
+    family, model, longest, fields, _ = read_model(directory, ignore)
     length = min(family.trained_length or longest, longest)
     size = model.vocab_size
     _, more_eos = read_tokenizer(directory, family, fields, vocab_size=size, adds_mask=True)

@@ -101,6 +101,11 @@ class FileFields:
                     name, value, f"is not implemented; only {' or '.join(map(repr, known))} is"
                 )
 
+    @property
+    def unread(self) -> frozenset[str]:
+        """The names of the fields that were not read."""
+        return frozenset(self._left)
+
     def finish(self, idle: Iterable[str] = ()) -> None:
         """Raises ValueError for an unread field that has a value and may have an effect."""
         ignored = []
@@ -114,8 +119,8 @@ class FileFields:
                 raise self.refuse(
                     name, value,
                     "is unknown to dlm_jax and may have an effect; if it does not change the "
-                    f"model's outputs, ignore it: --ignore-config {path}, or ignore_config="
-                    f"[{path!r}] of dlm_jax.load",
+                    f"model's outputs, ignore it: --ignore-config {path}, ignore_config="
+                    f"[{path!r}] of dlm_jax.load, or train.ignore_config={path}",
                 )  # fmt: skip
         self.ignored = tuple(ignored)
 

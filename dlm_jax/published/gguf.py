@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,6 +135,18 @@ class GgufFile:
             ) from None
         return TensorLocation(self.path, dtype, 0, shape)
 
+    def check(self, ignore: Collection[str] = ()) -> None:
+        """Raises ValueError for metadata of the architecture that is not read and may have an
+        effect, except for the keys in `ignore`.
+        """
+        own = self._own
+        own.finish(_IDLE | {key.removeprefix(own.within) for key in ignore})
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """The keys of the architecture's metadata that are not read."""
+        return frozenset(self._own.within + name for name in self._own.unread)
+
     def read(self, name: str) -> np.ndarray:
         """The dequantised tensor, in the dtype of its entry."""
         tensor, location = self._tensors[name], self.entries[name]
@@ -154,7 +166,7 @@ class GgufFile:
         own = FileFields(
             {key.removeprefix(f"{name}."): value for key, value in fields.values.items()
              if key.startswith(f"{name}.")},
-            f"{self.path}: {name}",
+            str(self.path), within=f"{name}.",
         )  # fmt: skip
         width, heads = own.take("embedding_length", int), own.take("attention.head_count", int)
         groups = own.take("attention.head_count_kv", int, heads)
@@ -171,7 +183,7 @@ class GgufFile:
         epsilon = own.take("attention.layer_norm_rms_epsilon", float)
         # llama.cpp stores these numbers in float32.
         epsilon, theta = (float(f"{value:.7g}") for value in (epsilon, theta))
-        own.finish(_IDLE)
+        self._own = own
         if SOURCES["embedding"] not in self.entries:
             raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
         vocab_size = self.entries["token_embd.weight"].shape[0]

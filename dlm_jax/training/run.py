@@ -189,7 +189,9 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     source = _init_path(config)
     if not source or not is_published(source):
         return config, None
-    theirs, tokenizer = read_shape(Path(source), adds_mask=_adds_mask(config.model))
+    theirs, tokenizer = read_shape(
+        Path(source), config.train.ignore_config, adds_mask=_adds_mask(config.model)
+    )
     default, settings = ModelConfig(), {}
     is_turned = theirs.attention_type == "causal" != config.model.attention_type
     own = Trait.OWN | (Trait.TURNED if is_turned else Trait.NONE)
@@ -417,6 +419,7 @@ def begin_with(
     report: Callable[[str], None],
     setting: str = "train.init_from",
     mask_like: str = "",
+    ignore: Sequence[str] = (),
 ) -> TrainState:
     """The fresh `state` with the parameters of a trained model. Heads that are not in the model are
     freshly initialised.
@@ -431,6 +434,7 @@ def begin_with(
       setting: setting with the path of the model. A teacher must have the tokenizer of the run and
         must not be a published model.
       mask_like: ``train.mask_like``.
+      ignore: ``train.ignore_config``.
 
     Raises:
       ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
@@ -443,12 +447,13 @@ def begin_with(
         if teaches:
             raise ValueError(f"{where} is a published model; use a run or a weights file")
         adds_mask = _adds_mask(model)
-        return _begin_published(source, state, tokenizer, adds_mask, mask_like, report)
-    if mask_like and not teaches:
-        raise SettingError(
-            "train.mask_like", mask_like, "has no effect, because train.init_from is not a "
-            "published model", "remove it",
-        )  # fmt: skip
+        return _begin_published(source, state, tokenizer, adds_mask, mask_like, ignore, report)
+    for name, value in (("mask_like", mask_like), ("ignore_config", ignore)):
+        if value and not teaches:
+            raise SettingError(
+                f"train.{name}", value, "has no effect, because train.init_from is not a "
+                "published model", "remove it",
+            )  # fmt: skip
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
@@ -514,15 +519,16 @@ def _begin_published(
     tokenizer: Tokenizer,
     adds_mask: bool,
     mask_like: str,
+    ignore: Sequence[str],
     report: Callable[[str], None],
 ) -> TrainState:
     own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
     found = read_published(
         source, dtype="float32", place=lambda path, shape: own.get(path),
-        adds_mask=adds_mask, mask_like=mask_like,
+        ignore=ignore, adds_mask=adds_mask, mask_like=mask_like,
     )  # fmt: skip
     given = found.params
-    is_new = adds_mask and tokenizer.mask_id >= read_model(Path(source))[1].vocab_size
+    is_new = adds_mask and tokenizer.mask_id >= read_model(Path(source), ignore)[1].vocab_size
     if mask_like or is_new:
         begins = f"that of {mask_like}" if mask_like else "the mean of the others"
         report(
@@ -965,7 +971,7 @@ def _begun(
     fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
     state = begin_with(
         _init_path(config), fresh, tokenizer, model=config.model, report=report,
-        mask_like=config.train.mask_like,
+        mask_like=config.train.mask_like, ignore=config.train.ignore_config,
     )  # fmt: skip
     if not config.objective.teacher:
         return state
@@ -983,7 +989,7 @@ def _kept(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
     if not source:
         return {}
     if is_published(source):
-        return read_kept(Path(source))
+        return read_kept(Path(source), config.train.ignore_config)
     theirs = load_meta(path_of_model(source), report=report)
     return {name: theirs[name] for name in KEPT if name in theirs}
 

@@ -216,7 +216,10 @@ def test_every_default_of_a_section_is_a_value_of_its_setting():
     [
         (configs.Trait.FOUND, {"model.vocab_size", "model.start_id"}),
         (configs.Trait.LOCAL, {"data.source", "data.cache_dir", "train.local_checkpoint_dir"}),
-        (configs.Trait.ONCE_SAVED, {"data.source", "train.init_from", "train.mask_like"}),
+        (
+            configs.Trait.ONCE_SAVED,
+            {"data.source", "train.init_from", "train.mask_like", "train.ignore_config"},
+        ),
     ],
 )
 def test_what_follows_from_a_setting_is_said_where_it_is_declared(trait, keys):

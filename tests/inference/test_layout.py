@@ -27,6 +27,16 @@ def test_one_layout_is_shared_by_all_who_read_the_same_parameters():
             np.testing.assert_array_equal(leaf, stacked[number])
 
 
+def test_the_layers_are_views_of_parameters_on_one_cpu_device():
+    network = build(toy.config())
+    program, params = canvases.program(network), toy.random_params(network)
+    stacked = params["blocks"]["mlp"]["up"]["kernel"]
+    size = stacked.nbytes // stacked.shape[0]
+    for number, layer in enumerate(layout_of(program, params).ready["layers"]):
+        pointer = layer["mlp"]["up"]["kernel"].unsafe_buffer_pointer()
+        assert pointer == stacked.unsafe_buffer_pointer() + number * size
+
+
 def test_nothing_but_the_layers_is_held_twice():
     network = build(toy.config())
     program, params = canvases.program(network), toy.random_params(network)

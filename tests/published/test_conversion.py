@@ -161,6 +161,28 @@ def test_a_run_from_a_model_with_a_broken_template_can_be_resumed(tmp_path):
     assert int(again.state.step) == 1
 
 
+def test_a_run_ignores_the_fields_that_it_is_told_to(tmp_path):
+    _write(tmp_path / "model", "llama")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"new_field": 3}))
+    with pytest.raises(ValueError, match="or train.ignore_config=new_field$"):
+        prepare(_asked(tmp_path, tmp_path / "model"), report=lambda line: None)
+    asked = _asked(tmp_path, tmp_path / "model", train__ignore_config="new_field", train__steps=1)
+    run = prepare(asked, report=lambda line: None)
+    assert run_loop(run).reason == "finished"
+    run.checkpoints.close()
+    assert dlm_jax.load(tmp_path / "run").config.model.vocab_size == FULL + 1
+    again = prepare(asked, report=lambda line: None)
+    again.checkpoints.close()
+    assert int(again.state.step) == 1
+    for source, told in (("shakespeare", "has no effect, because"), ("", "init_from, which is")):
+        with pytest.raises(ValueError, match=rf"train\.ignore_config.*{told}"):
+            prepare(
+                _asked(tmp_path, source, train__ignore_config="a", train__out_dir=tmp_path / "b"),
+                report=lambda line: None,
+            )
+
+
 def test_a_token_that_mask_cannot_begin_with_is_refused(tmp_path):
     _write(tmp_path / "model", "llama")
     wrong = _asked(tmp_path, tmp_path / "model", train__mask_like="<none>")

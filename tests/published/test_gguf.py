@@ -5,6 +5,7 @@ The files are written by the package gguf, with the names and layouts of llama.c
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ import dlm_jax
 from dlm_jax.cli import sample as program
 from dlm_jax.published import read_shape
 from dlm_jax.published.gguf import opened
+from dlm_jax.settings import SettingError
 
 gguf = pytest.importorskip("gguf")
 Q = gguf.GGMLQuantizationType
@@ -226,6 +228,27 @@ def test_what_is_not_implemented_is_refused_by_name(what, tmp_path):
     with pytest.raises(ValueError) as refusal:
         dlm_jax.load(tmp_path / "model.gguf")
     assert told in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_remedy_for_unknown_metadata_is_one_that_works(tmp_path):
+    def change(writer):
+        writer.add_logit_scale(0.5)
+        writer.add_sliding_window(8)
+
+    file = tmp_path / "model.gguf"
+    _write(file, "llama", _tensors("llama"), change=change)
+    keys = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="may have an effect") as refusal:
+            dlm_jax.load(file, ignore_config=keys)
+        keys += re.findall(r"--ignore-config ([\w.]+)", str(refusal.value))
+    assert set(keys) == {"llama.logit_scale", "llama.attention.sliding_window"}
+    _write(tmp_path / "plain.gguf", "llama", _tensors("llama"))
+    plain = dlm_jax.load(tmp_path / "plain.gguf").config.model
+    assert dlm_jax.load(file, ignore_config=keys).config.model == plain
+    for name in ("llama.other", "llama.block_count"):
+        with pytest.raises(SettingError, match=f"ignore_config='{name}' is not a field of"):
+            dlm_jax.load(file, ignore_config=[*keys, name])
 
 
 def _program(path, capsys):
