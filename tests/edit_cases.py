@@ -126,10 +126,24 @@ CASES = {
     "to grow, nothing is pushed out": Case(
         "abcdef", "a+bcdef", own=0.5, target=7, insert=0.5, capacity=7, refused=3
     ),
-    "no growth without doubt": Case("abcdef", "abcdef", target=12),
+    "growth without doubt": Case("abcdef", "a+b+c+def", target=12),
+    "no growth without doubt by the ratio": Case("abcdef", "a+bcdef", target=7, insert=1.0),
     "three at most to shrink": Case("abcdef", "aef", frozen="0", target=1, **MISFIT),
     "no less than wanted": Case("abcdef", "acdef", frozen="0", target=5, **MISFIT),
-    "no shrinking of what fits": Case("abcdef", "abcdef", target=1, own=0.6, right=0.1),
+    "shrinking of what fits": Case("abcdef", "def", target=1, own=0.6, right=0.1),
+    "shrinking of what fits least well": Case(
+        "abcdef", "adef", frozen="0", target=4, own=0.6, right=[0.1, 0.5, 0.4, 0.3, 0.2, 0.0]
+    ),
+    "misfits go before what fits": Case(
+        "abcdef", "abcf", target=4, own=[0.6, 0.6, 0.6, 0.1, 0.6, 0.6],
+        right=[0.1, 0.1, 0.1, 0.9, 0.2, 0.0], lam=0.0,
+    ),
+    "no shrinking of what fits by the ratio": Case(
+        "abcdef", "bcdef", target=5, own=0.6, right=0.1, delete=1.0
+    ),
+    "a target does not shrink past what is protected": Case(
+        "ab_c?", "_?", target=1, own=0.6, right=0.1
+    ),
     "a row without anything": Case("", "", own=[], right=[], insert=1.0, delete=1.0, target=5),
     "a row of one": Case("a", "a", own=0.1, right=0.9, insert=1.0, delete=1.0, target=5),
 }  # fmt: skip

@@ -40,8 +40,8 @@ from dlm_jax.cli.common import (
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
-from dlm_jax.data.text import NAMED, Document, is_json, is_json_lines, read_jsonl
-from dlm_jax.diffusion.likelihood import half_width, plus_minus
+from dlm_jax.data.text import JSON_LINES, NAMED, Document, is_json, is_json_lines, read_jsonl
+from dlm_jax.diffusion.likelihood import first_scored, half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
 from dlm_jax.inference.decisions import (
     ORDERS,
@@ -76,7 +76,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    text_help = "UTF-8 files to score; .jsonl, .ndjson and .json files contain texts"
+    text_help = f"UTF-8 files to score; {', '.join(JSON_LINES)} and .json files contain texts"
     add("--text", nargs="+", default=[], metavar="FILE", help=text_help)
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
@@ -267,8 +267,8 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
     corpus, rows = _held_out_rows(model, args)
     cost = score_rows(model, rows, **drawn)
     place_L = np.arange(rows["tokens"].shape[1])[None]
-    given_N = np.maximum(rows["given"], 0 if model.network.predicts_first else 1)
-    is_free_NL = (place_L >= given_N[:, None]) & (place_L < rows["length"][:, None])
+    first_N = first_scored(model.network, rows["given"])
+    is_free_NL = (place_L >= first_N[:, None]) & (place_L < rows["length"][:, None])
     is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
     tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
     tokens_N = free_N - tail_N

@@ -2,11 +2,11 @@
 
     python -m dlm_jax.data.shard --out DIR --tokenizer tokenizer.json --shards 100 FILES
 
-A ``.jsonl`` or ``.ndjson`` file contains one document ``{"text": ...}`` per line, and a ``.json``
-file a list of documents. Any other file is one document in UTF-8. DIR may be a URL (``gs://``,
-``s3://``). The shards depend on the files, their order, the tokenizer, the number of shards and the
-held-out fraction, but not on the number of workers. Pass ``--data.source DIR`` to the training
-program.
+A ``.jsonl``, ``.jsonlines``, ``.jl``, ``.ndjson`` or ``.ldjson`` file contains one document
+``{"text": ...}`` per line, and a ``.json`` file a list of documents. Any other file is one document
+in UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
+tokenizer, the number of shards and the held-out fraction, but not on the number of workers. Pass
+``--data.source DIR`` to the training program.
 """
 
 from __future__ import annotations

@@ -52,9 +52,13 @@ class Document:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+JSON_LINES = (".jsonl", ".jsonlines", ".jl", ".ndjson", ".ldjson")
+"""Suffixes of files of JSON lines."""
+
+
 def is_json_lines(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a file has one document per line, by its suffix."""
-    return Path(path).suffix.lower() in (".jsonl", ".ndjson")
+    """Returns whether a file has one document per line, by its suffix (`JSON_LINES`)."""
+    return Path(path).suffix.lower() in JSON_LINES
 
 
 def is_json(path: str | os.PathLike[str]) -> bool:
@@ -258,7 +262,7 @@ def read_documents(source: Source) -> tuple[Document, ...]:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (one document per file of the standard library,
         without tests), `SHAKESPEARE` (downloaded if needed), ``task:NAME`` (prompts and answers of
         `dlm_jax.tasks`), a path or a glob (`**` matches nested folders), or several of these. An
-        existing path is never treated as a glob. A ``.jsonl`` or ``.ndjson`` file contains one
+        existing path is never treated as a glob. A file of JSON lines (`JSON_LINES`) contains one
         document per line, and a ``.json`` file a list of documents (see `read_jsonl`). Any other
         file is one document. A byte-order mark is removed; everything else, including line endings,
         is unchanged. Pipes and devices are not read.

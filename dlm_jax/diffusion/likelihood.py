@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,18 @@ class Costs(NamedTuple):
     variance_B: Any
     text_nats_B: Any
     text_variance_B: Any
+
+
+def first_scored(network: Network, given_N: np.ndarray) -> np.ndarray:
+    """The index of the first scored position of each row, int ``[N]``: behind the given tokens, and
+    behind the first token if the network does not predict it.
+    """
+    return np.maximum(given_N, 0 if network.predicts_first else 1)
+
+
+def num_scored(network: Network, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The number of scored tokens of each row, int ``[N]``, from its ``length`` and ``given``."""
+    return np.maximum(rows["length"] - first_scored(network, rows["given"]), 0)
 
 
 def costs(

@@ -21,6 +21,7 @@ from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
+from dlm_jax.sampling.rules import AUTO
 from dlm_jax.sampling.transforms import Chain, Context, LogitBias
 from dlm_jax.settings import setting
 from dlm_jax.types import Network, Params, live_positions
@@ -124,7 +125,7 @@ CRITIC_HEAD = BuiltInHead(
         ),
     },
     start="start_critic_iteration",
-    sampling=("sampler_min_neighbors_ratio", "sampler_even_odd"),
+    sampling=("fill", "sampler_min_neighbors_ratio", "sampler_even_odd"),
 )
 """The critic head, which predicts which tokens of a filled canvas are wrong."""
 
@@ -249,10 +250,11 @@ def _fill_rows(
 
 def _waves(setup: Any, num_rows: int) -> FillRule:
     recommended = setup.config.sample
+    is_alternating = recommended.sampler_even_odd or recommended.fill == AUTO  # as in sampling
     never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
     return Wavefront(
         ratio_B=one_B * recommended.sampler_min_neighbors_ratio, density_power_B=0 * one_B,
-        is_spread_B=never_B, is_alternating_B=jnp.full(num_rows, recommended.sampler_even_odd),
+        is_spread_B=never_B, is_alternating_B=jnp.full(num_rows, is_alternating),
         temperature_B=one_B, is_one_sided_B=never_B,
     )  # fmt: skip
 

@@ -115,11 +115,12 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """True if ``fill="auto"`` resolves to ``wavefront``. This requires a trained sampler head
-        and the masked process.
+        """True if ``fill="auto"`` resolves to ``wavefront``. This requires the masked process and a
+        sampler head that was trained with revealed neighbours (``heads.sampler_reveal``).
         """
         is_trained = "sampler" in self.heads and "sampler" not in self.untrained
-        return is_trained and self.process.is_masked
+        reveal = 1.0 if self.config is None else getattr(self.config.heads, "sampler_reveal", 1.0)
+        return is_trained and reveal > 0 and self.process.is_masked
 
     @property
     def noise(self) -> Schedule:

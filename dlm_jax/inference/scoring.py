@@ -18,7 +18,7 @@ import numpy as np
 
 from dlm_jax import devices
 from dlm_jax.data import text_ids
-from dlm_jax.diffusion.likelihood import Costs, costs, half_width, ratio_and_error
+from dlm_jax.diffusion.likelihood import Costs, costs, half_width, num_scored, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.heads import scorer
@@ -142,18 +142,12 @@ def score(
 
     return Score(
         nats=per_text(cost.nats_B),
-        tokens=per_text(num_scored(model, rows)).astype(np.int64),
+        tokens=per_text(num_scored(model.network, rows)).astype(np.int64),
         characters=np.array([len(text) for text in texts]),
         draw_error=np.sqrt(per_text(cost.variance_B)),
         is_exact=model.is_causal,
         num_draws=num_draws,
     )
-
-
-def num_scored(model: Model, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns the number of scored tokens of each row, int ``[N]``."""
-    least = 0 if model.network.predicts_first else 1
-    return np.maximum(rows["length"] - np.maximum(rows["given"], least), 0)
 
 
 def score_rows(

@@ -401,8 +401,6 @@ def read_settings(
     is_greedy = not does_sample and (does_sample is not None or found.keys() & set(_OF_SAMPLING))
     if does_sample:
         found.setdefault("temperature", 1.0)
-    if "repetition_penalty" in found:
-        found["penalty_last_n"] = -1  # in other programs, the penalty covers the whole text
     try:
         found |= of_family(said)
         for name, value in (found | own).items():
@@ -433,8 +431,6 @@ def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, An
             fields[names[name]] = value
         else:
             own[name] = value
-    if "repetition_penalty" in fields:
-        own["penalty_last_n"] = sample.penalty_last_n
     if fields.keys() & set(_OF_SAMPLING):
         does_sample = sample.temperature > 0
         fields |= {"do_sample": does_sample, "temperature": sample.temperature}

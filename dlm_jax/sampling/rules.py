@@ -184,7 +184,7 @@ class RuleTable:
             _choice("order", "random", "rule for the holes that a step commits", self.commit),
             _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
                 AUTO: "wavefront for a model of masked noise with a trained sampler head, with "
-                "order=random_filled unless an order is given; parallel for other models"}),
+                "sampler_even_odd unless that is given; parallel for other models"}),
             _choice("remask", "none", "rule for the tokens that become holes after a step",
                     self.remask, {"none": ""}),
             _choice("edit_scoring", "uncertainty", "edit: rule for insertions and deletions",

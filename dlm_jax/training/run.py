@@ -246,7 +246,7 @@ def tokenizer_of(
     return lambda text: _extended(theirs, text, config, report)
 
 
-def chat_of(config: Config, tokenizer: HubTokenizer) -> ChatTemplate | None:
+def _load_chat(config: Config, tokenizer: HubTokenizer) -> ChatTemplate | None:
     """The chat template of ``train.init_from``, or of the resumed run; None if there is none."""
     source = _init_path(config)
     if source and is_published(source):
@@ -335,7 +335,7 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
     tokenizer = adopted_tokenizer or tokenizer_of(config, report=report)
     data, chat = config.data, None
     if isinstance(tokenizer, HubTokenizer):
-        chat = chat_of(config, tokenizer)
+        chat = _load_chat(config, tokenizer)
     corpus = load_corpus(
         data.source,
         tokenizer=tokenizer,

@@ -27,6 +27,7 @@ from tqdm import tqdm
 import dlm_jax.config as configs
 from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
+from dlm_jax.diffusion.likelihood import num_scored
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
 from dlm_jax.distributed.partitions import batch_sharding, replicated_by_default, share_of_batch
@@ -567,8 +568,7 @@ def held_out(
         batch = Batch(*(place(windows[name][rows]) for name in ("tokens", "length", "given")))
         number_B = place(np.arange(rows.start, rows.stop, dtype=np.int32))
         parts.append(eval_step(params, batch, number_B, key_of(0)))
-    least = 0 if run.network.predicts_first else 1
-    free_N = np.maximum(windows["length"] - np.maximum(windows["given"], least), 0)
+    free_N = num_scored(run.network, windows)
     columns = jax.tree.map(lambda *cut: np.concatenate(cut), *jax.device_get(parts))
     return columns, free_N
 

@@ -82,8 +82,8 @@ BEGUN = {"train.init_from": "runs/other"}
          "model.mode='sequence_scorer' requires model.attention_type='bidirectional'"),
         (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
         (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
-        ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.5"),
-        ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is outside [0, 1]; use 0.5"),
+        ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.7"),
+        ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is outside [0, 1]; use 0.7"),
         ({"heads.critic_alpha": "-1"}, "heads.critic_alpha=-1.0 is outside [0, 3e+38]"),
         ({"heads.start_sampler_iteration": "-1"}, "heads.start_sampler_iteration=-1 is outside"),
         ({"heads.end_critic_iteration": "-1"}, "heads.end_critic_iteration=-1 is outside [0, "),
@@ -120,6 +120,7 @@ def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
     model, heads = Config().model, Config().heads
     assert not model.add_sampler_head and not model.add_critic_head
     assert (heads.start_sampler_iteration, heads.start_critic_iteration) == (0, 0)
+    assert heads.sampler_reveal == 0.7
     assert (heads.end_critic_iteration, heads.critic_alpha) == (0, 0.5)
     assert (Config().sample.sampler_min_neighbors_ratio, heads.train_main) == (0.01, True)
 

@@ -192,7 +192,11 @@ def test_one_character_cannot_be_split():
 RECORDS = [{"text": "one"}, {"text": "two\\nlines"}]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.NdJson", "a.json", "a.JSON"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.JSONL", "a.jsonlines", "a.jl", "a.ndjson", "a.NdJson", "a.ldjson", "a.json",
+     "a.JSON"],
+)  # fmt: skip
 def test_json_is_read_as_documents_whatever_the_case_of_its_suffix(tmp_path, name):
     path = tmp_path / name
     if name.lower().endswith(".json"):

@@ -326,7 +326,7 @@ def test_a_corpus_is_never_written_over(tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
 
 
-@pytest.mark.parametrize("suffix", [".JSONL", ".ndjson", ".json"])
+@pytest.mark.parametrize("suffix", [".JSONL", ".jl", ".json"])
 def test_shards_of_json_are_those_of_json_lines_whatever_the_suffix(tmp_path, suffix):
     expected = make(tmp_path, "lines")
     path = tmp_path / f"records{suffix}"

@@ -211,6 +211,23 @@ def test_the_divergence_from_the_trunk_is_a_mean_over_its_own_holes():
     assert means[0.25, "all"] == pytest.approx(mixed, rel=1e-5)
 
 
+def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
+    (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True)
+    shape = (64, 256)
+    example: Any = SimpleNamespace(
+        shown_BL=jnp.full(shape, toy.MASK), is_supervised_BL=lambda: jnp.ones(shape, bool)
+    )
+    is_revealed_BL, num_supervised = head.draw(example, jax.random.key(0))
+    assert float(is_revealed_BL.mean()) == pytest.approx(0.7, abs=0.02)
+    assert num_supervised == 64 * 256
+
+
+def test_a_sampler_head_without_revealed_neighbours_warns_in_one_line():
+    with pytest.warns(UserWarning, match=r"^heads.sampler_reveal=0 .*; use 0.7$") as warned:
+        (head,) = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
+    assert len(warned) == 1 and head.name == SAMPLER
+
+
 def _by_path(tree) -> dict[str, np.ndarray]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_name(path): np.asarray(leaf) for path, leaf in flat}

@@ -103,6 +103,19 @@ def test_a_row_that_is_nudged_has_the_tokens_that_it_was_asked_for():
     assert made.texts[3].startswith("A ")
 
 
+def test_a_draft_longer_than_its_target_ends_at_the_target_within_the_steps():
+    """Also where no token is a misfit, and nothing but the target deletes."""
+    drafts = ["A rat sat. The cat", "The cat ran. A rat sat. The cat", "The cat sat. " * 2]
+    made = dlm_jax.generate(
+        MODEL, [{"draft": draft} for draft in drafts], steps=14, max_new_tokens=12, resample=False,
+        length_target_mode="to_max_new", edit_token="mask", delete_margin=0.99,
+        insert_ratio_start=0.0, delete_ratio_start=0.0,
+    )  # fmt: skip
+    assert made.lengths.tolist() == [12, 12, 12]
+    assert made.counters.deletions.tolist() == [len(draft) - 12 for draft in drafts]
+    assert not made.counters.insertions.any()
+
+
 @pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3), ("block", 1)])
 def test_the_last_canvas_of_a_stream_is_what_is_generated(every, num_samples):
     made = _generated()

@@ -46,28 +46,52 @@ def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
     assert (work.forwards, work.waves, work.bootstrapped, work.filled) == (4, 56, 0, 112)
 
 
-def test_a_model_with_a_trained_sampler_head_is_filled_in_waves_unless_told_otherwise():
-    def settled(model, **settings):
-        sample = settings_of_call(model, settings)
-        return sample.fill, sample.order
+def _settled(model, **settings):
+    sample = settings_of_call(model, settings)
+    return sample.fill, sample.order, sample.sampler_even_odd
 
-    assert settled(MODEL) == ("wavefront", "random_filled")
-    assert settled(MODEL, order="random") == ("wavefront", "random")
-    assert settled(MODEL, order="threshold") == ("wavefront", "threshold")
-    assert settled(MODEL, fill="parallel") == ("parallel", "random")
-    assert settled(MODEL, fill="wavefront") == ("wavefront", "random")
+
+def test_a_model_with_a_trained_sampler_head_is_filled_in_waves_unless_told_otherwise():
+    """Even positions first, in the order that is given or recommended."""
+    assert _settled(MODEL) == ("wavefront", "random", True)
+    assert _settled(MODEL, order="threshold") == ("wavefront", "threshold", True)
+    assert _settled(MODEL, order="random_filled") == ("wavefront", "random_filled", True)
+    assert _settled(MODEL, sampler_even_odd=False) == ("wavefront", "random", False)
+    assert _settled(MODEL, fill="parallel") == ("parallel", "random", False)
+    assert _settled(MODEL, fill="wavefront") == ("wavefront", "random", False)
     untrained = dataclasses.replace(MODEL, untrained=("sampler",))
     line = heads_line(untrained, settings_of_call(untrained, {}))
     assert line == "heads: sampler (not trained yet), critic; fill=parallel, order=random"
-    assert settled(untrained) == settled(toy_model.MODEL) == ("parallel", "random")
-    surest = dataclasses.replace(MODEL, sample=dataclasses.replace(SAMPLE, order="margin"))
-    assert settled(surest) == ("wavefront", "margin")
-    blind = dataclasses.replace(MODEL, sample=dataclasses.replace(SAMPLE, fill="parallel"))
-    assert settled(blind) == settled(blind, fill="parallel") == ("parallel", "random")
-    asked = {"schedule": "all", "steps": 1, "order": "random"}
+    assert _settled(untrained) == _settled(toy_model.MODEL) == ("parallel", "random", False)
+    asked = {"schedule": "all", "steps": 1}
     made = dlm_jax.generate(MODEL, [{"prompt": "The ", "seed": 3}], **asked)
-    named = dlm_jax.generate(MODEL, [{"prompt": "The ", "seed": 3, "fill": "wavefront"}], **asked)
-    assert made.texts == named.texts and made.counters.waves.tolist() == [28]
+    named = {"fill": "wavefront", "sampler_even_odd": True}
+    again = dlm_jax.generate(MODEL, [{"prompt": "The ", "seed": 3} | named], **asked)
+    assert made.texts == again.texts and made.counters.waves.tolist() == [28]
+
+
+def test_a_model_recommends_another_order_or_fill_by_its_own_measurement():
+    def recommending(**changes):
+        return dataclasses.replace(MODEL, sample=dataclasses.replace(SAMPLE, **changes))
+
+    assert _settled(recommending(order="random_filled")) == ("wavefront", "random_filled", True)
+    assert _settled(recommending(order="margin")) == ("wavefront", "margin", True)
+    blind = recommending(fill="parallel")
+    assert _settled(blind) == _settled(blind, fill="parallel") == ("parallel", "random", False)
+    assert _settled(blind, fill="auto") == ("wavefront", "random", True)
+    waves = recommending(fill="wavefront", order="random_filled")
+    assert _settled(waves) == ("wavefront", "random_filled", False)
+
+
+def test_a_sampler_head_that_never_saw_revealed_neighbours_does_not_fill_by_default():
+    shipped = dlm_jax.load()
+    assert _settled(shipped) == ("wavefront", "random_filled", True)
+    assert shipped.config is not None
+    asked = {"fill": "auto", "order": "random"}
+    assert _settled(shipped, **asked) == ("wavefront", "random", True)
+    heads = dataclasses.replace(shipped.config.heads, sampler_reveal=0.0)
+    blind = dataclasses.replace(shipped, config=dataclasses.replace(shipped.config, heads=heads))
+    assert _settled(blind, **asked)[0] == "parallel"
 
 
 def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning():
@@ -75,7 +99,7 @@ def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning(
         sample = settings_of_call(MODEL, {"host_sampler": lambda c: c.ids[0]})
     assert (sample.fill, sample.order) == ("parallel", "random")
     sample = settings_of_call(MODEL, {"read_back": True})
-    assert (sample.fill, sample.order) == ("wavefront", "random_filled")
+    assert (sample.fill, sample.order) == ("wavefront", "random")
 
 
 def test_a_head_is_untrained_up_to_the_step_at_which_its_training_begins():

@@ -29,7 +29,7 @@ NEUTRAL: dict[str, object] = {
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
-    "penalty_last_n": 64,
+    "penalty_last_n": -1,
     "dry_multiplier": 0.0,
     "dry_base": 1.75,
     "dry_allowed_length": 2,

@@ -13,9 +13,10 @@ Choices where the texts are silent:
 - Holes are counted in "live unfrozen", the number that budgets are a share of.
 - Whatever is protected, or cooling down, is passed over, and the budget goes to the next best.
 - Insertions and deletions do not exclude each other: both may happen at one place.
-- The length controller only adds to the budgets, seeing the length before this step's edits; the
-  document's own cap on its insertions is an overflow, judged like others after the deletions that
-  were really selected.
+- The length controller adds to the budgets, seeing the length before this step's edits, and what it
+  adds is made for any score: the text that fits has none, and would never shrink. The document's
+  own cap on its insertions is an overflow, judged like others after the deletions that were really
+  selected.
 - Edits happen in the document's order, insertions right to left before deletions left to right,
   so that an insertion just right of a deleted token is what moves into its place, and is marked.
 - Marks of earlier steps end when a step's edits are applied, also when there are none.
@@ -95,6 +96,10 @@ class _Candidate(NamedTuple):
     score: float
     signed: float  # the score, or how far it stays below zero; -inf where that is certain
     inputs: tuple[float | None, ...]  # equal inputs give equal scores in any precision
+
+
+_Worth = dict[int, tuple[float, tuple[float | None, ...]]]
+"""Worth and inputs by position."""
 
 
 class _Term(NamedTuple):
@@ -242,27 +247,38 @@ def select(
     n_unfrozen = sum(not cell.frozen for cell in row)
     k_insert, insert_margin = _budget(params.insert_ratio, n_unfrozen)
     k_delete, delete_margin = _budget(params.delete_ratio, n_unfrozen)
-    excess = len(row) - params.target
-    if params.targets_length and excess > 0:
-        k_delete += min(NUDGE, excess)
-    if params.targets_length and excess < 0:
-        k_insert += min(NUDGE, -excess)
+    excess = len(row) - params.target if params.targets_length else 0
+    shrink, grow = min(NUDGE, max(0, excess)), min(NUDGE, max(0, -excess))
 
     free = [i for i in range(len(row)) if not is_cooling(row, i, params.cooldown)]
     deletable = [i for i in free if not is_protected(row, i, mask=mask, space=space)]
+    found = [_deletion_candidate(row, own_logp, right_logp, i, params, mask) for i in deletable]
+    worth = _worth(row, own_logp, right_logp, found, mask)
+    deletes, delete_closest = _best_or_due(
+        found, worth, k_delete + shrink, shrink, params.delete_lambda
+    )
     legal = [i for i in free if i > 0 and not (row[i - 1].frozen and row[i].frozen)]
-    deletes, delete_closest = _best(
-        [_deletion_candidate(row, own_logp, right_logp, i, params, mask) for i in deletable],
-        k_delete, params.delete_lambda,
-    )  # fmt: skip
     gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
-    wanted, wanted_closest = _best(gaps, k_insert, 0.0)
+    scored: _Worth = {c.position: (c.score, c.inputs) for c in gaps}
+    wanted, wanted_closest = _best_or_due(gaps, scored, k_insert + grow, grow, 0.0)
     inserts, insert_closest = wanted, wanted_closest
     if not params.trims:
         room = max(0, params.capacity - (len(row) - len(deletes)))
-        inserts, insert_closest = _best(gaps, min(k_insert, room), 0.0)
+        inserts, insert_closest = _best_or_due(
+            gaps, scored, min(k_insert + grow, room), min(grow, room), 0.0
+        )
     closest = min(insert_margin, delete_margin, delete_closest, wanted_closest, insert_closest)
     return Choice(inserts, deletes, len(wanted) - len(inserts), closest)
+
+
+def _best_or_due(
+    candidates: Sequence[_Candidate], worth: _Worth, k: int, due: int, lam: float
+) -> tuple[set[int], float]:
+    """The k best positive candidates and, if these are fewer than `due`, the worthiest others."""
+    chosen, closest = _best(candidates, k, lam)
+    others = {i: value for i, value in worth.items() if i not in chosen}
+    more, more_closest = _highest(others, max(0, due - len(chosen)))
+    return chosen | more, min(closest, more_closest / (SCORE_TOLERANCE * (1 + lam)))
 
 
 class ExactChoice(NamedTuple):
@@ -297,10 +313,30 @@ def select_exact(
     share = math.ceil(abs(excess) / max(edits_left, 1))
     deletable = [i for i in range(len(row)) if not is_protected(row, i, mask=mask, space=space)]
     found = [_deletion_candidate(row, own_logp, right_logp, i, params, mask) for i in deletable]
-    worth: dict[int, tuple[float, tuple[float | None, ...]]] = {}
-    for candidate in found:
-        i, inputs = candidate.position, candidate.inputs
-        value = candidate.score
+    worth = _worth(row, own_logp, right_logp, found, mask)
+    unsure = [abs(c.signed) for c in found if abs(c.signed) < math.inf]
+    deletes, delete_closest = _highest(worth, share if excess > 0 else 0)
+    legal = [i for i in range(1, len(row)) if not (row[i - 1].frozen and row[i].frozen)]
+    gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
+    scored: _Worth = {c.position: (c.score, c.inputs) for c in gaps}
+    inserts, insert_closest = _highest(scored, share if excess < 0 else 0)
+    closest = min([delete_closest, insert_closest, *(unsure if excess > 0 else ())])
+    harmful = {i for i, (value, _) in worth.items() if value <= 0}
+    tolerance = SCORE_TOLERANCE * (1 + params.delete_lambda)
+    return ExactChoice(inserts, deletes, harmful, closest / tolerance)
+
+
+def _worth(
+    row: Sequence[Cell],
+    own_logp: Sequence[float],
+    right_logp: Sequence[float],
+    candidates: Iterable[_Candidate],
+    mask: int,
+) -> _Worth:
+    """The worth of each deletion: its score or, below all scores, the lead of the next token."""
+    worth: _Worth = {}
+    for candidate in candidates:
+        i, inputs, value = candidate.position, candidate.inputs, candidate.score
         if value <= 0:
             lead = -1.0
             inputs = (None,)
@@ -309,23 +345,12 @@ def select_exact(
                 # The same token twice has no lead in any precision.
                 inputs = (0.0, 0.0) if own == right else (own, right)
                 lead = math.exp(right) - math.exp(own)
-            value = lead - 2  # below all that scores
+            value = lead - 2
         worth[i] = (value, inputs)
-    unsure = [abs(c.signed) for c in found if abs(c.signed) < math.inf]
-    deletes, delete_closest = _highest(worth, share if excess > 0 else 0)
-    legal = [i for i in range(1, len(row)) if not (row[i - 1].frozen and row[i].frozen)]
-    gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
-    scored = {c.position: (c.score, c.inputs) for c in gaps}
-    inserts, insert_closest = _highest(scored, share if excess < 0 else 0)
-    closest = min([delete_closest, insert_closest, *(unsure if excess > 0 else ())])
-    harmful = {i for i, (value, _) in worth.items() if value <= 0}
-    tolerance = SCORE_TOLERANCE * (1 + params.delete_lambda)
-    return ExactChoice(inserts, deletes, harmful, closest / tolerance)
+    return worth
 
 
-def _highest(
-    worth: dict[int, tuple[float, tuple[float | None, ...]]], k: int
-) -> tuple[set[int], float]:
+def _highest(worth: _Worth, k: int) -> tuple[set[int], float]:
     """The k positions of highest worth, and how far they are from those left out."""
     ranked = sorted(worth, key=lambda i: (-worth[i][0], i))
     chosen, others = ranked[:k], ranked[k:]

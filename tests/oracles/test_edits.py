@@ -121,10 +121,14 @@ def test_nothing_is_chosen_without_a_positive_score():
     row = row_of("abcd")
     got = chosen(row, [1.0] * 4, [0.5] * 4, insert_ratio=1.0, delete_ratio=1.0)
     assert (got.inserts, got.deletes) == (set(), set())
-    # d1 is 0.3 at most, so a margin of 0.4 leaves nothing, whatever the controller asks for.
-    got = chosen(row, [0.2] * 4, [0.5] * 4, delete_ratio=1.0, delete_margin=0.4,
-                 targets_length=True, target=1)  # fmt: skip
-    assert got.deletes == set()
+    # d1 is 0.3 at most, so a margin of 0.4 leaves nothing but what the controller asks for.
+    asked = {"delete_ratio": 1.0, "delete_margin": 0.4}
+    right = [0.5, 0.5, 0.4, 0.5]
+    assert chosen(row, [0.2] * 4, right, **asked).deletes == set()
+    got = chosen(row, [0.2] * 4, right, targets_length=True, target=2, **asked)
+    assert got.deletes == {0, 1}, "what fits least well"
+    got = chosen(row, [1.0] * 4, [0.5] * 4, targets_length=True, target=5, capacity=8)
+    assert got.inserts == {1}
 
 
 def test_what_is_never_deleted():

@@ -1,5 +1,6 @@
 """A model of another forward process, from its config to texts."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -169,8 +170,10 @@ def test_a_sampler_head_trains_beside_another_process_only_with_revealed_neighbo
     config = Config(
         objective=ObjectiveConfig(process="uniform"), model=toy.config(add_sampler_head=True)
     )
-    setup = Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh())
+    tokenizer, mesh = cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()
+    assert SAMPLER_HEAD(Setup(config, tokenizer, mesh)) is not None
+    blind = replace(config, heads=HeadsConfig(sampler_reveal=0.0))
     with pytest.raises(
-        ValueError, match=r"^objective.process='uniform' trains the sampler head .*;"
+        ValueError, match=r"^objective.process='uniform' trains the sampler head .*=0.7$"
     ):
-        SAMPLER_HEAD(setup)
+        SAMPLER_HEAD(Setup(blind, tokenizer, mesh))

@@ -244,14 +244,15 @@ def _meta(is_old: bool = False, **changes):
 
 def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
     ratio, critic = "sample__sampler_min_neighbors_ratio", {"model__add_critic_head": True}
-    check_same_run(_meta(sample__sampler_even_odd=True), _meta())
+    check_same_run(_meta(sample__sampler_even_odd=True, sample__fill="parallel"), _meta())
     check_same_run(_meta(**critic, **{ratio: 0.2}), _meta(is_old=True, **critic))
     for changes, saved in (
         ({"sample__sampler_even_odd": True}, _meta(**critic)),
         ({ratio: 0.3}, _meta(**critic)),
+        ({"sample__fill": "wavefront"}, _meta(**critic)),
         ({}, _meta(is_old=True, **critic)),
     ):
-        with pytest.raises(ValueError, match="has a run with sample.sampler_"):
+        with pytest.raises(ValueError, match=r"has a run with sample\.(sampler_|fill)"):
             check_same_run(_meta(**critic, **changes), saved)
 
 

@@ -185,11 +185,12 @@ def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monke
 
 
 def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends():
-    sample = SampleConfig(sampler_even_odd=True, sampler_min_neighbors_ratio=0.25)
-    for given in (sample, SampleConfig()):
+    plain = SampleConfig(fill="wavefront", sampler_min_neighbors_ratio=0.25)
+    alternating = dataclasses.replace(plain, sampler_even_odd=True)
+    for given, alternates in ((plain, False), (alternating, True), (SampleConfig(), True)):
         setup = Setup(Config(sample=given), cast(Any, cases.Tokenizer()), cases.mesh())
         waves = _waves(setup, 3)
-        np.testing.assert_array_equal(waves.is_alternating_B, [given.sampler_even_odd] * 3)
+        np.testing.assert_array_equal(waves.is_alternating_B, [alternates] * 3)
         np.testing.assert_allclose(waves.ratio_B, [given.sampler_min_neighbors_ratio] * 3)
 
 

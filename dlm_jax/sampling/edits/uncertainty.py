@@ -80,8 +80,8 @@ class Uncertainty(EditRule):
     ))  # fmt: skip
     target_mode_B: jax.Array = per_row(Setting(
         "length_target_mode", "none",
-        "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the "
-        "edits that have the highest scores",
+        "edit: to_max_new moves the length towards max_new_tokens by up to three edits a step, in "
+        "addition to the ratios; exact reaches it in the remaining steps, without the ratios",
         choices={name: name for name in LENGTH_TARGETS},
     ))  # fmt: skip
     token_B: jax.Array = per_row(Setting(
@@ -148,8 +148,8 @@ class Uncertainty(EditRule):
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The maximum numbers of insertions and deletions in each row, and True for rows that must
-        grow.
+        """The numbers of insertions and deletions that the ratios allow in each row, and the change
+        of its length that a target requires at this step.
         """
         ratios = (
             ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
@@ -168,56 +168,56 @@ class Uncertainty(EditRule):
         # ratios.
         share_B = jnp.sign(surplus_B) * -(-jnp.abs(surplus_B) // left_B)
         nudge_B = jnp.where(is_exact_B, share_B, jnp.clip(surplus_B, -_NUDGE, _NUDGE))
-        nudge_B = jnp.where(self.target_mode_B > 0, nudge_B, 0)
-        num_insert_B = jnp.where(is_exact_B, 0, num_insert_B) + jnp.maximum(-nudge_B, 0)
-        num_delete_B = jnp.where(is_exact_B, 0, num_delete_B) + jnp.maximum(nudge_B, 0)
-        return num_insert_B, num_delete_B, nudge_B < 0
+        change_B = jnp.where(self.target_mode_B > 0, -nudge_B, 0)
+        num_insert_B = jnp.where(is_exact_B, 0, num_insert_B)
+        num_delete_B = jnp.where(is_exact_B, 0, num_delete_B)
+        return num_insert_B, num_delete_B, change_B
 
     def select(self, context: EditContext) -> Edits:
         """The edits of each row at this step: those with the best scores in one snapshot.
 
-        Only edits with scores above 0 are selected. A gap must have a live position on its right. A
+        The edits that the ratios allow have scores above 0. Those that a target requires are made
+        for any score, because the tokens of a good text have no score at all; tokens with the
+        worst-fitting successors are deleted last. A gap must have a live position on its right. A
         deleted token must be live and unfrozen, and it must be neither a hole nor the last token in
         its row. A space is deleted only at a position that an edit inserted. Positions within the
-        cooldown distance of a mark are skipped; for a gap, this is the position of its new token.
-        Insertions and deletions are selected independently. In rows that do not trim, insertions
-        are limited to the free capacity after the deletions. The same limit applies in rows that
-        grow towards a target, so that no token is dropped.
-
-        In rows with an exact target, a step makes the number of edits that the target requires,
-        including edits with scores of 0 or below, and ignores the cooldown. Tokens with the
-        worst-fitting successors are deleted last.
+        cooldown distance of a mark are skipped, except in rows with an exact target; for a gap,
+        this is the position of its new token. Insertions and deletions are selected independently.
+        In rows that do not trim, insertions are limited to the free capacity after the deletions.
+        The same limit applies in rows that grow towards a target, so that no token is dropped.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
         num_free_B = jnp.sum(is_row_BL & ~cells.frozen_BL, axis=1)
-        num_insert_B, num_delete_B, is_short_B = self.budgets(context, num_free_B)
+        num_insert_B, num_delete_B, change_B = self.budgets(context, num_free_B)
+        grow_B, shrink_B = jnp.maximum(change_B, 0), jnp.maximum(-change_B, 0)
         is_live_BL = is_row_BL & context.is_open_BL
         is_exact_B1 = (self.target_mode_B == _EXACT)[:, None]
         is_cool_BL = ~scores.is_near(cells.mark_BL, self.cooldown_B) | is_exact_B1
 
         misfit_BL = scores.deletion_scores(context, self.delete_margin_B, self.lambda_B)
+        is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
         is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
         may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
-        may_go_BL &= is_cool_BL
-        forced_BL = may_go_BL & is_exact_B1 & right_of(is_row_BL)
-        is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
+        may_go_BL &= is_cool_BL & right_of(is_row_BL)
         worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(context) - 2)
-        delete_BL = most(
-            jnp.where(is_exact_B1, worth_BL, misfit_BL), (may_go_BL & is_misfit_BL) | forced_BL,
-            num_delete_B, context.preference_BL, 1.0,
-        )  # fmt: skip
+        num_misfit_B = jnp.sum(may_go_BL & is_misfit_BL, axis=1)
+        num_delete_B = jnp.maximum(jnp.minimum(num_delete_B + shrink_B, num_misfit_B), shrink_B)
+        delete_BL = most(worth_BL, may_go_BL, num_delete_B, context.preference_BL, 1.0)
 
         gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
+        is_doubted_BL = exceeds(gap_BL, 0.0, 1.0)
         is_free_gap_BL = ~cells.frozen_BL | ~left_of(cells.frozen_BL)
         is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # there is no gap before the row
-        may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
-        may_grow_BL &= is_live_BL & is_cool_BL
+        may_grow_BL = is_live_BL & is_cool_BL & is_free_gap_BL
+        num_doubted_B = jnp.sum(may_grow_BL & is_doubted_BL, axis=1)
+        num_insert_B = jnp.maximum(jnp.minimum(num_insert_B + grow_B, num_doubted_B), grow_B)
         wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
         room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)
-        may_spill_B = (self.overflow_B == OVERFLOWS.index("trim")) & ~is_short_B
+        may_spill_B = (self.overflow_B == OVERFLOWS.index("trim")) & (grow_B == 0)
         granted_B = jnp.where(may_spill_B, wanted_B, jnp.minimum(wanted_B, room_B))
-        insert_BL = most(gap_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
+        worth_BL = jnp.where(is_doubted_BL, gap_BL, gap_BL - 1)
+        insert_BL = most(worth_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
         return Edits(insert_BL, delete_BL, wanted_B - granted_B)
 
 

@@ -38,8 +38,9 @@ class Penalties(LogitTransform):
     """Repetition, frequency and presence penalties over the newest `last_n` visible tokens.
 
     The logit x of a token among them becomes `x > 0 ? x/r : x*r`, and then `x -= count*f + c`. A
-    `last_n` of -1 means the whole row, and 0 disables the penalties; r = 1, f = 0 and c = 0 are
-    neutral. The newest tokens are those committed last.
+    `last_n` of -1, the default, means the whole row, prompt and generated tokens, as in
+    transformers; 0 disables the penalties. r = 1, f = 0 and c = 0 are neutral. The newest tokens
+    are those committed last.
     """
 
     repetition_B: Array = per_row(Setting(
@@ -58,8 +59,9 @@ class Penalties(LogitTransform):
         remedy="use 0.0 to disable it",
     ))  # fmt: skip
     last_n_B: Array = per_row(Setting(
-        "penalty_last_n", 64,
-        "number of newest tokens that count towards penalties; -1: all tokens, 0: no penalties",
+        "penalty_last_n", -1,
+        "number of newest tokens that count towards penalties; -1: the whole row with its prompt, "
+        "0: no penalties",
         low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
     ))  # fmt: skip
     vocab_size: int = fact("vocab_size")

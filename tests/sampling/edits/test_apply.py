@@ -339,23 +339,23 @@ def test_a_row_without_room_says_so_and_keeps_to_its_capacity(overflow):
     assert np.asarray(state.counters.lost).astype(bool).tolist() == [True] * 4 + [False] * 4
 
 
-def test_rows_come_to_the_length_that_they_are_nudged_to():
-    rows = [dataclasses.replace(row, max_new_tokens=(4, 20)[index % 2], steps=12)
-            for index, row in enumerate(_drafts(7))]  # fmt: skip
-    settings = {"delete_margin": 0.0, "cooldown_distance": 0} | NO_EDITS
-    state = _run(rows, length_target_mode="to_max_new", **settings)
-    lengths = np.asarray(state.canvas.length_B)
-    # Growing needs a doubtful gap, which there always is; what is deleted must be a misfit.
-    assert (lengths[1::2] == 22).all()
-    assert (lengths[::2] < 14).all() and (lengths[::2] >= 6).all()
+@pytest.mark.parametrize("margin", [0.0, 0.99])
+@pytest.mark.parametrize("token", ["space", "mask"])
+def test_rows_come_to_the_length_that_they_are_nudged_to(token, margin):
+    """From a longer and from a shorter draft, whether or not its tokens are misfits."""
+    numbers = [4, 20, 1, 9, 14, 6, 18, 12]
+    rows = [dataclasses.replace(row, max_new_tokens=number, steps=12)
+            for row, number in zip(_drafts(7), numbers, strict=True)]  # fmt: skip
+    settings = {"insert_margin": margin, "delete_margin": margin} | NO_EDITS
+    state = _run(rows, length_target_mode="to_max_new", edit_token=token, **settings)
+    assert np.asarray(state.canvas.length_B).tolist() == [2 + number for number in numbers]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2])
 def test_lengths_do_not_oscillate_under_a_nudge_to_their_target(ratio):
     """Nudged alone, a row nears its target, never passes it and stays there.
 
-    Ratios push besides, and where nothing more is a misfit only insertions are left: a row may turn
-    once, from the nudge's direction to that of the ratios.
+    Ratios push besides until they end: a row then leaves its target by no more than they allow.
     """
     steps, target_B = 12, np.array([4, 20, 12, 9, 14, 6, 18, 12])
     rows = [dataclasses.replace(row, max_new_tokens=int(target), steps=steps)
@@ -367,14 +367,11 @@ def test_lengths_do_not_oscillate_under_a_nudge_to_their_target(ratio):
         state = advance(toy.params(), state, 1)
         lengths.append(np.asarray(state.canvas.length_B))
     away_TB = np.array(lengths) - (2 + target_B)
-    for change_T in np.diff(away_TB, axis=0).T:
-        directions = np.sign(change_T[change_T != 0])
-        assert np.sum(directions[1:] != directions[:-1]) <= (ratio > 0)
+    assert (away_TB[-1] == 0).all()
+    assert (np.abs(away_TB) <= np.maximum(np.abs(away_TB[0]), ratio * 20)).all()
     if ratio == 0:
         assert (np.diff(np.abs(away_TB), axis=0) <= 0).all()
         assert (away_TB * away_TB[0] >= 0).all()
-        # Growing needs a doubtful gap, which there always is; what is deleted must be a misfit.
-        assert (away_TB[-1] >= 0).all() and np.sum(away_TB[-1] == 0) >= 5
 
 
 @pytest.mark.parametrize("token", ["space", "mask"])
