@@ -35,7 +35,7 @@ from dlm_jax.cli.common import (
     Parser,
     add_mesh_flags,
     heads_line,
-    import_module,
+    import_rules,
     load_model,
     mesh_of,
     naming_flags,
@@ -49,7 +49,7 @@ from dlm_jax.data import HubTokenizer
 from dlm_jax.inference.decisions import ORDERS, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
-from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
 from dlm_jax.settings import Rule, nearest
@@ -101,8 +101,8 @@ def make_parser() -> Parser:
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
         help="default value of a request setting; repeatable")  # fmt: skip
-    add("--rules", metavar="MODULE",
-        help="module with custom rules; their settings become fields of requests")  # fmt: skip
+    add("--rules", metavar="MODULES",
+        help="modules with rules (A,B); their settings become fields of requests")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--calibration", metavar="FILE",
         help="file with scales of decisions, written by dlm_jax.evaluate --fit")  # fmt: skip
@@ -163,7 +163,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             args,
         )
         preset = model.preset(args.preset) if args.preset else {}
-        defaults = _defaults(model, preset, args.default, _rules(args.rules))
+        defaults = _defaults(model, preset, args.default, import_rules(args.rules))
         limits = Limits(
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
             seconds=args.max_seconds, steps=args.max_steps,
@@ -202,15 +202,6 @@ def _origins(texts: Sequence[str]) -> tuple[str, ...]:
                 f"--allow-origin {text} is not an origin; write https://example.org, without a path"
             )
     return tuple(texts)
-
-
-def _rules(module: str | None) -> list[type[Rule]]:
-    """The rules in the module given by ``--rules``."""
-    if module is None:
-        return []
-    rules = list(classes_of(import_module(module, f"--rules {module}")))
-    with_rules(tuple(rules))  # checks them
-    return rules
 
 
 def _defaults(
