@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks import markov
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import settings_of
+from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib import decoders
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import half_width

@@ -40,7 +40,8 @@ from benchmarks.pods import sampling_step
 from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig, settings_of
+from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config.schema import settings_of
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.costs import cost

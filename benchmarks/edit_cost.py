@@ -23,7 +23,7 @@ import numpy as np
 import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import settings_of
+from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib.edits import Lead
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import split_rows

@@ -20,12 +20,18 @@ _NAMES = {
     "speculative": "fill=speculative",
     "constrained_waves": "fill=constrained_waves",
 }
+_PROGRAM = ("calibration", "fit", "labelled")
+"""Flags of ``python -m dlm_jax.contrib.decide``."""
+
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def moved(name: str) -> str:
     """Advice for a setting, flag or ``setting=value`` of `dlm_jax.contrib`; empty for others."""
-    home = _HOMES.get(name.lstrip("-").replace("-", "_"))
+    name = name.lstrip("-").replace("-", "_")
+    if name in _PROGRAM:
+        return "it is a flag of python -m dlm_jax.contrib.decide"
+    home = _HOMES.get(name)
     if home is None:
         return ""
     module = f"dlm_jax.contrib.{home}"

@@ -16,7 +16,8 @@ import toy
 from canvases import Row
 from jax.sharding import NamedSharding
 
-from dlm_jax.config import SampleConfig, settings_of
+from dlm_jax.config import SampleConfig
+from dlm_jax.config.schema import settings_of
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.processes import Uniform
 from dlm_jax.sampling.loop import Advance

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from contrib import oracle
-from dlm_jax.config import settings_of
+from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib import decoders
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.commit import CommitContext, Proposal, RuleMemory

@@ -13,7 +13,7 @@ import toy
 from canvases import FOREVER, Row, holes
 from scipy.stats import chi2
 
-from dlm_jax.config import settings_of
+from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib.speculative import Speculative, _verified
 from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, check_canvas
