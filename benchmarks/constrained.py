@@ -542,7 +542,7 @@ def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -
     print("| --- " * 3 + "|")
     for fill in ("parallel", "constrained", "wavefront", "constrained_waves"):
         held = {"structure": known} if fill.startswith("constrained") else {}
-        sample = settings_of(_waves())(
+        sample: Any = settings_of(_waves())(
             fill=fill, order="random_filled", chain=("temperature",), steps=8, **held
         )
         compiled, _ = sampling_step(shape, sample, mesh, rows, positions)

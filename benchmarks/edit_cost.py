@@ -47,7 +47,7 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
     tokens = rng.choice(ids, (rows, length)).astype(np.int32)
-    sample = settings_of(TABLE)(
+    sample: Any = settings_of(TABLE)(
         steps=16, edit=True, resample=True, schedule="all", edit_scoring=scoring
     )
     requests = [Request(ids, sample, seed) for seed, ids in enumerate(tokens)]

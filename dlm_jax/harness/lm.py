@@ -500,7 +500,8 @@ class Evaluated:
       model: a loaded model, used instead of `checkpoint`.
       max_batch_size: ignored.
       device: ignored; JAX chooses the device.
-      **settings: settings for generated texts by name (docs/settings.md).
+      **settings: settings for generated texts by name (docs/settings.md). ``rules`` can be the name
+        of a module.
     """
 
     def __init__(
@@ -534,6 +535,8 @@ class Evaluated:
         if likelihood not in ("bound", "chain"):
             raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
         self._is_chain = likelihood == "chain" and not self.model.is_causal
+        if isinstance(rules := settings.get("rules"), str):
+            settings["rules"] = importlib.import_module(rules)
         self._settings = layered(self.model.preset(preset) if preset else None, settings)
         settings_of_call(self.model, self._settings)
         self._likelihoods = Likelihoods(self.model, num_draws=int(draws), seed=self._seed)

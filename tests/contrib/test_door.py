@@ -66,3 +66,11 @@ def test_the_program_loads_several_modules(capsys, monkeypatch):
     flags = ["--rules", rules, "--order", "klass", "--klass-steps", "1"]
     assert sample.main(["--prompt", "A", "--gen-length", "4", "--steps", "4", *flags]) == 0
     assert "order=klass" in capsys.readouterr().err
+
+
+def test_the_harness_loads_a_module_by_its_name():
+    from dlm_jax.harness.lm import Evaluated
+
+    asked = {"rules": "dlm_jax.contrib.decoders", "order": "klass"}
+    made = Evaluated(model=toy_model.MODEL, **asked)
+    assert made._settings["rules"] is decoders
