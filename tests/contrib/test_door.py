@@ -1,6 +1,7 @@
 """How rules of contrib are loaded, and what is said where they are not."""
 
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dlm_jax.contrib import decoders, edits
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS
 
+DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
 
 
@@ -74,3 +76,12 @@ def test_the_harness_loads_a_module_by_its_name():
     asked = {"rules": "dlm_jax.contrib.decoders", "order": "klass"}
     made = Evaluated(model=toy_model.MODEL, **asked)
     assert made._settings["rules"] is decoders
+
+
+def test_the_pages_name_every_rule_and_setting():
+    pages = "".join(
+        (DOCS / page).read_text(encoding="utf-8") for page in ("arena.md", "contrib.md")
+    )
+    for name in moved._HOMES:
+        setting, _, value = name.partition("=")
+        assert (f'{setting}="{value}"' if value else f"`{setting}`") in pages, name
