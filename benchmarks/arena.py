@@ -35,14 +35,16 @@ import numpy as np
 
 from benchmarks import markov
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config.schema import settings_of
+from dlm_jax.contrib import decoders
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import half_width
+from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.sampling.state import start
 from dlm_jax.types import Network, Params
 
@@ -59,6 +61,8 @@ MASK, PAD, VOCAB = LARGEST, LARGEST + 1, LARGEST + 2
 LIMIT = 3 * LONGEST
 """Steps of decoders that choose the number of commits per step."""
 BUDGETS, SLACK = (2, 3, 4), 0.05
+TABLE = with_rules(tuple(classes_of(decoders)))
+SampleConfig = settings_of(TABLE)
 MISS = -18.0
 """Log-weight of a text for each visible token that differs."""
 
@@ -353,14 +357,14 @@ def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written
     samples = [SampleConfig(chain=("temperature",), **settings) for settings in grid]
     kinds: dict[Any, list[int]] = {}
     for index, sample in enumerate(samples):
-        kinds.setdefault(BUILT_IN.static(sample), []).append(index)
+        kinds.setdefault(TABLE.static(sample), []).append(index)
     found: list[Any] = [None] * len(grid)
     for indices in kinds.values():
         which = np.repeat(np.arange(len(indices)), QUICK_TEXTS)
         ones = [SimpleNamespace(**vars(samples[i]), seed=0, capacity=0) for i in indices]
         packed = (
             RowParams.pack(ones, setup.facts),
-            BUILT_IN.pack([samples[i] for i in indices], setup.facts),
+            TABLE.pack([samples[i] for i in indices], setup.facts),
         )
         row, rules = jax.tree.map(lambda x, which=which: x[which], packed)
         tokens_L = np.where(np.arange(setup.canvas) < setup.length, setup.mask_id, setup.pad_id)

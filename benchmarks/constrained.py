@@ -41,6 +41,7 @@ from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config.schema import settings_of
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.costs import cost
@@ -48,6 +49,7 @@ from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.structure import Structures, regex_of_schema
 from dlm_jax.model.transformer import build
@@ -55,7 +57,7 @@ from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
 from dlm_jax.sampling.state import start
 from dlm_jax.tasks import RECORD, records
 from dlm_jax.training.plan import torus_of
@@ -112,6 +114,13 @@ def ids_of(canvas: str) -> list[int]:
     return [special[c] if c in special else int(LETTERS.encode(c)[0]) for c in canvas]
 
 
+def _waves() -> RuleTable:
+    """The rules with ``constrained_waves``."""
+    from dlm_jax.contrib.constrained_waves import ConstrainedWaves
+
+    return with_rules((ConstrainedWaves,))
+
+
 def draws(
     pattern: str, canvas: str, logits_LV: np.ndarray, number: int, *, seed: int = 0,
     rows: int = ROWS, head: dict[str, np.ndarray] | None = None, **settings: Any,
@@ -121,15 +130,16 @@ def draws(
     With the parameters of a head, the fill is in waves.
     """
     fill = "constrained" if pattern else "parallel"
+    table = BUILT_IN
     if head is not None:
-        fill = "constrained_waves" if pattern else "wavefront"
+        fill, table = ("constrained_waves", _waves()) if pattern else ("wavefront", BUILT_IN)
     asked = {"chain": ("temperature", "top_k"), "fill": fill, "order": "random_filled"}
-    sample = SampleConfig(**asked | settings)
+    sample = settings_of(table)(**asked | settings)
     if pattern:
         sample = dataclasses.replace(sample, structure=KNOWN.automaton(pattern))
     facts = ModelFacts(vocab_size=LETTERS.vocab_size, banned_ids=LETTERS.banned_ids, eos_ids=(EOS,))
     one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
-    packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
+    packed = RowParams.pack([one], facts), table.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)
     tokens_L = jnp.array(ids_of(canvas), jnp.int32)
     params = jax.tree.map(jnp.float32, {"logits": logits_LV} | (head or {}))
@@ -455,7 +465,7 @@ def judge_records(rounds: int, texts: int) -> None:
             asked = [{"prompt": one, "seed": 1000 * seed + k} for k, one in enumerate(prompts)]
             made = dlm_jax.generate(
                 model, asked, structure=pattern, gen_length=96, batch_size=32, temperature=1.0,
-                ignore_eos=False, **settings,
+                ignore_eos=False, rules=[_waves().fill["constrained_waves"]], **settings,
             )  # fmt: skip
             answers += [t.removeprefix(p) for t, p in zip(made.texts, prompts, strict=True)]
             forwards += made.forwards.tolist()
@@ -492,7 +502,8 @@ def time_http(rounds: int, requests: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     valid = dict.fromkeys(arms, 0)
     options = argparse.Namespace(slots=1, steps_per_call=4)
-    with served(model, Engine(model, batch_size=1, max_waiting=None), options) as url:
+    engine = Engine(model, batch_size=1, max_waiting=None)
+    with served(model, engine, options, {"rules": [_waves().fill["constrained_waves"]]}) as url:
         for number in range(-1, rounds):
             for name, settings in arms.items():
                 began = time.perf_counter()
@@ -531,7 +542,7 @@ def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -
     print("| --- " * 3 + "|")
     for fill in ("parallel", "constrained", "wavefront", "constrained_waves"):
         held = {"structure": known} if fill.startswith("constrained") else {}
-        sample = SampleConfig(
+        sample: Any = settings_of(_waves())(
             fill=fill, order="random_filled", chain=("temperature",), steps=8, **held
         )
         compiled, _ = sampling_step(shape, sample, mesh, rows, positions)

@@ -16,8 +16,9 @@ import numpy as np
 
 import dlm_jax
 from dlm_jax.cli.common import start_jax
+from dlm_jax.contrib import decide as decisions
 from dlm_jax.data import join_documents, read_documents, split_text
-from dlm_jax.inference import decisions, scoring
+from dlm_jax.inference import scoring
 
 CHARACTERS = 120
 """Of a prompt."""
@@ -66,7 +67,7 @@ def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
         repeated = [prompt for prompt in prompts for _ in range(4)]
 
         def decide(count: int, prompts: list[str] = prompts, labels: Any = labels) -> None:
-            dlm_jax.decide(model, prompts[:count], labels[:count], batch_size=args.batch_size)
+            decisions.decide(model, prompts[:count], labels[:count], batch_size=args.batch_size)
 
         def likelihood(count: int, flat: list[str] = flat, given: list[str] = repeated) -> None:
             scoring.score(
@@ -93,7 +94,7 @@ def fit(model: dlm_jax.Model, args: argparse.Namespace) -> None:
     print("| --- " * 8 + "|")
     for is_short in (True, False):
         lines = make_lines(model, args.lines, is_short=is_short)
-        made = dlm_jax.decide(
+        made = decisions.decide(
             model, [one.prompt for one in lines], [one.labels for one in lines],
             batch_size=args.batch_size,
         )  # fmt: skip

@@ -23,17 +23,21 @@ import numpy as np
 import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config.schema import settings_of
+from dlm_jax.contrib.edits import Lead
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, columns
-from dlm_jax.sampling.edits import EDIT_RULES
 from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.step import edited, is_token, look, scored_positions
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.settings import on_device
+
+TABLE = with_rules((Lead,))
+"""The built-in rules and ``edit_scoring="lead"``."""
 
 
 def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
@@ -43,7 +47,9 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
     tokens = rng.choice(ids, (rows, length)).astype(np.int32)
-    sample = SampleConfig(steps=16, edit=True, resample=True, schedule="all", edit_scoring=scoring)
+    sample: Any = settings_of(TABLE)(
+        steps=16, edit=True, resample=True, schedule="all", edit_scoring=scoring
+    )
     requests = [Request(ids, sample, seed) for seed, ids in enumerate(tokens)]
     row, rules = on_device(columns(requests, model.facts))
     state = start(
@@ -119,7 +125,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--scoring", choices=EDIT_RULES, default="uncertainty")
+    parser.add_argument("--scoring", choices=TABLE.edit, default="uncertainty")
     args = parser.parse_args()
     start_jax()
     model = dlm_jax.load(args.checkpoint)

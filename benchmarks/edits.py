@@ -29,6 +29,7 @@ from benchmarks.quality import distinct_share, judged_bits, known_share, words
 from benchmarks.repairs import KINDS, MORE_KINDS, Repair, make_repairs, score
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
+from dlm_jax.contrib.edits import Lead
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.model import Model
 
@@ -135,7 +136,7 @@ class Task:
         steps = FORWARDS - bool(settings.get("edit"))
         prompts = [{"prompt": repair.prompt, "draft": repair.damaged} for repair in repairs]
         given: dict[str, Any] = COMMON | {"steps": steps} | settings
-        made = dlm_jax.generate(self.model, prompts, **given)
+        made = dlm_jax.generate(self.model, prompts, rules=[Lead], **given)
         found = score(repairs, made.texts)
         return {
             "exact": found.exact,
@@ -219,7 +220,7 @@ def lengths(task: Task, settings: dict[str, Any], seeds: list[int]) -> None:
             given: dict[str, Any] = COMMON | settings | {
                 "steps": 24, "max_new_tokens": target, "length_target_mode": mode
             }  # fmt: skip
-            made = dlm_jax.generate(task.model, prompts, **given)
+            made = dlm_jax.generate(task.model, prompts, rules=[Lead], **given)
             found += (made.lengths - [len(r.prompt) for r in repairs]).tolist()
         print(f"| {mode} | {target} | {np.mean(found):.1f} | {min(found)} | {max(found)} | "
               f"{100 * np.mean(np.array(found) == target):.0f} |", flush=True)  # fmt: skip
@@ -239,7 +240,7 @@ def quality(task: Task, settings: dict[str, Any], judge: Model, seeds: list[int]
             given: dict[str, Any] = (
                 COMMON | {"steps": 128, "gen_length": 176, "seed": 1000 * seed} | arm
             )
-            made = dlm_jax.generate(task.model, num_samples=32, **given)
+            made = dlm_jax.generate(task.model, num_samples=32, rules=[Lead], **given)
             texts, forwards = [*texts, *made.texts], [*forwards, *made.forwards.tolist()]
         bits, error = judged_bits(judge, texts)
         print(f"| {name} | {np.mean(forwards):.0f} | {known_share(texts, known):.3f} | "

@@ -41,6 +41,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import dlm_jax  # noqa: E402
+from dlm_jax.contrib.edits import Lead  # noqa: E402
+from dlm_jax.contrib.speculative import Speculative  # noqa: E402
 from dlm_jax.published import family  # noqa: E402
 
 Settings = dict[str, Any]
@@ -96,7 +98,7 @@ SHAKESPEARE: dict[str, Settings] = {
 
 PROOFREADER: dict[str, Settings] = {
     "repair": {},
-    "repair lead": {"edit_scoring": "lead", "edit_token": "mask"},
+    "repair lead": {"rules": [Lead], "edit_scoring": "lead", "edit_token": "mask"},
     "repair with hidden tokens": {"edit_hidden": 2},
 }
 DRAFTS = (
@@ -110,7 +112,12 @@ BLOCK_CAUSAL: dict[str, Settings] = {
     "published llada2.1": family.LLADA2["llada2.1"] | {"steps": 24},
     "published fast_dllm": family.FAST_DLLM["fast_dllm"]
     | {"block_length": 2, "threshold_alone": 4, "steps": 24},
-    "speculative": {"fill": "speculative", "order": "threshold", "steps": 24},
+    "speculative": {
+        "rules": [Speculative],
+        "fill": "speculative",
+        "order": "threshold",
+        "steps": 24,
+    },
 }
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 40
 RUN: Settings = {

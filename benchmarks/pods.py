@@ -214,7 +214,7 @@ def sampling_step(
     from dlm_jax.sampling.loop import Advance
     from dlm_jax.sampling.program import Program
     from dlm_jax.sampling.row import RowParams
-    from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+    from dlm_jax.sampling.rules import ModelFacts
     from dlm_jax.sampling.state import start
 
     network, mask = build(model), model.vocab_size - 1
@@ -232,7 +232,7 @@ def sampling_step(
         tokens_BL = jnp.full((rows, positions), mask, jnp.int32)
         state = start(
             tokens_BL, jnp.full(rows, positions, jnp.int32), RowParams.pack([keyed] * rows, facts),
-            BUILT_IN.pack([sample] * rows, facts), mask_id=mask,
+            sample.table.pack([sample] * rows, facts), mask_id=mask,
         )  # fmt: skip
         return with_cache(program, params, state)
 

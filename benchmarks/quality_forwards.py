@@ -26,6 +26,7 @@ import numpy as np
 
 import dlm_jax
 from dlm_jax.cli.common import start_jax
+from dlm_jax.contrib import decoders
 from dlm_jax.inference.model import Model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,6 +92,7 @@ def measure(
         batch_size=number,
         chain=("temperature", "min_p"),
         temperature_end=0.3,
+        rules=decoders,
         **settings,
     )
     texts = [text[:characters] for text in made.texts]

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -59,11 +60,16 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def served(model: Model, engine: Engine, args: argparse.Namespace) -> Iterator[str]:
+def served(
+    model: Model,
+    engine: Engine,
+    args: argparse.Namespace,
+    defaults: dict[str, Any] | None = None,
+) -> Iterator[str]:
     """Runs a server of the model; the context returns its address."""
     app = make_app(
-        model, engine, Options("shakespeare", Limits(waiting=4096)), slots=args.slots,
-        steps_per_call=args.steps_per_call,
+        model, engine, Options("shakespeare", Limits(waiting=4096), defaults=defaults),
+        slots=args.slots, steps_per_call=args.steps_per_call,
     )  # fmt: skip
     sock, ready = listening("127.0.0.1", 0), threading.Event()
     server = Server(app, sock, drain=5, listens=ready.set)

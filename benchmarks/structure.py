@@ -43,8 +43,8 @@ CHANGES = {
     "transform (MinP)": "MinP",
     "commit rule (EntropyBound)": "EntropyBound",
     "remask rule (ScheduledThreshold)": "ScheduledThreshold",
-    "edit rule (Lead)": "Lead",
-    "fill rule (Speculative)": "Speculative",
+    "edit rule (Likelihood)": "Likelihood",
+    "fill rule (Constrained)": "Constrained",
     "head (critic)": r"(?i:\w*critic\w*)",
     "config field (warmup_steps)": "warmup_steps",
     "HTTP field (diffusing)": "diffusing",
@@ -221,9 +221,9 @@ class Tree:
         class.
         """
         found = {}
-        for room in ("commit", "remask"):
+        for room in ("sampling.commit", "sampling.remask", "contrib.decoders"):
             for name in self.files:
-                if not name.startswith(f"{PACKAGE}.sampling.{room}."):
+                if not name.startswith(f"{PACKAGE}.{room}."):
                     continue
                 bare = _bare(self.text[name])
                 rules = [
@@ -235,7 +235,7 @@ class Tree:
                 for node in rules:
                     counted = bare if len(rules) == 1 else node
                     lines = len(ast.unparse(counted).splitlines())
-                    found[node.name] = lines, name.removeprefix(f"{PACKAGE}.sampling.")
+                    found[node.name] = lines, name.removeprefix(f"{PACKAGE}.")
         return found
 
     def figures(self) -> dict[str, str]:

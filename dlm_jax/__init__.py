@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SampleConfig as SampleConfig
     from dlm_jax.inference.candidates import Candidates as Candidates
-    from dlm_jax.inference.decisions import Decision as Decision
-    from dlm_jax.inference.decisions import decide as decide
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
     from dlm_jax.inference.engine import EngineFullError as EngineFullError
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from dlm_jax.inference.scoring import Score as Score
     from dlm_jax.inference.scoring import corrupted_share as corrupted_share
     from dlm_jax.inference.scoring import score as score
+    from dlm_jax.inference.token_logprobs import DecodingRow as DecodingRow
+    from dlm_jax.inference.token_logprobs import order_logprobs as order_logprobs
     from dlm_jax.published.hub import push_to_hub as push_to_hub
     from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
@@ -67,7 +67,6 @@ __version__ = "0.2.0"
 _NAMES = {
     "config": "MeshConfig SampleConfig",
     "inference.candidates": "Candidates",
-    "inference.decisions": "Decision decide",
     "inference.engine": "AsyncEngine Engine EngineFullError",
     "inference.generate": "Texts chain_report generate stream",
     "inference.host": "matching",
@@ -77,6 +76,7 @@ _NAMES = {
     "inference.results": "Generation Row",
     "inference.scheduler": "Ticket",
     "inference.scoring": "Score corrupted_share score",
+    "inference.token_logprobs": "DecodingRow order_logprobs",
     "published.hub": "push_to_hub",
     "sampling.replay": "Trace",
     "sampling.row": "Counters",

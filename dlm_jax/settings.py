@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.elsewhere import meant, named_here
+from dlm_jax.moved import moved
 from dlm_jax.pytree import T, pytree
 
 INT_LIMIT = 2**31 - 1
@@ -155,6 +156,7 @@ class Setting:
             return next((name for name, found in choices.items() if found is value), value)
         named = meant(self.name.rpartition(".")[2], value)
         advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
+        advice = moved(f"{self.name.rpartition('.')[2]}={value}") or advice
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
@@ -482,7 +484,7 @@ def closest(name: str, known: Any) -> str:
 
 def nearest(name: str, known: Sequence[str], value: Any = None) -> str:
     """Advice for a misspelt name, or for another project's name with this value."""
-    named = named_here(str(name), known, value)
+    named = moved(str(name)) or named_here(str(name), known, value)
     if named:
         return named
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)

@@ -17,11 +17,12 @@ from canvases import Row
 from jax.sharding import NamedSharding
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.config.schema import settings_of
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.processes import Uniform
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
 from dlm_jax.sampling.transforms import chain
 from dlm_jax.settings import Setting
 from dlm_jax.types import Params
@@ -71,7 +72,6 @@ HEADS: dict[str, dict[str, str]] = {
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
         ("random_filled", "none", "linear", "wavefront", "confidence"),
-        ("klass", "wino", "linear", "wavefront", "confidence"),
     )
 }  # fmt: skip
 """What a model with a sampler head and a critic can do."""
@@ -92,7 +92,6 @@ EDITS: dict[str, dict[str, Any]] = {
         ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
-        ("klass", "none", "all", "parallel", 0.1, "cosine", "uncertainty"),
     )
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""
@@ -104,6 +103,12 @@ RENEWED: dict[str, dict[str, str]] = {
 """What the heads do where every token can change."""
 
 CASES |= HEADS | EDITS | RENEWED
+
+OTHERS: dict[str, dict[str, Any]] = {}
+"""Cases of rules outside of the package, whose names have the form of those above."""
+
+TABLES: dict[str, RuleTable] = {}
+"""The tables of these cases."""
 
 OWN = "own-own"
 """The rules and the transform that docs/own_rules.md defines outside the package."""
@@ -117,10 +122,7 @@ FEW = [
 
 FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
 
-SLOW = {
-    "frechet", "local_leap", "position_aware", "prophet", "credit", "hierarchical", "dilated",
-    "margin", "entropy_bound", "slow_fast",
-}  # fmt: skip
+SLOW = {"margin", "entropy_bound"}
 """Orders that only the slow suite runs: each of their abilities is also one of another order."""
 
 QUICK = [name for name in FEW if name.split("-")[0] not in SLOW]
@@ -164,20 +166,35 @@ def own() -> dict[str, Any]:
     return scope
 
 
+def has_edits(name: str) -> bool:
+    """True for a case whose rows change in length."""
+    return name.endswith("-edit")
+
+
+def _table(name: str) -> RuleTable:
+    return TABLES.get(name, BUILT_IN)
+
+
+def _case(name: str) -> dict[str, Any]:
+    return CASES.get(name) or OTHERS.get(name, {})
+
+
 def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
     """Settings of that many rows, whose numbers differ."""
-    rng = np.random.default_rng(200 + seed)
+    rng, table = np.random.default_rng(200 + seed), _table(name)
+    made = settings_of(table)
     return [
-        SampleConfig(**_others(np.random.default_rng([500 + seed, index]), index) | dict(
-            **CASES.get(name, {}) | (_edits(rng, index) if name in EDITS else {}) | _limits(name),
+        made(**_others(np.random.default_rng([500 + seed, index]), index, table) | dict(
+            **_case(name) | (_edits(rng, index) if has_edits(name) else {}) | _limits(name),
             threshold=float(rng.uniform(0.1, 0.4)),
             factor=float(rng.uniform(1.0, 2.0)),
             entropy_bound=float(rng.uniform(0.5, 4.0)),
-            **_arena(np.random.default_rng([300 + seed, index]), index),
+            **_posterior(np.random.default_rng([300 + seed, index]), index),
+            **_decoders(np.random.default_rng([300 + seed, index]), index, table),
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
-            remask_eta=0.3 if name in EDITS else (0.0, 0.3, 0.8)[index % 3],
+            remask_eta=0.3 if has_edits(name) else (0.0, 0.3, 0.8)[index % 3],
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
             sampler_spread_seeds=index % 2 == 1,
             sampler_even_odd=index % 4 > 1,
@@ -190,11 +207,11 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
     ]  # fmt: skip
 
 
-def _others(rng: np.random.Generator, index: int) -> dict[str, Any]:
+def _others(rng: np.random.Generator, index: int, table: RuleTable = BUILT_IN) -> dict[str, Any]:
     """A value near the default of each per-row setting of the commit rules."""
     return {
         field.metadata["setting"].name: _near(field.metadata["setting"], rng, index)
-        for rule in BUILT_IN.commit.values()
+        for rule in table.commit.values()
         for field in dataclasses.fields(rule)  # type: ignore[arg-type]
         if "column" in field.metadata and not field.metadata["setting"].is_list
     }
@@ -212,9 +229,17 @@ def _near(setting: Setting, rng: np.random.Generator, index: int) -> Any:
     return float(rng.uniform(max(default - width, low), min(default + width, high)))
 
 
-def _arena(rng: np.random.Generator, index: int) -> dict[str, Any]:
-    """Settings of the published decoders, far from the defaults where rows of the toy need it."""
+def _posterior(rng: np.random.Generator, index: int) -> dict[str, Any]:
     return {
+        "posterior_start": float(rng.uniform(0.4, 1.0)),
+        "corrector_steps": index % 4,
+        "corrector_share": float(rng.uniform(0.05, 0.5)),
+    }
+
+
+def _decoders(rng: np.random.Generator, index: int, table: RuleTable) -> dict[str, Any]:
+    """Settings of the published decoders, far from the defaults where rows of the toy need it."""
+    found = {
         "klass_divergence": float(rng.uniform(0.01, 1.0)),
         "klass_steps": index % 3,
         "credit_weight": float(rng.uniform(0.0, 2.0)),
@@ -237,15 +262,13 @@ def _arena(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "apart_threshold": float(rng.uniform(0.1, 0.3)),
         "dependence": float(rng.uniform(0.0, 0.2)),
         "sink": float(rng.uniform(0.0, 0.3)),
-        "posterior_start": float(rng.uniform(0.4, 1.0)),
-        "corrector_steps": index % 4,
-        "corrector_share": float(rng.uniform(0.05, 0.5)),
     }
+    return {name: value for name, value in found.items() if name in table.settings}
 
 
 def _limits(name: str) -> dict[str, Any]:
     """What a rule that tries its edits knows nothing of."""
-    is_tried = CASES.get(name, {}).get("edit_scoring") == "likelihood"
+    is_tried = _case(name).get("edit_scoring") == "likelihood"
     return {"length_target_mode": "none"} if is_tried else {}
 
 
@@ -296,10 +319,11 @@ def make_state(
     positions: int = canvases.POSITIONS,
 ):
     """The state before the first step, one slot per row; None is an idle slot."""
-    settings = [slot[1] if slot else SampleConfig(**CASES.get(name, {})) for slot in slots]
+    table = _table(name)
+    settings = [slot[1] if slot else settings_of(table)(**_case(name)) for slot in slots]
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
-        packed = BUILT_IN.pack(settings, FACTS)
+        packed = table.pack(settings, FACTS)
         return canvases.make_state(
             rows, packed.commit, remask=packed.remask, fill=packed.fill, edit=packed.edit,
             renoise=packed.renoise, positions=positions,

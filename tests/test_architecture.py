@@ -1,12 +1,17 @@
 """The layout of docs/design.md: imports point one way, functions are short."""
 
 import ast
+import importlib
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import dlm_jax
 from benchmarks.structure import Tree
 
 ROOT = Path(__file__).parent.parent
@@ -15,7 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _LEAVES = {
-    "types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere", "tasks"
+    "types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere", "moved",
+    "tasks",
 }  # fmt: skip
 _PURE = {*_LEAVES, "sampling", "distributed", "diffusion", "heads"}
 _CORE = {*_PURE, "config", "model", "store", "data"}
@@ -27,8 +33,9 @@ MAY_IMPORT = {
     "progress": set(),
     "randomness": set(),
     "elsewhere": set(),
+    "moved": set(),
     "tasks": set(),
-    "settings": {"pytree", "elsewhere"},
+    "settings": {"pytree", "elsewhere", "moved"},
     "sampling": _LEAVES,
     "distributed": _LEAVES,
     "diffusion": {*_LEAVES, "distributed"},
@@ -57,6 +64,7 @@ MAY_IMPORT = {
         "serving",
         "harness",
     },
+    "contrib": {"settings", "sampling", "__init__"},
     "evaluate": {"cli"},
     "serve": {"cli"},
     "export": {"cli", "inference"},
@@ -72,7 +80,7 @@ def _rooms() -> set[str]:
 
 
 def test_every_room_is_named_and_looks_up_alone():
-    assert _rooms() == set(MAY_IMPORT)
+    assert _rooms() | {"contrib"} == set(MAY_IMPORT)
     rooms = list(MAY_IMPORT)
     for place, room in enumerate(rooms):
         assert MAY_IMPORT[room] <= set(rooms[:place]), room
@@ -104,6 +112,51 @@ def _imported_rooms(path: Path) -> set[str]:
 def test_imports_point_one_way(path):
     room = _room(path)
     assert _imported_rooms(path) - {room} <= MAY_IMPORT[room]
+
+
+def _public() -> set[str]:
+    """The public names and modules, as docs/api.md lists them."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    modules = re.findall(r"^\| `(dlm_jax[.\w]+)` \|", page, re.MULTILINE)
+    found = {f"dlm_jax.{name}" for name in dlm_jax.__all__}
+    for module in modules:
+        names = vars(importlib.import_module(module))
+        found |= {module, *(f"{module}.{name}" for name in names if not name.startswith("_"))}
+    return found
+
+
+def test_contrib_imports_public_names_alone_and_nothing_imports_contrib():
+    public = _public()
+    for path in FILES:
+        own = {name for name in _imports(path) if f"{name}.".startswith("dlm_jax.")}
+        inside = {name for name in own if f"{name}.".startswith("dlm_jax.contrib.")}
+        if _room(path) == "contrib":
+            assert own - inside - {"dlm_jax"} <= public, path
+        else:
+            assert not inside, path
+
+
+@pytest.mark.slow
+def test_without_contrib_a_text_is_sampled_and_a_model_trained(tmp_path):
+    left_out = shutil.ignore_patterns("contrib", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "dlm_jax", ignore=left_out)
+    for name in ("sample.py", "train.py", "configs"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
+    tiny = {
+        "data.source": text, "data.seq_len": 16, "model.depth": 1, "model.width": 16,
+        "model.heads": 2, "train.steps": 1, "train.batch_size": 4, "train.out_dir": "run",
+    }  # fmt: skip
+    flags = [str(part) for key, value in tiny.items() for part in (f"--{key}", value)]
+    for program in (["train.py", *flags], ["sample.py", "--prompt", "A", "--gen-length", "4"]):
+        done = subprocess.run(
+            [sys.executable, *program], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("A")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

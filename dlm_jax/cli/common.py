@@ -28,9 +28,10 @@ from dlm_jax.config import MeshConfig, RowSettings
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
+from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.model.quantized import KINDS
 from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.settings import UNSET, SettingError, nearest
+from dlm_jax.settings import UNSET, Rule, SettingError, nearest
 from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
 
@@ -120,6 +121,14 @@ def import_module(module: str, where: str) -> ModuleType:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
+
+
+def import_rules(modules: str | None) -> list[type[Rule]]:
+    """The rules in the modules given by ``--rules``."""
+    names = [] if modules is None else modules.split(",")
+    found = [cls for name in names for cls in classes_of(import_module(name, f"--rules {name}"))]
+    with_rules(tuple(found))  # checks them
+    return found
 
 
 def import_sampler(name: str, where: str) -> HostSampler:

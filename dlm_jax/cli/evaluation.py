@@ -6,10 +6,6 @@ bits per character, each with its interval over windows or texts. The values are
 diffusion model and exact for a causal model, which can score any text (``--checkpoint runs/judge
 --text samples.txt --split``).
 
-With --labelled, the program selects one of the labels for each line and prints accuracy, nats per
-line and the expected calibration error. --fit FILE --task NAME fits the temperature and the length
-penalty of a task to the lines, for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
-
 With a sequence scorer, the program prints the estimated fraction of corrupted tokens or, without
 texts, the error of the estimate on corrupted held-out text.
 """
@@ -43,19 +39,6 @@ from dlm_jax.data.pipeline import Columns
 from dlm_jax.data.text import JSON_LINES, NAMED, Document, is_json, is_json_lines, read_jsonl
 from dlm_jax.diffusion.likelihood import first_scored, half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
-from dlm_jax.inference.decisions import (
-    ORDERS,
-    Question,
-    Scale,
-    answers,
-    calibrate_lengths,
-    expected_calibration_error,
-    nll,
-    question,
-    read_calibration,
-    scale_of,
-    write_calibration,
-)
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import (
     MOST_AT_ONCE,
@@ -84,17 +67,6 @@ def make_parser() -> Parser:
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
     add("--continuation", metavar="TEXT", help="a text to score")
     add("--prompt", metavar="TEXT", help="text before --continuation")
-    labelled_help = (
-        'JSONL of {"prompt": ..., "choices": [...], "label": ...}; the model selects '
-        "the label that follows each prompt"
-    )
-    add("--labelled", metavar="FILE", help=labelled_help)
-    add("--order", default=ORDERS[0], metavar="ORDER",
-        help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
-    add("--task", metavar="NAME", help="name of the task of --labelled")
-    fit_help = "output file for the fitted scale of --task; other tasks in the file are kept"
-    add("--fit", metavar="FILE", help=fit_help)
-    add("--calibration", metavar="FILE", help="file that contains the scale of --task")
     add(
         "--held-out",
         metavar="SOURCE",
@@ -127,14 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.split is not None and not args.text:
             raise ValueError("--split has no effect without --text; add it or remove --split")
-        _check_labelled(args)
         check_output()
         model = load_model(
             args.checkpoint, quantize=args.quantize, ignore_config=args.ignore_config
         )
-        if args.labelled is not None:
-            _decide(model, args)
-            return End.DONE
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
         if "scorer" in model.network.heads:
@@ -147,79 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, result in _held_out(model, args, drawn):
                 _print_score(name, result, as_json=args.json)
     return End.DONE
-
-
-def _check_labelled(args: Namespace) -> None:
-    if args.labelled is None:
-        for name in ("task", "fit", "calibration"):
-            if getattr(args, name) is not None:
-                raise ValueError(
-                    f"--{name} has no effect without --labelled; add that or remove it"
-                )
-        return
-    if args.text or args.pairs or args.continuation is not None or args.held_out is not None:
-        raise ValueError("--labelled cannot be combined with other sources; remove them")
-    if args.fit is not None and args.calibration is not None:
-        raise ValueError("--fit and --calibration cannot be combined; remove one of them")
-    if (args.task is None) != (args.fit is None and args.calibration is None):
-        raise ValueError("--task requires --fit or --calibration, and vice versa")
-
-
-def _decide(model: Model, args: Namespace) -> None:
-    """Prints the figures of the labelled lines; with ``--fit``, also writes the fitted scale."""
-    asked, right = [], []
-    for number, line in enumerate(_read(args.labelled).split("\n"), 1):
-        if line.strip():
-            question, label = _labelled(model, f"{args.labelled} line {number}", line)
-            asked.append(question)
-            right.append(label)
-    if not asked:
-        raise ValueError(f"{args.labelled} has no lines; add some")
-    scale = Scale()
-    if args.calibration is not None:
-        known = read_calibration(args.calibration, model, order=args.order)
-        scale = scale_of(args.task, known)
-    found = answers(model, asked, order=args.order, batch_size=args.batch_size, scale=scale)
-    _require_finite(args.labelled, *(float(one.probabilities.sum()) for one in found))
-    shares = [one.probabilities for one in found]
-    if args.fit is not None:
-        scores, sizes = [one.logprobs for one in found], [one.num_tokens for one in found]
-        scale = calibrate_lengths(scores, sizes, right)
-        shares = [scale.shares(*own) for own in zip(scores, sizes, strict=True)]
-    hits = [int(own.argmax()) == k for own, k in zip(shares, right, strict=True)]
-    record = {
-        "lines": len(right), "accuracy": float(np.mean(hits)), "nats_per_line": nll(shares, right),
-        "calibration_error": expected_calibration_error(shares, right), **scale._asdict(),
-    }  # fmt: skip
-    if args.fit is not None:
-        write_calibration(args.fit, model, args.task, order=args.order, **record)
-    line = (
-        f"accuracy {record['accuracy']:.4f}, {record['nats_per_line']:.4f} nats/line, calibration "
-        f"error {record['calibration_error']:.4f} at temperature {scale.temperature:.4f} and "
-        f"length penalty {scale.length_penalty:.4f} ({len(right)} lines)"
-    )
-    _print(args.labelled, "decisions", record, line, as_json=args.json)
-
-
-def _labelled(model: Model, where: str, line: str) -> tuple[Question, int]:
-    """The question in a labelled line, and the index of the correct label."""
-    fields = '{"prompt": ..., "choices": [...], "label": ...}'
-    try:
-        told = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error}); write {fields}") from None
-    if not isinstance(told, dict) or told.keys() != {"prompt", "choices", "label"}:
-        raise ValueError(f"{where} has unexpected fields; write {fields}")
-    if isinstance(told["choices"], dict):
-        raise ValueError(f"{where}: choices={told['choices']} is not a list; write {fields}")
-    try:
-        made = question(model, told["prompt"], told["choices"])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    (labels,) = made.choices.values()
-    if str(told["label"]) not in labels:
-        raise ValueError(f"{where}: label={told['label']!r} is not one of the choices")
-    return made, labels.index(str(told["label"]))
 
 
 def _sources(args) -> Iterator[Source]:

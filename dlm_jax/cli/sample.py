@@ -42,6 +42,7 @@ from dlm_jax.cli.common import (
     compile_clock,
     heads_line,
     import_module,
+    import_rules,
     import_sampler,
     join_hosts,
     load_model,
@@ -70,7 +71,7 @@ from dlm_jax.distributed.processes import check_same_everywhere, run_together
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import all_requests, chain_report, texts_of
 from dlm_jax.inference.model import DTYPES, Model
-from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import group
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
@@ -208,7 +209,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
         help="function that selects tokens; a request's own host_sampler overrides it")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
         help="module with functions that requests of --prompts can use; repeatable")  # fmt: skip
-    add("--rules", metavar="MODULE", help="module with custom rules; their settings become flags")
+    add("--rules", metavar="MODULES", help="modules with rules (A,B); their settings become flags")
     add("--read-back", type=COUNT, metavar="K",
         help="print, or write to --output, each token with its K best candidates")  # fmt: skip
     add("--max-candidates", type=COUNT, default=64, metavar="N",
@@ -542,13 +543,10 @@ def _host_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
-    """The rules in the module given by ``--rules``; their settings become flags."""
+    """The rules in the modules given by ``--rules``; their settings become flags."""
     parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
-    module = parser.parse_known_args(argv)[0].rules
-    if module is None:
-        return []
-    return list(classes_of(import_module(module, f"--rules {module}")))
+    return import_rules(parser.parse_known_args(argv)[0].rules)
 
 
 def _counted(result: dlm_jax.Texts) -> str:

@@ -1,7 +1,7 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
 The server implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
-/v1/responses, /v1/infill, /v1/decide, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
+/v1/responses, /v1/infill, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
 /version, /metrics, and a page at / that shows a text while it is denoised. The server listens on
 127.0.0.1 unless --host is given. If the environment variable named by --api-key-env is set, clients
 must send its value as the key. The server requires the extra ``serve``:
@@ -35,7 +35,7 @@ from dlm_jax.cli.common import (
     Parser,
     add_mesh_flags,
     heads_line,
-    import_module,
+    import_rules,
     load_model,
     mesh_of,
     naming_flags,
@@ -46,10 +46,9 @@ from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
 from dlm_jax.data import HubTokenizer
-from dlm_jax.inference.decisions import ORDERS, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
-from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
 from dlm_jax.settings import Rule, nearest
@@ -101,11 +100,9 @@ def make_parser() -> Parser:
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
         help="default value of a request setting; repeatable")  # fmt: skip
-    add("--rules", metavar="MODULE",
-        help="module with custom rules; their settings become fields of requests")  # fmt: skip
+    add("--rules", metavar="MODULES",
+        help="modules with rules (A,B); their settings become fields of requests")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
-    add("--calibration", metavar="FILE",
-        help="file with scales of decisions, written by dlm_jax.evaluate --fit")  # fmt: skip
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
@@ -163,20 +160,17 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             args,
         )
         preset = model.preset(args.preset) if args.preset else {}
-        defaults = _defaults(model, preset, args.default, _rules(args.rules))
+        defaults = _defaults(model, preset, args.default, import_rules(args.rules))
         limits = Limits(
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
             seconds=args.max_seconds, steps=args.max_steps,
         )  # fmt: skip
         heads = heads_line(model, settings_of_call(model, defaults))
-        scales = None
-        if args.calibration is not None:
-            scales = {o: read_calibration(args.calibration, model, order=o) for o in ORDERS}
         options = Options(
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
             defaults=defaults, length=_length(model, defaults, args.default),
-            calibration=scales, origins=_origins(args.allow_origin),
+            origins=_origins(args.allow_origin),
             hosts=_HOSTS if key is None and args.host in _LOOPBACK else (),
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
@@ -202,15 +196,6 @@ def _origins(texts: Sequence[str]) -> tuple[str, ...]:
                 f"--allow-origin {text} is not an origin; write https://example.org, without a path"
             )
     return tuple(texts)
-
-
-def _rules(module: str | None) -> list[type[Rule]]:
-    """The rules in the module given by ``--rules``."""
-    if module is None:
-        return []
-    rules = list(classes_of(import_module(module, f"--rules {module}")))
-    with_rules(tuple(rules))  # checks them
-    return rules
 
 
 def _defaults(

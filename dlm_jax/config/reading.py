@@ -24,6 +24,7 @@ import msgspec
 
 from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
 from dlm_jax.elsewhere import named_here
+from dlm_jax.moved import moved
 from dlm_jax.settings import Setting, SettingError, closest
 
 
@@ -170,7 +171,8 @@ def _check_known(
 ) -> None:
     if name in known:
         return
-    advice = named_here(name, known, value) or f"did you mean {closest(name, known)!r}?"
+    advice = moved(name.rpartition(".")[2]) or named_here(name, known, value)
+    advice = advice or f"did you mean {closest(name, known)!r}?"
     raise ValueError(f"{where}: unknown {what} {name!r}; {advice}")
 
 
@@ -266,6 +268,7 @@ def parse_flags(
         name, _, value = unknown[0].partition("=")
         value = value or next((text for text in unknown[1:2] if not text.startswith("-")), "")
         advice = named_here(name, flags, value) if name.startswith("-") else ""
+        advice = moved(name.rpartition(".")[2]) or advice
         advice = advice or f"did you mean {closest(name, flags)!r}?"
         raise ValueError(f"command line: unknown argument {name!r}; {advice}")
     keys = declared()

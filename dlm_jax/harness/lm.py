@@ -29,7 +29,6 @@ from dlm_jax.data import HubTokenizer
 from dlm_jax.devices import platform
 from dlm_jax.diffusion.likelihood import bound_at, causal_costs
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import TextReader
@@ -37,6 +36,7 @@ from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.inference.scoring import compiled
+from dlm_jax.inference.token_logprobs import DecodingRow, order_logprobs
 from dlm_jax.sampling.positions import group_size
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
@@ -490,7 +490,7 @@ class Evaluated:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: number of masks per likelihood.
       likelihood: ``bound``, or ``chain`` for the exact probability of decoding a continuation from
-        left to right (as in `dlm_jax.decide`), which needs no masks.
+        left to right (as in `dlm_jax.order_logprobs`), which needs no masks.
       batch_size: ignored; the number of rows per call follows the number of requests.
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
@@ -500,7 +500,8 @@ class Evaluated:
       model: a loaded model, used instead of `checkpoint`.
       max_batch_size: ignored.
       device: ignored; JAX chooses the device.
-      **settings: settings for generated texts by name (docs/settings.md).
+      **settings: settings for generated texts by name (docs/settings.md). ``rules`` can be the name
+        of a module.
     """
 
     def __init__(
@@ -534,6 +535,8 @@ class Evaluated:
         if likelihood not in ("bound", "chain"):
             raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
         self._is_chain = likelihood == "chain" and not self.model.is_causal
+        if isinstance(rules := settings.get("rules"), str):
+            settings["rules"] = importlib.import_module(rules)
         self._settings = layered(self.model.preset(preset) if preset else None, settings)
         settings_of_call(self.model, self._settings)
         self._likelihoods = Likelihoods(self.model, num_draws=int(draws), seed=self._seed)
@@ -557,8 +560,8 @@ class Evaluated:
 
     def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the negative log-probability of each continuation decoded from left to right."""
-        rows = [decisions.DecodingRow(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
-        return -decisions.logprobs(self.model, rows, num_rows=num_slots())
+        rows = [DecodingRow(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
+        return -order_logprobs(self.model, rows, num_rows=num_slots())
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """Returns the log-likelihood of whole texts, scored in windows of the canvas size."""

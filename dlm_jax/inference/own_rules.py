@@ -56,7 +56,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
 
     Args:
       layers: mappings from names to settings. Later layers take precedence. ``rules`` is a list of
-        custom classes or a module that defines them. ``transforms`` (a list), ``commit``, ``fill``,
+        custom classes and modules, or a module. ``transforms`` (a list), ``commit``, ``fill``,
         ``remask``, ``edit`` and ``renoise`` can be rule objects, whose fields contain one value for
         all rows or one per row.
       num_rows: number of rows.
@@ -170,12 +170,15 @@ def _shown(value: Any) -> str:
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
-    """Returns the rule classes in a sequence or in a module."""
+    """Returns the rule classes that a module and its submodules define, or those of a sequence of
+    classes and modules.
+    """
     if isinstance(rules, ModuleType):
         values = [value for value in vars(rules).values() if isinstance(value, type)]
         found = [
             cls for cls in values
-            if issubclass(cls, Rule) and cls.__module__ == rules.__name__ and _is_registered(cls)
+            if issubclass(cls, Rule) and _is_registered(cls)
+            and f"{cls.__module__}.".startswith(f"{rules.__name__}.")
         ]  # fmt: skip
         if not found:
             raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
@@ -184,14 +187,19 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
         raise ValueError(
             f"rules is {_shown(rules)}; pass a list of classes or a module with classes"
         )
+    found = []
     for cls in rules or ():
+        if isinstance(cls, ModuleType):
+            found += classes_of(cls)
+            continue
         if not isinstance(cls, type) or not issubclass(cls, Rule):
             raise ValueError(
                 f"rules has {cls!r}, which is not a rule; pass classes decorated by dlm_jax.rule "
                 f"that "
                 "subclass CommitRule, LogitTransform, ..."
             )
-    return tuple(rules or ())
+        found.append(cls)
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)

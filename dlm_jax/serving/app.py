@@ -13,7 +13,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
-    Mapping,
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +58,6 @@ from dlm_jax.serving.protocol import (
     ApiError,
     Chat,
     Completion,
-    Decide,
     Detokenize,
     Done,
     Infill,
@@ -213,7 +211,6 @@ class Options:
       length: default number of new tokens in completions and infills; None uses 16.
       logs_texts: whether prompts and texts are logged.
       warms_up: whether programs for common requests are compiled at startup.
-      calibration: scales or temperatures of decisions, by order and task.
       hosts: values of ``Host``, without the port, that requests must have; empty allows any.
       origins: origins whose web pages may read answers; ``*`` allows any.
     """
@@ -225,7 +222,6 @@ class Options:
     length: int | None = None
     logs_texts: bool = False
     warms_up: bool = False
-    calibration: Mapping[str, Mapping[str, Any]] | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 
@@ -251,7 +247,6 @@ def make_app(
             Route(path, server.kept(functools.partial(server.texts, fields)), methods=["POST"])
             for path, fields in _END_POINTS.items()
         ),
-        Route("/v1/decide", server.kept(server.decide), methods=["POST"]),
         Route("/tokenize", server.kept(server.tokenize), methods=["POST"]),
         Route("/detokenize", server.kept(server.detokenize), methods=["POST"]),
         Route("/props", server.kept(server.props)),
@@ -276,11 +271,10 @@ class _Server:
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
         self._model, self._engine, self._options, self._slots = model, engine, options, slots
         self._planner = Planner(
-            model, options.name, options.limits, options.defaults, options.length or SHORT,
-            options.calibration,
-        )  # fmt: skip
+            model, options.name, options.limits, options.defaults, options.length or SHORT
+        )
         self._num_rows, self._capacity = 0, slots + options.limits.waiting
-        self._metrics, self._deciding = Metrics(engine.engine), asyncio.Lock()
+        self._metrics, self._scoring = Metrics(engine.engine), asyncio.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="structures")
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
         self._page = resources.files("dlm_jax.serving").joinpath("page.html").read_bytes()
@@ -400,23 +394,6 @@ class _Server:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, self._planner.answer, asked)
 
-    async def decide(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        asked = await _aside(body, parsed, Decide, body)
-        is_over = threading.Event()
-
-        async def work() -> dict[str, Any]:
-            async with self._deciding:  # one at a time, so that each uses the whole machine
-                make = self._planner.decide
-                return await asyncio.to_thread(make, asked, lambda: not is_over.is_set())
-
-        try:
-            with self._admitted(1):
-                seconds = self._options.limits.seconds
-                return Json(await while_connected(request.receive, seconds, work()))
-        finally:
-            is_over.set()
-
     async def tokenize(self, request: HttpRequest) -> Response:
         body = await self._body(request)
         return await _aside(body, self._tokenized, body)
@@ -506,7 +483,7 @@ class _Server:
             return
         is_over = threading.Event()
         try:
-            async with self._deciding:  # as in `decide`
+            async with self._scoring:  # one at a time, so that each uses the whole machine
                 score = self._planner.score_prompts
                 await asyncio.to_thread(score, answer, lambda: not is_over.is_set())
         finally:

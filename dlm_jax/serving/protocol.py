@@ -27,7 +27,7 @@ from dlm_jax.config import layered
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, bytes_of
 from dlm_jax.elsewhere import named_here
-from dlm_jax.inference import decisions
+from dlm_jax.inference import token_logprobs
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import with_rules
@@ -301,7 +301,7 @@ class Completion(SamplingFields):
       draft: text to refine after the prompt.
       echo: whether the answer begins with the prompt.
       logprobs: number of alternatives to return per token; 0 returns only the token itself. With
-        `echo`, the tokens of the prompt have the values of `decisions.token_logprobs`.
+        `echo`, the tokens of the prompt have the values of `token_logprobs.token_logprobs`.
       max_tokens: number of new tokens; 0 with `echo` returns only the prompt.
     """
 
@@ -611,36 +611,6 @@ class Tokenize(Conversation):
     messages: list[Message] | None = None
 
 
-class Decide(Fields):
-    """A request to ``/v1/decide``; the fields are arguments of `dlm_jax.decide`.
-
-    Attributes:
-      model: name of the model; optional.
-      prompt: one or several strings, with ``<slot:NAME>`` for named choices.
-      messages: a chat instead of a prompt; the labels are possible answers.
-      choices: labels, or labels by slot; yes and no by default.
-      order: decoding order of a label's tokens.
-      temperature: temperature applied to the probabilities.
-      length_penalty: exponent of the number of tokens in the divisor of a label's log-probability.
-      task: name of a task in the server's ``--calibration`` file, whose scale is used.
-      num_draws: number of combinations to draw if they are not enumerated.
-      seed: random seed of the draws.
-      user: ignored.
-    """
-
-    model: str | None = None
-    prompt: str | list[str] | None = None
-    messages: list[Message] | None = None
-    choices: list[str | int] | dict[str, list[str | int]] | None = None
-    order: str | None = None
-    temperature: float | None = None
-    length_penalty: float | None = None
-    task: str | None = None
-    num_draws: int | None = Field(None, ge=2, le=decisions.MOST_JOINT)
-    seed: int | None = Field(None, ge=0, lt=2**32)
-    user: str | None = None
-
-
 @dataclass(frozen=True)
 class Limits:
     """Limits of a request.
@@ -669,15 +639,13 @@ _REMEMBERED = 1024
 class Planner:
     """Converts requests to rows for one model.
 
-    `length` is the default number of new tokens in completions and infills. `calibration` has the
-    scales or temperatures of decisions, by order and task.
+    `length` is the default number of new tokens in completions and infills.
     """
 
     def __init__(
         self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
-        length: int = SHORT, calibration: Mapping[str, Mapping[str, Any]] | None = None,
+        length: int = SHORT,
     ):  # fmt: skip
-        self.calibration = calibration
         self.model, self.name, self.limits = model, name, limits
         self._length = length
         self._defaults = dict(defaults or {})
@@ -755,12 +723,12 @@ class Planner:
     def score_prompts(self, answer: Answer, goes_on: Callable[[], bool]) -> None:
         """Sets the log-probabilities of the prompts of an answer that echoes them.
 
-        `goes_on` is as in `decisions.answers`.
+        `goes_on` is as in `token_logprobs.token_logprobs`.
         """
         count = answer.asked.n or 1
         texts = [answer.prompt(index) for index in range(0, len(answer.requests), count)]
         try:
-            found = decisions.token_logprobs(
+            found = token_logprobs.token_logprobs(
                 self.model,
                 [ids for ids in texts if ids.size],
                 num_top=max(1, answer.asked.rivals or 0),
@@ -810,53 +778,6 @@ class Planner:
             length = asked.max_tokens or self._length
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
-
-    def decide(self, asked: Decide, goes_on: Callable[[], bool]) -> dict[str, Any]:
-        """Returns the response body of ``/v1/decide``; `goes_on` is as in `decisions.answers`."""
-        self.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise refused("pass either prompt or messages", "prompt")
-        prompts: list[Any] = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
-        for prompt in prompts:
-            self._check_size(len(prompt), "prompt")
-        if asked.messages is not None:
-            self._check_size(sum(len(one.text) for one in asked.messages), "messages")
-            prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
-        if not 1 <= len(prompts) <= self.limits.rows:
-            raise refused(f"prompt has {len(prompts)} texts; use 1 to {self.limits.rows}", "prompt")
-        order = asked.order or "left_to_right"
-        names = decisions.Scale._fields
-        given = {name: v for name in names if (v := getattr(asked, name)) is not None}
-        scale = decisions.Scale(**given)
-        try:
-            if asked.task is not None:
-                for name, value in given.items():
-                    raise SettingError(name, value, "is set by the task", "remove it")
-                known = {} if self.calibration is None else self.calibration
-                scale = decisions.scale_of(asked.task, known.get(order, {}))
-            choices = decisions.YES_NO if asked.choices is None else asked.choices
-            questions = [decisions.question(self.model, one, choices) for one in prompts]
-            most = max(min(one.num_joint, decisions.MOST_JOINT) for one in questions)
-            if most > self.limits.steps:
-                raise refused(f"choices have {most} combinations; use at most {self.limits.steps}",
-                              "choices")  # fmt: skip
-            found = decisions.answers(
-                self.model, questions, order=order, goes_on=goes_on, seed=asked.seed or 0,
-                scale=scale, num_draws=asked.num_draws or 256,
-            )  # fmt: skip
-        except ValueError as error:
-            raise of_value(error, "choices") from None
-        if any(not np.isfinite(one.probabilities).all() for one in found):
-            raise ApiError(500, "the model's logits are not finite", code="non_finite")
-        tokens = sum(sum(map(len, one.parts)) for one in questions)
-        return {
-            "id": f"decision-{uuid.uuid4().hex}",
-            "object": "decision",
-            "created": int(time.time()),
-            "model": self.name,
-            "decisions": [_decision(place, one) for place, one in enumerate(found)],
-            "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
-        }
 
     def usual(self) -> Iterator[Request]:
         """Yields requests with defaults for each canvas length: without and with a response format,
@@ -1156,33 +1077,6 @@ class Planner:
         }
 
 
-_MOST_TOLD = 128
-
-
-def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
-    """Returns the JSON object for a decision: its slots and, if they are named, the most likely
-    combinations.
-    """
-    slots = {}
-    for name, labels in made.choices.items():
-        slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
-        if not made.is_exact:
-            slots[name]["intervals"] = made.interval(name)
-        with contextlib.suppress(ValueError):  # labels that are not numbers have no mean
-            list(map(float, labels))
-            slots[name]["mean"] = made.mean(name)[0]
-    told: dict[str, Any] = {"index": index, "is_exact": made.is_exact}
-    if list(slots) == [""]:
-        return told | slots[""]
-    order = np.argsort(-made.probabilities, kind="stable")[:_MOST_TOLD]
-    joint = [
-        {"choice": dict(zip(made.choices, made.combinations[at], strict=True)),
-         "probability": float(made.probabilities[at])}
-        for at in order
-    ]  # fmt: skip
-    return told | {"slots": slots, "joint": joint}
-
-
 def _one_length(asked: SamplingFields, other: str) -> int | None:
     """Returns the number of new tokens from `max_tokens` or the endpoint's alias for it."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
@@ -1247,7 +1141,7 @@ class Answer:
     echoes: Sequence[str] = ()
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    scores: Mapping[bytes, decisions.TokenLogprobs] = field(default_factory=dict)
+    scores: Mapping[bytes, token_logprobs.TokenLogprobs] = field(default_factory=dict)
     _calls: dict[int, tools.Calls] = field(default_factory=dict)
     _ends: dict[int, _TextEnd] = field(default_factory=dict)
 

@@ -254,58 +254,6 @@ def test_a_moving_average_is_what_is_loaded(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path)[0], doubled)
 
 
-def _labelled(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-LABELLED = [
-    {"prompt": prompt, "choices": ["sat", "s", "ran"], "label": label}
-    for prompt, label in (("The cat ", "sat"), ("A rat ", "ran"), ("A ", "s"), ("The ", "sat"))
-]
-
-
-def test_a_scale_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir, tmp_path, capsys):
-    lines, fitted = _labelled(tmp_path / "lines.jsonl", LABELLED), tmp_path / "fitted.json"
-    ask = [run_dir, capsys, "--labelled", lines, "--batch-size", 8]
-    (plain,) = _records(*ask)
-    (made,) = _records(*ask, "--fit", fitted, "--task", "mood")
-    (used,) = _records(*ask, "--calibration", fitted, "--task", "mood")
-    assert plain["temperature"] == 1.0 and plain["lines"] == 4
-    assert made["nats_per_line"] <= plain["nats_per_line"]
-    assert used == pytest.approx(made)
-    told = json.loads(fitted.read_text())["tasks"]["mood"]
-    (one,) = dlm_jax.decide(
-        toy_model.MODEL, "A ", ["sat", "s"], task="mood", calibration=fitted, batch_size=8
-    )
-    scale = {name: told[name] for name in ("temperature", "length_penalty")}
-    (same,) = dlm_jax.decide(toy_model.MODEL, "A ", ["sat", "s"], batch_size=8, **scale)
-    assert one.of() == same.of()
-
-
-@pytest.mark.parametrize(
-    ("flags", "lines", "word"),
-    [
-        (["--fit", "x"], LABELLED, "--task requires"),
-        (["--task", "x"], LABELLED, "--task requires"),
-        (["--text", "x"], LABELLED, "--labelled cannot be combined with other sources"),
-        (["--order", "best"], LABELLED, "order='best'"),
-        ([], [LABELLED[0] | {"label": "cat"}], "line 1: label='cat' is not one"),
-        ([], [LABELLED[0] | {"choices": ["sat", ""]}], "contains an empty label"),
-        ([], [LABELLED[0] | {"choices": ["sat", "sat"]}], "twice"),
-        ([], [LABELLED[0] | {"more": 1}], "unexpected fields"),
-        ([], [], "has no lines"),
-    ],
-)
-def test_bad_labelled_lines_are_refused(run_dir, tmp_path, capsys, flags, lines, word):
-    path = _labelled(tmp_path / "lines.jsonl", lines)
-    asked = ["--checkpoint", str(run_dir), "--labelled", str(path), *flags]
-    with pytest.raises(SystemExit) as ended:
-        evaluation.main(asked)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and word in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("name", ["texts.jsonl", "texts.NDJSON", "texts.json"])
 def test_texts_in_json_are_scored_as_the_texts_that_they_are(run_dir, tmp_path, capsys, name):
     path, texts = tmp_path / name, ["A rat ran.", "The rat sat."]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import pathlib
@@ -25,7 +24,6 @@ from dlm_jax.data.text import (
     split_text,
 )
 from dlm_jax.data.tokenizers import SubwordTokenizer
-from dlm_jax.inference.decisions import _calibrated
 
 
 def _names(documents):
@@ -241,12 +239,9 @@ def _linked(tmp_path):
 def test_what_is_no_regular_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, make):
     path = make(tmp_path)
     line = f"{path} is not a regular file; copy its content to a file"
-    tokenizer, calibrated = SubwordTokenizer.of_file, functools.partial(_calibrated, model=None)
-    for read in (read_documents, tokenizer, evaluation._read):
+    for read in (read_documents, SubwordTokenizer.of_file, evaluation._read):
         with pytest.raises(ValueError, match=line):
             read(path)
-    with pytest.raises(ValueError, match="is not a regular file"):
-        calibrated(path)
     assert shard.main([path, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
     monkeypatch.setenv(SHAKESPEARE_PATH, path)

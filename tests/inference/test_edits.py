@@ -205,7 +205,7 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"resample": 1}, "resample=1 is not a bool; use False"),
         ({"edit_token": "spaces"}, "edit_token='spaces' is not one of space, mask; did you mean"),
         ({"edit_schedule": "cosin"}, "did you mean 'cosine'"),
-        ({"edit_scoring": "leads"}, "did you mean 'lead'"),
+        ({"edit_scoring": "uncertain"}, "did you mean 'uncertainty'"),
         ({"overflow": "trimm"}, "did you mean 'trim'"),
         ({"length_target_mode": "max_new"}, "did you mean 'to_max_new'"),
         ({"renoise": "masks"}, "did you mean 'mask'"),

@@ -23,14 +23,9 @@ MORE = [
     {"order": "low_confidence", "guidance": 2.0},
     {"order": "margin", "guidance": 2.0},
 ]  # fmt: skip
-# Single published decoders: waves are as with any other order, but for what a rule keeps. Waves
-# are refused with "posterior".
-DECODERS = {
-    "frechet", "local_leap", "hierarchical", "dilated", "position_aware", "prophet", "credit",
-    "slow_fast", "dawn", "posterior",
-}  # fmt: skip
+# Waves are refused with "posterior".
 CASES = [{"order": order, "fill": "parallel"} for order in ORDERS]
-CASES += [{"order": order, "fill": "wavefront"} for order in ORDERS if order not in DECODERS]
+CASES += [{"order": order, "fill": "wavefront"} for order in ORDERS if order != "posterior"]
 
 
 PROMPTS = ["", "ROMEO:\n"]

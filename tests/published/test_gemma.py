@@ -397,7 +397,7 @@ def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_pat
         ({"block_length": CANVAS + 1}, "block_length=6 is outside the range 1 to 5"),
         ({"cache": "prefix"}, "cache='prefix' is not supported with order='entropy_renoise'"),
         ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
-        ({"remask": "wino"}, "remask='wino' is not supported with"),
+        ({"remask": "scheduled"}, "remask='scheduled' is not supported with"),
         ({"trace": True}, "order='entropy_renoise' has no trace"),
         ({"steps": 2}, "steps=2 is less than the 3 blocks"),
     ],
@@ -483,9 +483,10 @@ def test_damaged_fields_of_the_loop_are_refused_by_name(both, tmp_path, said, li
     assert "\n" not in str(refused.value)
 
 
-def test_labels_are_not_scored_by_a_model_without_mask(both):
-    with pytest.raises(ValueError, match="labels are scored in holes, but the model"):
-        dlm_jax.decide(both[2], "a", ["a", "b"])
+def test_tokens_are_not_scored_by_a_model_without_mask(both):
+    row = dlm_jax.DecodingRow(np.array([3, 4], np.int32), [1])
+    with pytest.raises(ValueError, match="tokens are scored in holes, but the model"):
+        dlm_jax.order_logprobs(both[2], [row])
     with pytest.raises(ValueError, match="a model with canvases has no likelihood"):
         dlm_jax.score(both[2], ["ab"])
 

@@ -11,7 +11,6 @@ import tokenizers
 import dlm_jax
 from dlm_jax.data import load_corpus, prefix_of
 from dlm_jax.harness.lm import Evaluated, pair_of, windows_of
-from dlm_jax.inference.decisions import question
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.scoring import score_rows
 from dlm_jax.published import ChatTemplate
@@ -117,12 +116,6 @@ def test_contexts_of_the_harness_begin_with_the_prefix(model):
     assert found == dlm_jax.generate(model, ["hi"], **GREEDY).texts[0].removeprefix("hi")
 
 
-def test_choices_follow_the_prefix(model):
-    assert question(model, "hi", ["a", "b"]).parts[0].tolist() == _ids("hi")
-    assert question(model, "h<slot:x>i", {"x": ["a", "b"]}).parts[0].tolist() == _ids("h")
-    assert question(model, np.array([3]), ["a", "b"]).parts[0].tolist() == [3]
-
-
 def test_rows_of_documents_begin_with_the_prefix(model, tmp_path):
     lines = [{"prompt": "a", "response": "b"}, {"text": "abcdefghij"}, {"text": "z"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,5 +133,4 @@ def test_rows_of_documents_begin_with_the_prefix(model, tmp_path):
 def test_rows_of_a_causal_model_begin_with_one_prefix(tmp_path):
     causal = dlm_jax.load(_write(tmp_path / "model", "qwen2"))
     assert causal.start_id is None and causal.prefix_ids == (BOS,)
-    assert question(causal, "hi", ["a", "b"]).parts[0].tolist() == _ids("hi")
     assert ChatTemplate("{{ bos_token }}", causal.tokenizer).ids([]).tolist() == [BOS]

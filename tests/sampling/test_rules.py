@@ -30,7 +30,7 @@ _step = jax.jit(step, static_argnums=0)
 
 
 def _slots(name, seed=0):
-    rows = rule_cases.rows(seed, resamples=name in rule_cases.EDITS)
+    rows = rule_cases.rows(seed, resamples=rule_cases.has_edits(name))
     return list(zip(rows, rule_cases.samples(name, ROWS, seed), strict=True))
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rule_cases
 import toy
 from canvases import COSINE, FOREVER, LOW_CONFIDENCE, POSITIONS, RANDOM, ROWS, Row, holes
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,7 +21,7 @@ from dlm_jax import devices
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.loop import Advance
-from dlm_jax.sampling.step import look, step
+from dlm_jax.sampling.step import step
 from dlm_jax.sampling.transforms import MirostatV2, TypicalP, chain
 from dlm_jax.settings import pytree
 from dlm_jax.types import Network, Status
@@ -39,26 +38,6 @@ def _same_up_to_rounding(ours, theirs):
 
 def _is_status(result, status):
     return Status(result.status) is status
-
-
-def test_a_rule_that_reads_attention_gets_that_of_live_positions_in_the_forward_of_the_step():
-    state = rule_cases.make_state("dawn-none", _slots("dawn-none"))
-    program, params = rule_cases.program("dawn-none"), toy.params()
-    found = jax.jit(look, static_argnums=0)(program, params, state).commit.attention_BLL
-    canvas, network = state.canvas, program.network
-    shown = jax.jit(network.inside)(params, canvas.tokens_BL, canvas.length_B).attention_BEHLL
-    assert found.shape == (ROWS, POSITIONS, POSITIONS) and shown.shape[1] == 2
-    for row, length in enumerate(np.asarray(canvas.length_B)):
-        wanted = np.asarray(shown[row]).mean((0, 1))
-        np.testing.assert_allclose(found[row, :length], wanted[:length], atol=1e-5)
-        assert not found[row, length:].any() and not found[row, :, length:].any()
-    plain = rule_cases.make_state("threshold-none", _slots("threshold-none"))
-    seen = jax.eval_shape(functools.partial(look, program), params, plain)
-    assert seen.commit.attention_BLL is None
-
-
-def _slots(name):
-    return list(zip(rule_cases.rows(), rule_cases.samples(name, ROWS), strict=True))
 
 
 # One compile

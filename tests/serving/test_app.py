@@ -609,9 +609,8 @@ def test_a_structure_that_compiles_for_long_delays_nobody_else(compiling):
                 threads.submit(_of_form, running, "s" * n)
                 assert began.acquire(timeout=20)
             assert _of_form(running, "(cat|rat)").status_code == 200
-            body = {"prompt": "The <slot:who> sat.", "choices": {"who": ["cat", "r"]}}
-            decision = post(running, "/v1/decide", body).json()
-            assert decision["object"] == "decision", decision
+            scored = {"prompt": "The ", "max_tokens": 2, "echo": True, "logprobs": 1}
+            assert post(running, "/v1/completions", scored).status_code == 200
             four = {"prompt": ["A "] * 4, "max_tokens": 6}  # with the two, more than the five
             assert post(running, "/v1/completions", four).status_code == 429
         finally:

@@ -145,9 +145,7 @@ def test_an_error_names_the_whole_path_of_a_key(running, messages, key):
     assert key in error["message"] and "\n" not in error["message"], error
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/v1/decide", "/tokenize"]
-)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_an_unknown_model_is_not_found(running, path):
     content = {"messages": SAID} if "chat" in path else {"prompt": "A"}
     made = post(running, path, content | {"model": "other"})
@@ -208,11 +206,8 @@ def test_pages_of_allowed_origins_may_read_answers_after_a_preflight(allowed):
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/completions", {"prompt": "A", "common_ids": {"3": 10**400}}, "common_ids"),
         ("/v1/completions", {"prompt": "A", "logit_bias": {"3": 10**400}}, "logit_bias"),
         ("/v1/completions", {"prompt": "A", "temperature": 10**400}, "temperature"),
-        ("/v1/decide", {"prompt": "A", "choices": ["a", "r"], "temperature": 1e-320},
-         "temperature"),
     ],
 )  # fmt: skip
 def test_numbers_without_bound_are_refused_by_their_names(running, path, body, param):

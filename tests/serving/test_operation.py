@@ -139,7 +139,6 @@ LONG = "A " * 3000
         ("/v1/infill", {"template": LONG + "<hole:2>"}, "template"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
         ("/v1/responses", {"input": LONG}, "input"),
-        ("/v1/decide", {"prompt": LONG}, "prompt"),
     ],
 )
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
@@ -178,7 +177,7 @@ def test_others_are_answered_while_a_long_text_is_encoded(running, path, monkeyp
 def test_an_unknown_model_is_not_found(running):
     for path, body in (
         ("/v1/completions", {"prompt": "A"}), ("/tokenize", {"prompt": "A"}),
-        ("/detokenize", {"tokens": [1]}), ("/v1/decide", {"prompt": "A"}),
+        ("/detokenize", {"tokens": [1]}),
     ):  # fmt: skip
         refused = post(running, path, body | {"model": "other"})
         assert refused.status_code == 404

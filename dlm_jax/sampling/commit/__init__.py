@@ -13,17 +13,8 @@ from dlm_jax.sampling.commit.commit_rule import (
     most,
     uniform,
 )
-from dlm_jax.sampling.commit.credit import Credit
-from dlm_jax.sampling.commit.dawn import Dawn
-from dlm_jax.sampling.commit.dilated import Dilated
 from dlm_jax.sampling.commit.entropy_renoise import EntropyRenoise
-from dlm_jax.sampling.commit.frechet import Frechet
-from dlm_jax.sampling.commit.hierarchical import Hierarchical
-from dlm_jax.sampling.commit.klass import Klass
-from dlm_jax.sampling.commit.local_leap import LocalLeap
-from dlm_jax.sampling.commit.position_aware import PositionAware
 from dlm_jax.sampling.commit.posterior import Posterior
-from dlm_jax.sampling.commit.prophet import Prophet
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
     LeftToRight,
@@ -32,16 +23,13 @@ from dlm_jax.sampling.commit.quotas import (
     RandomFilled,
     RandomOrder,
 )
-from dlm_jax.sampling.commit.slow_fast import SlowFast
 from dlm_jax.sampling.commit.sure import EntropyBound, Factor, JointThreshold, Threshold
 
 COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule
     for rule in (
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
-        EntropyBound, Ancestral, RandomFilled, JointThreshold,
-        Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
-        Posterior, EntropyRenoise, Dawn,
+        EntropyBound, Ancestral, RandomFilled, JointThreshold, Posterior, EntropyRenoise,
     )
 }  # fmt: skip
 """Commit rules, keyed by the value of ``order``."""
@@ -51,29 +39,19 @@ __all__ = [
     "COMMIT_RULES",
     "CommitContext",
     "CommitRule",
-    "Credit",
-    "Dawn",
-    "Dilated",
     "EntropyBound",
     "EntropyRenoise",
     "Factor",
-    "Frechet",
-    "Hierarchical",
     "JointThreshold",
-    "Klass",
     "LargeMargin",
     "LeftToRight",
-    "LocalLeap",
     "LowConfidence",
     "LowEntropy",
     "RuleMemory",
-    "PositionAware",
     "Posterior",
-    "Prophet",
     "Proposal",
     "RandomFilled",
     "RandomOrder",
-    "SlowFast",
     "Standing",
     "Threshold",
     "certain",

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Snapshot, Tried
 from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, delete_at, insert_at_gap
 from dlm_jax.sampling.edits.trial import Likelihood
-from dlm_jax.sampling.edits.uncertainty import Lead, Uncertainty
+from dlm_jax.sampling.edits.uncertainty import Uncertainty
 
-EDIT_RULES: Mapping[str, type[EditRule]] = {
-    rule.name: rule for rule in (Uncertainty, Lead, Likelihood)
-}
+EDIT_RULES: Mapping[str, type[EditRule]] = {rule.name: rule for rule in (Uncertainty, Likelihood)}
 """Edit rules, keyed by the value of ``edit_scoring``."""
 
 __all__ = [
@@ -18,7 +16,6 @@ __all__ = [
     "EditContext",
     "EditRule",
     "Edits",
-    "Lead",
     "Likelihood",
     "PositionMap",
     "Snapshot",

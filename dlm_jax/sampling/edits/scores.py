@@ -91,23 +91,6 @@ def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
     return jnp.pad(score_BG, ((0, 0), (1, 0)))
 
 
-def leads(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]``: at g + 1, the lead of the most likely token over the current one.
-
-    The lead is ``max_v p(g + 1, v) - p(g + 1, x_g+1)``, because a token missing before position g +
-    1 belongs at g + 1. The score is 0 at holes and frozen positions, and where the most likely
-    token equals the right neighbour, which indicates a deletion. A high score at position 0 means
-    that the model predicts a different first token. Unlike `gap_scores`, this score is low where
-    the model is merely uncertain, and it selects only one of the two gaps next to a wrong token.
-    The score requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which
-    predict the correct token at each position.
-    """
-    assert context.snapshot.best_BL is not None
-    lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
-    is_asked_BL = may_be_led(context)
-    return jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
-
-
 def may_be_led(context: EditContext) -> jax.Array:
     """True at generated tokens where the most likely other token is not the right neighbour."""
     assert context.snapshot.is_due_BL is not None

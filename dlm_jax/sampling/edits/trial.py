@@ -208,7 +208,7 @@ class Likelihood(EditRule):
                 "edit_scoring",
                 "likelihood",
                 f"has no length_target_mode={row.length_target_mode!r}",
-                "use edit_scoring='lead' for it",
+                "use edit_scoring='uncertainty' for it",
             )
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:

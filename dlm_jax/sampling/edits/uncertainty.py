@@ -219,21 +219,3 @@ class Uncertainty(EditRule):
         worth_BL = jnp.where(is_doubted_BL, gap_BL, gap_BL - 1)
         insert_BL = most(worth_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
         return Edits(insert_BL, delete_BL, wanted_B - granted_B)
-
-
-@rule
-class Lead(Uncertainty):
-    """Inserts a token where another token is more likely than the current one. Deletions are
-    selected as in `Uncertainty`.
-
-    This rule requires a model trained to proofread.
-    """
-
-    about = (
-        "probability of the most likely token minus that of the token after the gap, for models "
-        "trained to proofread"
-    )
-    reads_likeliest = True
-
-    def gap_scores(self, context: EditContext) -> jax.Array:
-        return scores.leads(context).at[:, 0].set(0.0)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.propose.constrained import Constrained
-from dlm_jax.sampling.propose.constrained_waves import ConstrainedWaves
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
@@ -12,11 +11,10 @@ from dlm_jax.sampling.propose.fill import (
     Reader,
     Wanted,
 )
-from dlm_jax.sampling.propose.speculative import Speculative
 from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
-    rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained, ConstrainedWaves)
+    rule.name: rule for rule in (Parallel, Wavefront, Constrained)
 }
 """Fill rules, keyed by the value of ``fill``."""
 
@@ -24,13 +22,11 @@ __all__ = [
     "FILL_RULES",
     "CandidateWriter",
     "Constrained",
-    "ConstrainedWaves",
     "FillRule",
     "Filled",
     "Parallel",
     "Reader",
     "SamplerReadout",
-    "Speculative",
     "Wanted",
     "Wavefront",
 ]

@@ -6,11 +6,10 @@ from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.sampling.remask.remdm import RemdmCap, RemdmConf, RemdmRescale
 from dlm_jax.sampling.remask.renoise import Renoise
 from dlm_jax.sampling.remask.scheduled import Scheduled, ScheduledThreshold
-from dlm_jax.sampling.remask.wino import Wino
 
 REMASK_RULES: Mapping[str, type[RemaskRule]] = {
     rule.name: rule
-    for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf, Wino)
+    for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
 }  # fmt: skip
 """Remask rules, keyed by the value of ``remask``. The value ``none`` selects no rule."""
 
@@ -24,5 +23,4 @@ __all__ = [
     "Renoise",
     "Scheduled",
     "ScheduledThreshold",
-    "Wino",
 ]

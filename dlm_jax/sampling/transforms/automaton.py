@@ -256,10 +256,6 @@ class Structure(LogitTransform):
             raise SettingError(
                 "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
             )
-        if row.fill == "speculative":
-            raise SettingError(
-                "structure", UNSET, "requires one token per step", "use fill='parallel'"
-            )
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:

@@ -470,10 +470,10 @@ def test_noise_of_no_step_is_an_id_that_a_row_bans(order):
     [
         ({"order": "random"}, "order='random' fills holes, but the model was trained with"),
         ({"order": "threshold"}, "use order='posterior'"),
-        ({"remask": "wino"}, "remask='wino' is not supported with order='posterior'"),
+        ({"remask": "scheduled"}, "remask='scheduled' is not supported with order='posterior'"),
         ({"cache": "prefix"}, "cache='prefix' is not supported with"),
         ({"cache": "exact"}, "cache='exact' is not supported with"),
-        ({"fill": "speculative"}, "fill='speculative' is not supported with"),
+        ({"fill": "constrained"}, "fill='constrained' is not supported with"),
         ({"fill": "wavefront", "order": "entropy_renoise"}, "by its own entropy"),
         ({"renew_by": "critic"}, "renew_by='critic' requires a critic head"),
         ({"guidance": 1.0}, "guidance=1.0 is not supported with"),

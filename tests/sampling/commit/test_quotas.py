@@ -226,3 +226,23 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
     chosen, count = map(np.asarray, choose(context))
     assert not (chosen & ~is_hole_BL).any()
     assert chosen.sum(1).tolist() == count.tolist()
+
+
+@pytest.mark.parametrize("name", COMMIT_RULES)
+def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
+    class OfAHead(COMMIT_RULES[name]):
+        reads_head = "critic"
+
+    OfAHead.check(SampleConfig())
+    with pytest.raises(ValueError, match="requires"):
+        OfAHead.check_model(SampleConfig(), ModelFacts(vocab_size=7))
+    with pytest.raises(ValueError, match="cache='exact' is not supported with order="):
+        OfAHead.check(SampleConfig(cache="exact"))
+
+
+def test_what_a_rule_keeps_is_never_of_all_ids():
+    for rule in COMMIT_RULES.values():
+        memory = rule.start_memory(rule, 2, 3)  # type: ignore[arg-type]
+        assert all(x.shape[:2] == (2, 3) and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(
+            memory.places))  # fmt: skip
+        assert all(x.shape[0] == 2 for x in jax.tree.leaves(memory.rows))

@@ -25,10 +25,6 @@ MODEL = Model(
     sample=SampleConfig(chain=("temperature", "top_k"), steps=24, order="random_filled"),
 )  # fmt: skip
 EOS = TOKENIZER.eos_id
-HEADED = build(toy.config(
-    vocab_size=TOKENIZER.vocab_size, add_sampler_head=True, sampler_context=2
-))  # fmt: skip
-WAVES = Model(HEADED, toy.random_params(HEADED), TOKENIZER, max_length=64, sample=MODEL.sample)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
@@ -138,33 +134,6 @@ def test_the_id_on_an_arc_does_not_depend_on_the_chance_of_the_arc():
     assert constrained.p_value(drawn_NL, constrained.law(pattern, canvas, logits_LV)) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", constrained.WAVES)
-def test_waves_follow_the_head_times_the_trunks_chance_of_a_match(case):
-    pattern, canvas, settings = constrained.WAVES[case]
-    logits_LV, head = constrained.logits_of(case), constrained.head_of(case)
-    law = constrained.waves_law(pattern, canvas, logits_LV, head, **settings)
-    drawn_NL = constrained.draws(pattern, canvas, logits_LV, TEXTS, head=head, steps=1, **settings)
-    assert constrained.p_value(drawn_NL, law) > 1e-3
-    heat = settings.get("temperature", 1.0)
-    without = constrained.law(pattern, canvas, logits_LV, temperature=heat)
-    assert constrained.p_value(drawn_NL, without) < 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", constrained.WAVES)
-def test_greedy_waves_take_the_best_token_with_its_best_completion(case):
-    pattern, canvas, settings = constrained.WAVES[case]
-    for seed in range(3):
-        logits_LV = 3 * np.random.default_rng(seed).normal(size=(7, constrained.LETTERS.vocab_size))
-        own = settings | {"temperature": 0.0}
-        law = constrained.waves_law(pattern, canvas, logits_LV, constrained.head_of(case), **own)
-        drawn_NL = constrained.draws(
-            pattern, canvas, logits_LV, 1, head=constrained.head_of(case), steps=1, **own
-        )
-        assert {tuple(text) for text in drawn_NL.tolist()} == {max(law, key=law.__getitem__)}
-
-
 def test_a_block_of_a_class_is_drawn_by_its_share_and_classes_weigh_their_sums():
     number, class_M = 20_000, np.array([0, 1, 1, 1, 3, 3])
     logits_JM = np.random.default_rng(2).normal(size=(4, 6)).astype(np.float32)
@@ -213,14 +182,6 @@ def test_every_text_matches_in_any_number_of_steps(settings):
     _check_texts(MODEL, settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{"order": "random_filled"}, {"order": "threshold", "block_length": 7}]
-)
-def test_every_text_of_waves_matches_in_any_number_of_steps(settings):
-    _check_texts(WAVES, settings | {"fill": "constrained_waves"})
-
-
 def _check_texts(model, settings):
     rng = np.random.default_rng(0)
     prompts = [
@@ -267,16 +228,6 @@ def test_rows_without_structure_are_those_of_the_parallel_fill_whatever_runs_bes
 
 
 @pytest.mark.slow
-def test_waves_beside_a_structure_are_those_of_the_wavefront_fill():
-    plain = [{"prompt": "ab", "seed": seed} for seed in range(5)]
-    mixed = [one | {"structure": PATTERNS[0]} for one in plain] + plain
-    some = {"gen_length": 40, "batch_size": 20}
-    together, _ = _texts(mixed, WAVES, fill="constrained_waves", **some)
-    assert together[5:] == _texts(plain, WAVES, fill="wavefront", **some)[0]
-    assert together[5:] != _texts(plain, WAVES, fill="parallel", **some)[0]
-
-
-@pytest.mark.slow
 def test_a_row_is_the_same_whatever_patterns_run_beside_it():
     held = [{"prompt": "ab", "seed": 7, "structure": pattern} for pattern in PATTERNS[:4:3]]
     together, _ = _texts(held, gen_length=40)
@@ -296,10 +247,6 @@ def test_a_row_is_the_same_whatever_patterns_run_beside_it():
         ({"structure": "a+b", "logit_bias": {TOKENIZER.encode("b")[0]: -np.inf},
           "chain": ("bias",)}, "structure requires"),
         ({"structure": "a+", "read_back": True}, "draws tokens together"),
-        ({"structure": "a+", "fill": "constrained_waves"}, "requires a sampler head"),
-        ({"structure": "a+", "order": "dawn"}, "order='dawn' stores candidates"),
-        ({"structure": "a+", "order": "klass", "fill": "constrained_waves"},
-         "order='klass' stores values of the LM head"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused(settings, told):

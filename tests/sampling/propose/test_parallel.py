@@ -202,7 +202,7 @@ def test_readouts_follow_the_open_positions():
         assert calls == [4] * -(-num_open // 4)
 
 
-@pytest.mark.parametrize("scoring", [None, "uncertainty", "lead"])
+@pytest.mark.parametrize("scoring", [None, "uncertainty", "likelihood"])
 @pytest.mark.parametrize("rule", [canvases.LOW_CONFIDENCE, canvases.RANDOM])
 def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
     vocab_size, chunk = 997, 16

@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import certain, log_odds, most
-from dlm_jax.sampling.commit.sure import reached
-from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
-from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax import RemaskContext, RemaskRule, Setting, certain, most, per_row, rule
+from dlm_jax.sampling.rule_tools import log_odds, reached
 
 
 @rule

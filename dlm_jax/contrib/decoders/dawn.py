@@ -7,18 +7,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import (
+from dlm_jax import (
     CommitContext,
     Proposal,
     RuleMemory,
+    Setting,
     certain,
-    exceeds,
     most,
+    per_row,
+    rule,
+    static,
+)
+from dlm_jax.sampling.rule_tools import (
+    CONFIDENCE,
+    THRESHOLD,
+    THRESHOLD_LEAST,
+    Confident,
+    Measure,
+    exceeds,
+    reached,
     reaches,
 )
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, reached
-from dlm_jax.settings import Setting, per_row, rule, static
 
 
 @rule

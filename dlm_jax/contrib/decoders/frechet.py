@@ -5,10 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, exceeds
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import falling
-from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax import CommitContext, Proposal, Setting, certain, per_row, rule, static
+from dlm_jax.sampling.rule_tools import CONFIDENCE, Confident, Measure, exceeds, falling
 
 
 @rule

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import decoders as oracle
 
-from dlm_jax.config import SampleConfig
-from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RuleMemory
+from contrib import oracle
+from dlm_jax.config.schema import settings_of
+from dlm_jax.contrib import decoders
+from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.sampling.commit import CommitContext, Proposal, RuleMemory
 from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
 from dlm_jax.sampling.commit.quotas import linear_quota
 from dlm_jax.sampling.positions import put
-from dlm_jax.sampling.remask import RemaskContext, Wino
-from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.remask import RemaskContext
+from dlm_jax.sampling.rules import ModelFacts
 
 ROWS, LENGTH, VOCAB, STEPS = 60, 12, 7, 8
 RNG = np.random.default_rng(5)
@@ -23,6 +25,8 @@ IS_HOLE[:, 3] = True
 KEYS = jax.vmap(jax.random.key)(jnp.arange(ROWS))
 COMMON = {1: 0.3, 4: 0.1}
 FACTS = ModelFacts(vocab_size=VOCAB)
+TABLE = with_rules(tuple(classes_of(decoders)))
+SampleConfig = settings_of(TABLE)
 
 
 def _rule(order, **columns):
@@ -34,7 +38,7 @@ def _rule(order, **columns):
         )
         for row in range(ROWS)
     ]  # fmt: skip
-    return BUILT_IN.pack(rows, FACTS).commit
+    return TABLE.pack(rows, FACTS).commit
 
 
 def _context(is_hole, step=0, memory=None, first=None):
@@ -220,7 +224,7 @@ def test_dependences_decide_what_commits_together():
 
 
 def test_what_reads_attention_maps_needs_a_network_that_shows_them():
-    rule, row = COMMIT_RULES["dawn"], SampleConfig(order="dawn")
+    rule, row = decoders.Dawn, SampleConfig(order="dawn")
     with pytest.raises(
         ValueError, match="order='dawn' requires attention maps, which this network"
     ):
@@ -228,18 +232,6 @@ def test_what_reads_attention_maps_needs_a_network_that_shows_them():
     rule.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
     with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
         SampleConfig(order="dawn", cache="prefix")
-
-
-@pytest.mark.parametrize("name", COMMIT_RULES)
-def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
-    class OfAHead(COMMIT_RULES[name]):
-        reads_head = "critic"
-
-    OfAHead.check(SampleConfig())
-    with pytest.raises(ValueError, match="requires"):
-        OfAHead.check_model(SampleConfig(), FACTS)
-    with pytest.raises(ValueError, match="cache='exact' is not supported with order="):
-        OfAHead.check(SampleConfig(cache="exact"))
 
 
 def test_cycles_of_slow_and_fast_steps():
@@ -277,7 +269,7 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
         _context(kind == 0), jnp.asarray(kind < 2), jnp.asarray(kind == 0),
         jnp.full(ROWS, LENGTH), jnp.log(SURE), None, KEYS,
     )  # fmt: skip
-    rule = Wino(jnp.asarray(SHARE))
+    rule = decoders.Wino(jnp.asarray(SHARE))
     chosen = np.asarray(jax.jit(lambda rule, context: rule.select(context))(rule, context))
     for row in range(ROWS):
         old, fresh = np.flatnonzero(kind[row] == 1).tolist(), int((kind[row] == 0).sum())
@@ -287,7 +279,7 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
 
 
 def test_credit_of_any_weight_is_a_probability():
-    rule = COMMIT_RULES["credit"](*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)), jnp.array([1]))
+    rule = decoders.Credit(*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)), jnp.array([1]))
     kept, row_N = rule.start_memory(1, 2).places, jnp.zeros(2, jnp.int32)
     kept = jax.tree.map(lambda x: x[0], kept)
     logits_NV = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
@@ -297,7 +289,7 @@ def test_credit_of_any_weight_is_a_probability():
 
 
 def test_what_a_rule_keeps_is_never_of_all_ids():
-    for rule in COMMIT_RULES.values():
+    for rule in TABLE.commit.values():
         memory = rule.start_memory(rule, 2, 3)  # type: ignore[arg-type]
         assert all(x.shape[:2] == (2, 3) and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(
             memory.places))  # fmt: skip
@@ -322,4 +314,4 @@ def test_bad_settings_are_refused_by_name(settings, match):
         SampleConfig(**settings)
     row = SampleConfig(order="position_aware", common_ids={9: 0.1})
     with pytest.raises(ValueError, match="common_ids has id 9, outside the vocabulary of 7"):
-        COMMIT_RULES["position_aware"].check_model(row, FACTS)
+        decoders.PositionAware.check_model(row, FACTS)

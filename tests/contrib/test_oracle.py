@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from oracles import rules
 
-from . import decoders, rules
+from contrib import oracle as decoders
 
 
 def test_frechet_bounds_by_hand_and_is_factor_for_equal_confidences():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, certain
-from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax import CommitContext, CommitRule, Proposal, Setting, certain, per_row, rule
 
 _ROUNDS = 24
 """Maximum number of rounds. float32 represents all integers up to 2**24 exactly."""

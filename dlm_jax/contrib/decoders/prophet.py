@@ -7,16 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlm_jax import CommitContext, Proposal, RuleMemory, Setting, certain, per_row, rule, static
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import (
-    CommitContext,
-    Proposal,
-    RuleMemory,
-    certain,
-    reaches,
-)
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure, linear_quota
-from dlm_jax.settings import Setting, SettingError, per_row, rule, static
+from dlm_jax.sampling.rule_tools import CONFIDENCE, Confident, Measure, linear_quota, reaches
+from dlm_jax.settings import SettingError
 
 _MOST = 30.0
 """Upper bound on the gap of a hole, which is infinite if the second token has probability 0."""

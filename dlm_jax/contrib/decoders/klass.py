@@ -7,20 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax import CommitContext, CommitRule, Proposal, RuleMemory, Setting, certain, per_row, rule
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import (
-    CommitContext,
-    CommitRule,
-    Proposal,
-    RuleMemory,
-    certain,
+from dlm_jax.sampling.rule_tools import (
+    THRESHOLD,
+    THRESHOLD_LEAST,
     exceeds,
     log_odds_of,
+    maximum,
     reaches,
 )
-from dlm_jax.sampling.commit.quotas import maximum
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
-from dlm_jax.settings import Setting, per_row, rule
 
 LEADING = 32
 """Number of ids per position whose log-probabilities are stored."""

@@ -10,19 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.commit.commit_rule import CommitRule
-from dlm_jax.sampling.positions import fold, put
-from dlm_jax.sampling.propose.constrained import Constrained, Seen
-from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted
-from dlm_jax.sampling.propose.wavefront import (
+from dlm_jax import CandidateWriter, CommitRule, Constrained, Filled, Reader, Wanted, per_row, rule
+from dlm_jax.sampling.rule_tools import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
+    Seen,
+    fold,
     grown_from,
     head_chunk,
+    left_of,
+    put,
+    right_of,
 )
-from dlm_jax.settings import SettingError, per_row, require_head, rule
-from dlm_jax.types import left_of, right_of
+from dlm_jax.settings import SettingError, require_head
 
 
 @rule

@@ -8,17 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most
-from dlm_jax.sampling.commit.quotas import (
+from dlm_jax import CommitContext, Proposal, Setting, certain, fact, most, per_row, rule, static
+from dlm_jax.sampling.rule_tools import (
     CONFIDENCE,
     SCHEDULE,
     Confident,
     Measure,
     Quota,
     QuotaRule,
+    place_of_largest,
 )
-from dlm_jax.sampling.positions import place_of_largest
-from dlm_jax.settings import Setting, SettingError, check_ids, fact, per_row, rule, static
+from dlm_jax.settings import SettingError, check_ids
 
 _LEAST = 1e-10
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, reached
-from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax import CommitContext, Proposal, Setting, certain, per_row, rule, static
+from dlm_jax.sampling.rule_tools import (
+    CONFIDENCE,
+    THRESHOLD,
+    THRESHOLD_LEAST,
+    Confident,
+    Measure,
+    reached,
+)
 
 
 @rule

@@ -13,17 +13,18 @@ import toy
 from canvases import FOREVER, Row, holes
 from scipy.stats import chi2
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config.schema import settings_of
+from dlm_jax.contrib.speculative import Speculative, _verified
+from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import Threshold
-from dlm_jax.sampling.propose import Speculative
-from dlm_jax.sampling.propose.speculative import _verified
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.types import Status
 
 UNIT, FIRST, ROWS = 4, 2, 4096
+SampleConfig = settings_of(with_rules((Speculative,)))
 ALLOWED = [token for token in range(toy.VOCAB_SIZE) if token not in toy.BANNED]
 
 
@@ -148,6 +149,7 @@ def test_greedy_texts_are_those_of_one_token_at_a_time():
         ({"order": "threshold", "repetition_penalty": 1.2}, "'penalties' of the chain depends"),
         ({"order": "threshold", "cache": "exact"}, "cache='exact' is not supported with"),
         ({"order": "threshold", "threshold_least": 2}, "use threshold_least=1"),
+        ({"order": "threshold", "structure": "a+"}, "structure requires one token per step"),
         ({"order": "threshold", "threshold": 1.0, "threshold_above": True}, "use threshold=0.9"),
     ],
 )

@@ -1,5 +1,6 @@
 """Decisions: exact probabilities of labels, as enumeration has them, whatever runs beside them."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,8 +11,10 @@ import toy
 import toy_model
 from oracles.likelihood import order_log_probs
 
-from dlm_jax.inference import decisions
-from dlm_jax.inference.decisions import Scale, decide
+import dlm_jax
+from dlm_jax.contrib.decide import calibration, decisions
+from dlm_jax.contrib.decide.decisions import Scale, decide
+from dlm_jax.inference import token_logprobs
 
 MODEL = toy_model.MODEL
 TOKENIZER = MODEL.tokenizer
@@ -90,9 +93,9 @@ def test_a_prompt_alone_is_the_same_bit_for_bit_as_in_a_batch_and_labels_may_be_
     labels, prompts = ["s", "r", "a", " "], PROMPTS * 3
     asked = [decisions.question(MODEL, prompt, labels) for prompt in prompts]
     rows = [[one.row([ids]) for ids in one.labels[0]] for one in asked]
-    whole = decisions.logprobs(MODEL, [row for own in rows for row in own], num_rows=8)
+    whole = dlm_jax.order_logprobs(MODEL, [row for own in rows for row in own], num_rows=8)
     for place, own in enumerate(rows):
-        alone = decisions.logprobs(MODEL, own, num_rows=8)
+        alone = dlm_jax.order_logprobs(MODEL, own, num_rows=8)
         assert alone.tobytes() == whole[4 * place : 4 * place + 4].tobytes()
     turned = decide(MODEL, PROMPTS, labels[::-1], batch_size=8)
     for one, other in zip(decide(MODEL, PROMPTS, labels, batch_size=8), turned, strict=True):
@@ -108,8 +111,8 @@ def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypa
         seen.append(len(self._tokens))
         return run(self, *args)
 
-    run = decisions._Canvases.run
-    monkeypatch.setattr(decisions._Canvases, "run", counted)
+    run = token_logprobs._Canvases.run
+    monkeypatch.setattr(token_logprobs._Canvases, "run", counted)
     decide(MODEL, PROMPTS, ["s", "r", "a"], batch_size=8)
     decide(MODEL, "A ", ["sa", "st", "ra"], batch_size=8)
     assert seen == [3, 1 + 2]
@@ -219,10 +222,10 @@ def _lines(count=300):
 
 def test_the_fitted_temperature_has_the_least_cost_of_a_grid():
     scores, right = _lines()
-    fitted = decisions.calibrate(scores, right)
+    fitted = calibration.calibrate(scores, right)
 
     def cost(temperature):
-        return decisions.nll([_normalised(own, temperature) for own in scores], right)
+        return calibration.nll([_normalised(own, temperature) for own in scores], right)
 
     grid = np.geomspace(0.05, 50, 2000)
     best = min(map(cost, grid))
@@ -239,16 +242,16 @@ def test_the_fitted_scale_has_the_least_cost_of_a_grid():
     def cost(temperature, penalty):
         scale = Scale(temperature, penalty)
         shares = [scale.shares(*own) for own in zip(longer, sizes, strict=True)]
-        return decisions.nll(shares, right)
+        return calibration.nll(shares, right)
 
-    fitted = decisions.calibrate_lengths(longer, sizes, right)
+    fitted = calibration.calibrate_lengths(longer, sizes, right)
     best = min(cost(t, p) for t in np.geomspace(1, 6, 15) for p in np.linspace(0, 2, 11))
     assert cost(*fitted) <= best + 1e-6 and cost(*fitted) < cost(
-        decisions.calibrate(longer, right), 0.0
+        calibration.calibrate(longer, right), 0.0
     )
     assert 0.5 < fitted.length_penalty < 1.1
-    assert decisions.calibrate_lengths(scores, [np.full(4, 3)] * len(scores), right) == (
-        decisions.calibrate(scores, right), 0.0,
+    assert calibration.calibrate_lengths(scores, [np.full(4, 3)] * len(scores), right) == (
+        calibration.calibrate(scores, right), 0.0,
     )  # fmt: skip
 
 
@@ -266,16 +269,16 @@ def test_the_calibration_error_is_that_of_its_formula(bins):
                 / len(shares)
                 * abs(accuracy - np.mean([shares[i].max() for i in inside]))
             )
-    found = decisions.expected_calibration_error(shares, right, num_bins=bins)
+    found = calibration.expected_calibration_error(shares, right, num_bins=bins)
     assert found == pytest.approx(total, abs=1e-12) and found > 0.01
 
 
 def test_a_task_has_its_temperature_in_a_file_of_its_model(tmp_path):
     path = tmp_path / "calibration.json"
     for task, heat in (("mood", 2.0), ("other", 3.0), ("mood", 1.5)):
-        decisions.write_calibration(path, MODEL, task, temperature=heat, order="left_to_right")
-    assert decisions.read_calibration(path, MODEL) == {"mood": Scale(1.5), "other": Scale(3.0)}
-    decisions.write_calibration(
+        calibration.write_calibration(path, MODEL, task, temperature=heat, order="left_to_right")
+    assert calibration.read_calibration(path, MODEL) == {"mood": Scale(1.5), "other": Scale(3.0)}
+    calibration.write_calibration(
         path, MODEL, "long", temperature=2.0, length_penalty=0.5, order="left_to_right"
     )
     labels = ["a", "t"]
@@ -294,3 +297,21 @@ def test_a_task_has_its_temperature_in_a_file_of_its_model(tmp_path):
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not a calibration"):
         decide(MODEL, "A r", labels, task="mood", calibration=path)
+
+
+def test_labels_follow_the_prefix_of_the_model(monkeypatch):
+    monkeypatch.setattr(dlm_jax.Model, "prefix_ids", (5,))
+    for prompt, choices, given in (
+        ("T", ["a", "r"], [5, *TOKENIZER.encode("T")]),
+        ("T<slot:x>.", {"x": ["a", "r"]}, [5, *TOKENIZER.encode("T")]),
+        (np.array([3]), ["a", "r"], [3]),
+    ):
+        model = dataclasses.replace(MODEL)  # without the cached property
+        assert decisions.question(model, prompt, choices).parts[0].tolist() == given
+
+
+def test_a_prompt_without_text_is_refused_where_the_model_predicts_no_first_token(monkeypatch):
+    monkeypatch.setattr(dlm_jax.Model, "first_ids", ())
+    network = dataclasses.replace(MODEL.network, predicts_first=False)
+    with pytest.raises(ValueError, match="^prompt has no text before the first slot"):
+        decide(dataclasses.replace(MODEL, network=network), "")

@@ -7,18 +7,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.commit.commit_rule import (
+from dlm_jax import (
     CommitContext,
     Proposal,
     RuleMemory,
+    Setting,
     certain,
     most,
+    per_row,
+    rule,
+    static,
 )
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
-from dlm_jax.sampling.commit.sure import THRESHOLD, reached
-from dlm_jax.sampling.positions import place_of_largest
-from dlm_jax.settings import Setting, SettingError, per_row, rule, static
+from dlm_jax.sampling.rule_tools import (
+    CONFIDENCE,
+    THRESHOLD,
+    Confident,
+    Measure,
+    choose,
+    place_of_largest,
+    reached,
+)
+from dlm_jax.settings import SettingError
 
 
 class Cycle(NamedTuple):

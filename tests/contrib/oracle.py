@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from .commit import most_confident, quota
+from oracles.commit import most_confident, quota
 
 
 def _surest(confidence: Sequence[float], places: Sequence[int], count: int = 1) -> set[int]:

@@ -7,17 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlm_jax import CommitContext, CommitRule, Proposal, RuleMemory, Setting, certain, per_row, rule
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import (
-    CommitContext,
-    CommitRule,
-    Proposal,
-    RuleMemory,
-    certain,
-)
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, reached
-from dlm_jax.sampling.positions import place_of_largest
-from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax.sampling.rule_tools import THRESHOLD, THRESHOLD_LEAST, place_of_largest, reached
 
 KEPT = 4
 """Number K of ids per position whose credit is stored. A new id replaces the one with the least

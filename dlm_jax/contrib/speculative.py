@@ -9,20 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.randomness import salted
-from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.blocks import steps_needed
-from dlm_jax.sampling.positions import at_places, fold, logits, put
-from dlm_jax.sampling.propose.fill import (
+from dlm_jax import (
+    At,
     CandidateWriter,
     Filled,
     FillRule,
+    LogitTransform,
     Parallel,
     Reader,
     Wanted,
+    rule,
 )
-from dlm_jax.sampling.transforms.transform import At, LogitTransform
-from dlm_jax.settings import UNSET, SettingError, require_values, rule
+from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.rule_tools import at_places, fold, logits, put, salted, steps_needed
+from dlm_jax.settings import UNSET, SettingError, require_values
 
 _SALT = 0x73706563
 _NEEDS = {
@@ -73,6 +73,10 @@ class Speculative(FillRule):
                 row.threshold,
                 "with threshold_above commits no draft that fill='speculative' accepts",
                 "for example, use threshold=0.9",
+            )
+        if row.structure:
+            raise SettingError(
+                "structure", UNSET, "requires one token per step", "use fill='parallel'"
             )
         if row.edits or row.renoises:
             raise SettingError(

@@ -1,0 +1,69 @@
+"""Functions and settings that the built-in rules share, for rules outside of this package.
+
+The public names of `dlm_jax` are the base classes of rules, their arguments, and the declarations
+of settings. This module has what rules are written with. Passes over the vocabulary are in
+`dlm_jax.sampling.vocab` and `dlm_jax.sampling.draw`. A rule that uses a setting of a built-in rule
+must use the same `Setting`, such as `THRESHOLD`.
+"""
+
+from dlm_jax.randomness import salted
+from dlm_jax.sampling.blocks import choose, steps_needed
+from dlm_jax.sampling.commit.commit_rule import exceeds, log_odds, log_odds_of, reaches
+from dlm_jax.sampling.commit.quotas import (
+    CONFIDENCE,
+    SCHEDULE,
+    Confident,
+    Measure,
+    Quota,
+    QuotaRule,
+    linear_quota,
+    maximum,
+)
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, falling, reached
+from dlm_jax.sampling.edits.scores import may_be_led
+from dlm_jax.sampling.positions import at_places, fold, logits, place_of_largest, put
+from dlm_jax.sampling.propose.constrained import Seen
+from dlm_jax.sampling.propose.wavefront import (
+    GIVEN,
+    NEVER,
+    SAMPLER_TEMPERATURE,
+    grown_from,
+    head_chunk,
+)
+from dlm_jax.types import left_of, right_of
+
+__all__ = [
+    "CONFIDENCE",
+    "Confident",
+    "GIVEN",
+    "Measure",
+    "NEVER",
+    "Quota",
+    "QuotaRule",
+    "SAMPLER_TEMPERATURE",
+    "SCHEDULE",
+    "Seen",
+    "THRESHOLD",
+    "THRESHOLD_LEAST",
+    "at_places",
+    "choose",
+    "exceeds",
+    "falling",
+    "fold",
+    "grown_from",
+    "head_chunk",
+    "left_of",
+    "linear_quota",
+    "log_odds",
+    "log_odds_of",
+    "logits",
+    "maximum",
+    "may_be_led",
+    "place_of_largest",
+    "put",
+    "reached",
+    "reaches",
+    "right_of",
+    "salted",
+    "steps_needed",
+]

@@ -1,0 +1,87 @@
+"""How rules of contrib are loaded, and what is said where they are not."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toy_model
+
+import dlm_jax
+from dlm_jax import moved
+from dlm_jax.cli import sample
+from dlm_jax.contrib import decoders, edits
+from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.sampling.rules import BUILT_IN, SLOTS
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
+
+
+@pytest.mark.parametrize("home", sorted(set(moved._HOMES.values())))
+def test_each_name_of_a_module_is_known_to_the_errors(home):
+    module = importlib.import_module(f"dlm_jax.contrib.{home}")
+    table = with_rules(tuple(classes_of(module)))
+    names = set(table.settings) - set(BUILT_IN.settings)
+    for slot, (_, selector, _) in SLOTS.items():
+        new = set(getattr(table, slot)) - set(getattr(BUILT_IN, slot))
+        names |= {f"{selector}={name}" for name in new}
+    assert names == {name for name, own in moved._HOMES.items() if own == home}
+
+
+def test_every_rule_of_contrib_is_in_a_module_that_the_errors_name():
+    assert set(moved._HOMES.values()) == {"decoders", "edits", "speculative", "constrained_waves"}
+
+
+def test_a_module_of_rules_an_object_and_a_list_are_the_same():
+    def text(**settings):
+        return dlm_jax.generate(toy_model.MODEL, ["A "], **ASKED | settings).texts[0]
+
+    rule = decoders.LocalLeap(
+        *(np.array([x]) for x in (0.9, 0.3, 2, 1))  # type: ignore[arg-type]
+    )
+    named = {"order": "local_leap", "leap_threshold": 0.3, "leap_radius": 2}
+    whole = text(rules=decoders, **named)
+    assert whole == text(rules=[edits, decoders.LocalLeap], **named) == text(commit=rule)
+
+
+def test_a_name_that_is_not_loaded_says_what_to_load():
+    said = "dlm_jax.contrib.decoders: pass --rules dlm_jax.contrib.decoders, or in Python rules="
+    for settings in ({"order": "klass"}, {"klass_steps": 2}, {"remask": "wino"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(settings))}=.*{said}"):
+            dlm_jax.generate(toy_model.MODEL, ["A "], **settings)
+
+
+@pytest.mark.parametrize("flags", [["--order", "klass"], ["--klass-steps", "2"]])
+def test_a_flag_that_is_not_loaded_says_what_to_load(flags, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "start_jax", lambda *args: None)
+    with pytest.raises(SystemExit) as ended:
+        sample.main(["--prompt", "A", *flags])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count("\n") == 1
+    assert "it is in dlm_jax.contrib.decoders: pass --rules dlm_jax.contrib.decoders" in err
+
+
+def test_the_program_loads_several_modules(capsys, monkeypatch):
+    monkeypatch.setattr(sample, "start_jax", lambda *args: None)
+    rules = "dlm_jax.contrib.decoders,dlm_jax.contrib.edits"
+    flags = ["--rules", rules, "--order", "klass", "--klass-steps", "1"]
+    assert sample.main(["--prompt", "A", "--gen-length", "4", "--steps", "4", *flags]) == 0
+    assert "order=klass" in capsys.readouterr().err
+
+
+def test_the_harness_loads_a_module_by_its_name():
+    from dlm_jax.harness.lm import Evaluated
+
+    asked = {"rules": "dlm_jax.contrib.decoders", "order": "klass"}
+    made = Evaluated(model=toy_model.MODEL, **asked)
+    assert made._settings["rules"] is decoders
+
+
+def test_the_pages_name_every_rule_and_setting():
+    pages = "".join(
+        (DOCS / page).read_text(encoding="utf-8") for page in ("arena.md", "contrib.md")
+    )
+    for name in moved._HOMES:
+        setting, _, value = name.partition("=")
+        assert (f'{setting}="{value}"' if value else f"`{setting}`") in pages, name
