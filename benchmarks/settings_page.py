@@ -8,7 +8,6 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterable
 
-from dlm_jax.elsewhere import TABLE, written
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
@@ -18,11 +17,6 @@ _HEAD = """# Settings
 Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `sample.py` (with
 dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's `[sample]`.
 `python -m benchmarks.settings_page` prints this page from the declarations of the rules.
-"""
-_NAMES = """## Names of other projects
-
-Error messages about these names give this library's name and value. The projects are LLaDA, Dream,
-Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM, SGLang and llama.cpp.
 """
 _KINDS = {
     "transforms": "Logit transforms", "fill": "Fill", "commit": "Commit rules",
@@ -42,20 +36,7 @@ def page() -> str:
             rows = "\n".join(map(_row, new))
             parts.append(f"## {title}\n\n| setting | default | values | effect |\n"
                          f"| --- | --- | --- | --- |\n{rows}\n")  # fmt: skip
-    return "\n".join([*parts, _elsewhere()])
-
-
-def _elsewhere() -> str:
-    """The table of names in other projects and in this library."""
-    rows = []
-    for theirs, (names, values, note) in TABLE.items():
-        told = [f"`{v}`: `{written(given)}`" for v, given in values.items()]
-        told += [note] if note else []
-        ours = " or ".join(f"`{name}`" for name in names) or "none"
-        rows.append(f"| `{theirs}` | {ours} | {'; '.join(told)} |")
-    lines = "\n".join(rows)
-    head = "| there | here | values, and what is different |\n| --- | --- | --- |"
-    return f"{_NAMES}\n{head}\n{lines}\n"
+    return "\n".join(parts)
 
 
 def _sections() -> Iterable[tuple[str, Iterable[Setting]]]:

@@ -14,9 +14,7 @@ PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_LEAVES = {
-    "types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere", "tasks"
-}  # fmt: skip
+_LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "tasks"}
 _PURE = {*_LEAVES, "sampling", "distributed", "diffusion", "heads"}
 _CORE = {*_PURE, "config", "model", "store", "data"}
 _LIBRARY = {*_CORE, "published"}
@@ -26,9 +24,8 @@ MAY_IMPORT = {
     "pytree": set(),
     "progress": set(),
     "randomness": set(),
-    "elsewhere": set(),
     "tasks": set(),
-    "settings": {"pytree", "elsewhere"},
+    "settings": {"pytree"},
     "sampling": _LEAVES,
     "distributed": _LEAVES,
     "diffusion": {*_LEAVES, "distributed"},

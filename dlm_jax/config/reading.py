@@ -23,8 +23,7 @@ from typing import Any
 import msgspec
 
 from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
-from dlm_jax.elsewhere import named_here
-from dlm_jax.settings import Setting, SettingError, closest
+from dlm_jax.settings import Setting, SettingError, closest, renamed
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -55,8 +54,8 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
         if old in given:
             value = given.pop(old)
             given.setdefault(new, value)
-    for key, value in given.items():
-        _check_known(key, declared(), where=where, what="key", value=value)
+    for key in given:
+        _check_known(key, declared(), where=where, what="key")
     try:
         return _build(given)
     except ValueError as error:
@@ -90,7 +89,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         return config
     known, values = declared(), flat(to_dict(config))
     for key, text in overrides.items():
-        _check_known(key, known, where="command line", what="flag", value=text)
+        _check_known(key, known, where="command line", what="flag")
         try:
             values[key] = _from_text(f"--{key}", text, known[key])
         except ValueError as error:
@@ -133,7 +132,7 @@ def sample_settings(
     """
     values = {}
     for name, text in texts.items():
-        _check_known(name, kind.declared, where="command line", what="setting", value=text)
+        _check_known(name, kind.declared, where="command line", what="setting")
         values[name] = _from_text("--" + name.replace("_", "-"), text, kind.declared[name])
     return values
 
@@ -165,12 +164,11 @@ def _split(text: str, hint: Any) -> Any:
     return text
 
 
-def _check_known(
-    name: str, known: Mapping[str, Any], *, where: str, what: str, value: Any = None
-) -> None:
+def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
     if name in known:
         return
-    advice = named_here(name, known, value) or f"did you mean {closest(name, known)!r}?"
+    advice = renamed(name, known, SampleConfig.declared)
+    advice = advice or f"did you mean {closest(name, known)!r}?"
     raise ValueError(f"{where}: unknown {what} {name!r}; {advice}")
 
 
@@ -263,9 +261,8 @@ def parse_flags(
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
-        name, _, value = unknown[0].partition("=")
-        value = value or next((text for text in unknown[1:2] if not text.startswith("-")), "")
-        advice = named_here(name, flags, value) if name.startswith("-") else ""
+        name = unknown[0].partition("=")[0]
+        advice = renamed(name, flags, SampleConfig.declared) if name.startswith("-") else ""
         advice = advice or f"did you mean {closest(name, flags)!r}?"
         raise ValueError(f"command line: unknown argument {name!r}; {advice}")
     keys = declared()

@@ -431,12 +431,11 @@ def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> S
       ValueError: a name is unknown (the message suggests the nearest known name), or a value is out
           of range.
     """
-    known = tuple(table.settings)
     merged = layered(*layers, table=table)
     for name, value in merged.items():
         if name not in table.settings:
             raise ValueError(
-                f"{name}={value!r} is not a sampling setting; {nearest(name, known, value)}"
+                f"{name}={value!r} is not a sampling setting; {nearest(name, table.settings)}"
             )
     return settings_of(table)(**merged)  # type: ignore[return-value]
 

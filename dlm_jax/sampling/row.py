@@ -22,7 +22,10 @@ from dlm_jax.settings import (
     rule,
 )
 
-STEPS = Setting("steps", 128, "number of denoising steps per sample", low=1)
+STEPS = Setting(
+    "steps", 128, "number of denoising steps per sample", low=1,
+    aliases=("num_steps", "diffusion_steps"),
+)  # fmt: skip
 TIES = Setting(
     "ties", "key",
     "order of positions that tie within float rounding: random, from the seed (key), or lower "
@@ -62,7 +65,7 @@ class RowParams(Rule):
     guidance_B: jax.Array = per_row(Setting(
         "guidance", 0.0,
         "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
-        low=0.0, high=1e6,
+        low=0.0, high=1e6, aliases=("cfg_scale",),
     ))  # fmt: skip
     stops_at_eos_B: jax.Array = per_row(Setting(
         "stop_at_eos", False,
