@@ -9,13 +9,14 @@ import typing
 from collections.abc import Iterable
 
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.rules import BUILT_IN, GEN_LENGTH
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
 
 _HEAD = """# Settings
 
 Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `sample.py` (with
 dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's `[sample]`.
+Those under "Presets" reproduce other programs: presets and configs set them, requests do not.
 `python -m benchmarks.settings_page` prints this page from the declarations of the rules.
 """
 _KINDS = {
@@ -23,6 +24,7 @@ _KINDS = {
     "remask": "Remask rules", "edit": "Edit rules",
     "cache": "Caches",
 }  # fmt: skip
+_PRESETS = "Presets"
 _LISTED = {str: "names", int: "ids", float: "numbers"}
 
 
@@ -30,7 +32,8 @@ def page() -> str:
     shown: set[str] = set()
     parts = [_HEAD]
     for title, settings in _sections():
-        new = list({s.name: s for s in settings if s.name not in shown}.values())
+        rest = [s for s in settings if s.name not in shown and s.is_preset == (title == _PRESETS)]
+        new = list({s.name: s for s in rest}.values())
         shown |= {s.name for s in new}
         if new:
             rows = "\n".join(map(_row, new))
@@ -43,16 +46,17 @@ def _sections() -> Iterable[tuple[str, Iterable[Setting]]]:
     known = BUILT_IN.settings
     yield (
         "The row",
-        [s for s in known.values() if s in RowParams.settings() or s.name == "gen_length"],
+        [s for s in known.values() if s in (GEN_LENGTH, *RowParams.settings())],
     )
     yield "Which rules", [known[n] for n in ("order", "fill", "remask", "edit", "edit_scoring",
-                                             "cache", "chain", "draw", "ignore_eos",
+                                             "cache", "chain", "ignore_eos",
                                              "structure")]  # fmt: skip
     for kind, title in _KINDS.items():
         entries = getattr(BUILT_IN, kind).values()
         classes = [cls for e in entries for cls in (e if isinstance(e, tuple) else (e,))]
         yield title, [s for cls in classes for s in cls.settings()]
     yield "Re-noise", [s for s in known.values() if s.name.startswith("renoise")]
+    yield _PRESETS, [s for s in known.values() if s.is_preset]
 
 
 def _row(setting: Setting) -> str:

@@ -87,6 +87,8 @@ class Setting:
         with it; see `dlm_jax.config.layered`.
       aliases: names of the setting in other programs. Errors about them name the setting, and the
         server accepts them.
+      is_preset: whether the setting belongs to presets and recommendations, which reproduce other
+        programs: it is no flag, and no key or field of a request.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Setting:
     hint: Any = None
     resets: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    is_preset: bool = False
 
     @property
     def annotation(self) -> Any:
@@ -482,13 +485,18 @@ def closest(name: str, known: Any) -> str:
 
 
 MOVED: Mapping[str, str] = {
+    "cache_margin": "it was removed; use cache_refresh",
+    "edit_hidden": "it was removed; whole texts are compared",
+    "edit_token_gain": "it was removed; use edit_gain",
+    "sampler_min_neighbors_ratio": "it is named sample.sampler_min_neighbors_ratio here",
     "time_steps": "it was removed; python -m benchmarks.generation measures steps",
 }
 """Advice about names of earlier versions, keyed by name with underscores."""
 
 
 def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) -> str:
-    """Advice for a name in `MOVED` or an alias of one of the `settings`; empty for other names.
+    """Advice for a name in `MOVED`, or an alias or a preset's name of the `settings`; otherwise
+    empty.
 
     `known` are the existing names in the form of `name`, which may be a flag or a dotted key.
     """
@@ -498,6 +506,8 @@ def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) 
     if last in MOVED:
         return MOVED[last]
     for setting in settings.values():
+        if last == setting.name and setting.is_preset:
+            return "a preset sets it: --preset, or Model.preset in Python"
         if last in setting.aliases:
             for shown in (prefix + setting.name, prefix + setting.name.replace("_", "-")):
                 if shown in known:

@@ -228,7 +228,7 @@ def _defaults(
             raise ValueError(f"--default {text} has no value; write --default temperature=0.7")
         if name in own:
             raise ValueError(f"--default {name} is given twice; remove one")
-        if name not in table.settings:
+        if name not in table.request_settings:
             raise ValueError(
                 f"--default {text}: {name!r} is not a setting; {nearest(name, table.settings)}"
             )

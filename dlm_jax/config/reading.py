@@ -31,10 +31,6 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return msgspec.to_builtins(config)
 
 
-MOVED = {"heads.sampler_min_neighbors_ratio": "sample.sampler_min_neighbors_ratio"}
-"""Current names of keys in files and checkpoints of earlier versions."""
-
-
 def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
     """Config from nested JSON values; `where` names their source in errors.
 
@@ -50,10 +46,6 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
                 f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
             )
         given |= {f"{section}.{name}": value for name, value in values.items()}
-    for old, new in MOVED.items():
-        if old in given:
-            value = given.pop(old)
-            given.setdefault(new, value)
     for key in given:
         _check_known(key, declared(), where=where, what="key")
     try:
@@ -220,6 +212,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for section, cls in sections().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
         for name, setting in cls.declared.items():
+            if setting.is_preset:
+                continue
             default = cls.defaults[name]
             shown = ",".join(default) if isinstance(default, tuple) else default
             _add(group, f"{section}.{name}", setting, name, f" (default: {shown!r})")
@@ -232,7 +226,7 @@ def add_sample_flags(
     group = parser.add_argument_group(
         "sampling", "Defaults are the recommendations of the checkpoint."
     )
-    for name, setting in kind.declared.items():
+    for name, setting in kind.table.request_settings.items():
         _add(group, name.replace("_", "-"), setting, name.split("_")[-1])
 
 

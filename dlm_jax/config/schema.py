@@ -749,13 +749,6 @@ class ModelConfig(Section):
         self._check_attention()
         if self.experts:
             self._check_experts()
-        for key, one in {} if self.experts else self.declared.items():
-            value, is_default = getattr(self, key), getattr(self, key) == one.default
-            require(
-                is_default or not key.startswith(("expert", "shared", "dense", "router")),
-                one.name, value, "has no effect with model.experts=0", f"use {one.default!r}",
-                "model.experts",
-            )  # fmt: skip
         self._check_heads()
 
     def _check_attention(self) -> None:
@@ -798,13 +791,6 @@ class ModelConfig(Section):
                 not getattr(self, name), f"model.{name}", getattr(self, name),
                 f"requires model.attention_type='canvas', not {self.attention_type!r}",
                 f"use {self.declared[name].default!r}", "model.attention_type",
-            )  # fmt: skip
-        for name, one in self.declared.items():
-            require(
-                bool(self.full_every) or not name.startswith("full_")
-                or getattr(self, name) == one.default,
-                one.name, getattr(self, name), "has no effect with model.full_every=0",
-                f"use {one.default!r}", "model.full_every",
             )  # fmt: skip
         every, heads, groups = self.full_every, self.heads, self.full_kv_heads
         require(

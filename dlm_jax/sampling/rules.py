@@ -120,7 +120,7 @@ EDIT = Setting(
 DRAW = Setting(
     "draw", "inverse_cdf",
     "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
-    choices={name: name for name in METHODS},
+    choices={name: name for name in METHODS}, is_preset=True,
 )  # fmt: skip
 GEN_LENGTH = Setting(
     "gen_length",
@@ -208,6 +208,11 @@ class RuleTable:
                     f"share one Setting, or rename one"
                 )
         return found
+
+    @property
+    def request_settings(self) -> dict[str, Setting]:
+        """The settings that flags, keys and fields of requests can set."""
+        return {name: s for name, s in self.settings.items() if not s.is_preset}
 
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.

@@ -43,7 +43,7 @@ from dlm_jax.inference.results import Row
 from dlm_jax.published.chat import RESERVED
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.serving import tools
-from dlm_jax.settings import UNSET, SettingError, nearest
+from dlm_jax.settings import UNSET, SettingError, nearest, renamed
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -690,7 +690,7 @@ class Planner:
             name: self._defaults.pop(name) for name in ("rules",) if name in self._defaults
         }
         self._table = with_rules(tuple(self._rules.get("rules", ())))
-        self._settings = self._table.settings
+        self._settings = self._table.request_settings
         self._known: dict[Any, Any] = {}
         self._patterns: dict[bytes, str] = {}  # of earlier requests, by shape
 
@@ -780,8 +780,6 @@ class Planner:
 
     def _chat(self, asked: Chat) -> Answer:
         length = _one_length(asked, "max_completion_tokens")
-        if asked.top_logprobs and not asked.logprobs:
-            raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
         self._check_size(sum(len(one.text) for one in asked.messages), "messages")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
@@ -945,9 +943,8 @@ class Planner:
         length: int | None,
         echoes: Sequence[str] = (),
     ) -> Answer:
-        for name in ("diffusing", "stream_options"):
-            if getattr(asked, name) and not asked.stream:
-                raise refused(f"{name} has no effect without stream=true", name)
+        if asked.diffusing and not asked.stream:
+            raise refused("diffusing requires stream=true", "diffusing")
         if asked.read_back and asked.diffusing:
             raise refused("read_back and diffusing cannot be combined; remove one", "read_back")
         settings = self._own_settings(asked, length)
@@ -1065,9 +1062,9 @@ class Planner:
         if others:
             where = " and ".join(others)
             return refused(f"{name!r} is a field of {where}, not of {asked.route}; remove it", name)
-        return refused(
-            f"{name!r} is not a field; {_FORMATS.get(name) or nearest(name, known)}", name
-        )
+        advice = _FORMATS.get(name) or renamed(name, known, self._table.settings)
+        advice = advice or nearest(name, known)
+        return refused(f"{name!r} is not a field; {advice}", name)
 
     def _pattern(self, asked: SamplingFields) -> str | None:
         """Returns a regular expression for the answer: for calls, calls or text with ``auto``, or a

@@ -73,8 +73,8 @@ def test_a_given_ignore_eos_and_a_recommended_stop_at_eos_exclude_each_other(tmp
             assert getattr(loaded, name) == (value == "true") != getattr(loaded, other)
         # False excludes nothing.
         assert getattr(configs.resolve(first, {name: False}), other)
-        with pytest.raises(ValueError, match="has no effect with ignore_eos"):
-            configs.resolve(first | second)
+        both = configs.resolve(first | second)
+        assert both.ignore_eos and both.stop_at_eos
 
 
 def test_a_flag_of_the_temperature_drops_the_end_that_the_file_recommends(tmp_path):

@@ -311,7 +311,6 @@ REFUSED = [
     ({"prompt": "A", "suffix": "A", "draft": "A"}, "suffix"),
     ({"prompt": "A", "stream": "yes"}, "stream"),
     ({"prompt": "A", "diffusing": True}, "diffusing"),
-    ({"prompt": "A", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "A", "temprature": 1}, "temprature"),
     ({"prompt": "A", "rules": ["x"]}, "rules"),
     ({"prompt": "A", "host_sampler": "x"}, "host_sampler"),

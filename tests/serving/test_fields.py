@@ -45,6 +45,7 @@ REFUSED = [
     ({"guided_regex": 5}, "structure", "string"),
     ({"n_predict": -1}, "max_tokens", "greater than"),
     ({"max_tokens": 6, "n_predict": 6}, "n_predict", "max_tokens is given under two names"),
+    ({"ties": "lower"}, "ties", "a preset sets it"),
     ({"repeat_penalty": -1}, "repetition_penalty", "repetition_penalty=-1"),
     ({"stop_token_ids": [300]}, "stop_token_ids", "use 0 to"),
 ]
