@@ -38,7 +38,7 @@ COMMON: dict[str, Any] = {
     "temperature": 0.0, "temperature_end": -1, "order": "threshold", "fill": "parallel",
     "max_length": 192, "batch_size": 64, "ignore_eos": True,
     # Override the model's recommendations.
-    "edit": False, "edit_scoring": "uncertainty", "edit_hidden": 0,
+    "edit": False, "edit_scoring": "uncertainty",
 }  # fmt: skip
 DOCUMENT = {"edit": True, "resample": True, "order": "random", "schedule": "all"}
 """The source document with its defaults: every token is resampled at every step."""
@@ -55,7 +55,7 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
             yield {"remask": "scheduled", "remask_start": start, "threshold": threshold}
         return
     if arm in TRIED:
-        yield from _tried(*TRIED[arm])
+        yield from _tried(TRIED[arm])
         return
     what, token, scoring = arm.split("-")
     base = {"edit": True, "edit_schedule": "linear"}
@@ -85,22 +85,20 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def _tried(trials: int, hidden: int) -> Iterator[dict[str, Any]]:
+def _tried(trials: int) -> Iterator[dict[str, Any]]:
     """Candidate settings: a pass over the draft, one edit per row, and a step."""
-    gains = (0.0, 1.0) if hidden else (0.0, 0.25, 0.5, 1.0)
+    gains = (0.0, 0.25, 0.5, 1.0)
     for gain, lead_gain, other in itertools.product(gains, (0.2, 0.35), (0.0, -2.0)):
         yield {
             "edit": True, "edit_scoring": "likelihood", "steps": 1, "edit_trials": trials,
-            "edit_hidden": hidden, "edit_gain": gain, "edit_lead_gain": lead_gain,
-            "edit_token_gain": 0.0, "edit_replace_gain": other, "threshold": 0.9,
-            "max_length": 144, "batch_size": 32 if hidden else 64,
+            "edit_gain": gain, "edit_lead_gain": lead_gain, "edit_replace_gain": other,
+            "threshold": 0.9, "max_length": 144, "batch_size": 64,
         }  # fmt: skip
 
 
 CAREFUL = "likelihood-careful"  # tuned for the smallest distance, not for exact rows
-TRIED = {"likelihood": (6, 0), CAREFUL: (6, 0), "spans": (6, 3)}
-"""Arms with trials: number of candidates, and hidden tokens on each side; 9 forwards if none are
-hidden."""
+TRIED = {"likelihood": 6, CAREFUL: 6}
+"""Arms with trials: number of candidates; 9 forwards."""
 ARMS = ["off", *TRIED, "shipped"] + [
     f"{what}-{token}-{scoring}"
     for scoring in ("uncertainty", "lead")

@@ -99,7 +99,6 @@ SHAKESPEARE: dict[str, Settings] = {
 PROOFREADER: dict[str, Settings] = {
     "repair": {},
     "repair lead": {"rules": [Lead], "edit_scoring": "lead", "edit_token": "mask"},
-    "repair with hidden tokens": {"edit_hidden": 2},
 }
 DRAFTS = (
     "I will go to the kng and tell him all.",

@@ -8,27 +8,23 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterable
 
-from dlm_jax.elsewhere import TABLE, written
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.rules import BUILT_IN, GEN_LENGTH
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
 
 _HEAD = """# Settings
 
 Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `sample.py` (with
 dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's `[sample]`.
+Those under "Presets" reproduce other programs: presets and configs set them, requests do not.
 `python -m benchmarks.settings_page` prints this page from the declarations of the rules.
-"""
-_NAMES = """## Names of other projects
-
-Error messages about these names give this library's name and value. The projects are LLaDA, Dream,
-Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM, SGLang and llama.cpp.
 """
 _KINDS = {
     "transforms": "Logit transforms", "fill": "Fill", "commit": "Commit rules",
     "remask": "Remask rules", "edit": "Edit rules",
     "cache": "Caches",
 }  # fmt: skip
+_PRESETS = "Presets"
 _LISTED = {str: "names", int: "ids", float: "numbers"}
 
 
@@ -36,42 +32,31 @@ def page() -> str:
     shown: set[str] = set()
     parts = [_HEAD]
     for title, settings in _sections():
-        new = list({s.name: s for s in settings if s.name not in shown}.values())
+        rest = [s for s in settings if s.name not in shown and s.is_preset == (title == _PRESETS)]
+        new = list({s.name: s for s in rest}.values())
         shown |= {s.name for s in new}
         if new:
             rows = "\n".join(map(_row, new))
             parts.append(f"## {title}\n\n| setting | default | values | effect |\n"
                          f"| --- | --- | --- | --- |\n{rows}\n")  # fmt: skip
-    return "\n".join([*parts, _elsewhere()])
-
-
-def _elsewhere() -> str:
-    """The table of names in other projects and in this library."""
-    rows = []
-    for theirs, (names, values, note) in TABLE.items():
-        told = [f"`{v}`: `{written(given)}`" for v, given in values.items()]
-        told += [note] if note else []
-        ours = " or ".join(f"`{name}`" for name in names) or "none"
-        rows.append(f"| `{theirs}` | {ours} | {'; '.join(told)} |")
-    lines = "\n".join(rows)
-    head = "| there | here | values, and what is different |\n| --- | --- | --- |"
-    return f"{_NAMES}\n{head}\n{lines}\n"
+    return "\n".join(parts)
 
 
 def _sections() -> Iterable[tuple[str, Iterable[Setting]]]:
     known = BUILT_IN.settings
     yield (
         "The row",
-        [s for s in known.values() if s in RowParams.settings() or s.name == "gen_length"],
+        [s for s in known.values() if s in (GEN_LENGTH, *RowParams.settings())],
     )
     yield "Which rules", [known[n] for n in ("order", "fill", "remask", "edit", "edit_scoring",
-                                             "cache", "chain", "draw", "ignore_eos",
+                                             "cache", "chain", "ignore_eos",
                                              "structure")]  # fmt: skip
     for kind, title in _KINDS.items():
         entries = getattr(BUILT_IN, kind).values()
         classes = [cls for e in entries for cls in (e if isinstance(e, tuple) else (e,))]
         yield title, [s for cls in classes for s in cls.settings()]
     yield "Re-noise", [s for s in known.values() if s.name.startswith("renoise")]
+    yield _PRESETS, [s for s in known.values() if s.is_preset]
 
 
 def _row(setting: Setting) -> str:

@@ -1,8 +1,8 @@
-"""Names that `dlm_jax.contrib` provides, for the error messages about them."""
+"""Names that left the core, for the error messages about them."""
 
 from __future__ import annotations
 
-_NAMES = {
+_CONTRIB = {
     "decoders": """
         order=credit credit_weight credit_decay credit_power
         order=dawn induced_threshold apart_threshold dependence sink
@@ -20,17 +20,26 @@ _NAMES = {
     "speculative": "fill=speculative",
     "constrained_waves": "fill=constrained_waves",
 }
-_PROGRAM = ("calibration", "fit", "labelled")
-"""Flags of ``python -m dlm_jax.contrib.decide``."""
-
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+"""Names by module of `dlm_jax.contrib`."""
+_HOMES = {name: home for home, names in _CONTRIB.items() for name in names.split()}
+_DECIDE = "it is a flag of python -m dlm_jax.contrib.decide"
+_OTHERS = {
+    "cache_margin": "it was removed; use cache_refresh",
+    "calibration": _DECIDE,
+    "edit_hidden": "it was removed; whole texts are compared",
+    "edit_token_gain": "it was removed; use edit_gain",
+    "fit": _DECIDE,
+    "labelled": _DECIDE,
+    "sampler_min_neighbors_ratio": "it is named sample.sampler_min_neighbors_ratio here",
+    "time_steps": "it was removed; python -m benchmarks.generation measures steps",
+}
 
 
 def moved(name: str) -> str:
-    """Advice for a setting, flag or ``setting=value`` of `dlm_jax.contrib`; empty for others."""
+    """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
     name = name.lstrip("-").replace("-", "_")
-    if name in _PROGRAM:
-        return "it is a flag of python -m dlm_jax.contrib.decide"
+    if name in _OTHERS:
+        return _OTHERS[name]
     home = _HOMES.get(name)
     if home is None:
         return ""

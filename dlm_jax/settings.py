@@ -17,7 +17,7 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, dataclass_transform
 
@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.elsewhere import meant, named_here
 from dlm_jax.moved import moved
 from dlm_jax.pytree import T, pytree
 
@@ -87,6 +86,10 @@ class Setting:
       hint: type of the values if it differs from the type of `default`.
       resets: settings that a value other than False returns to their defaults if no value is given
         with it; see `dlm_jax.config.layered`.
+      aliases: names of the setting in other programs. Errors about them name the setting, and the
+        server accepts them.
+      is_preset: whether the setting belongs to presets and recommendations, which reproduce other
+        programs: it is no flag, and no key or field of a request.
     """
 
     name: str
@@ -100,6 +103,8 @@ class Setting:
     parse: Callable[[Any], Any] | None = None
     hint: Any = None
     resets: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    is_preset: bool = False
 
     @property
     def annotation(self) -> Any:
@@ -154,9 +159,8 @@ class Setting:
             return value
         if callable(value) and all(map(callable, choices.values())):
             return next((name for name, found in choices.items() if found is value), value)
-        named = meant(self.name.rpartition(".")[2], value)
-        advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
-        advice = moved(f"{self.name.rpartition('.')[2]}={value}") or advice
+        advice = moved(f"{self.name.rpartition('.')[2]}={value}")
+        advice = advice or f"did you mean {closest(str(value)[:60], choices)!r}?"
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
@@ -482,10 +486,31 @@ def closest(name: str, known: Any) -> str:
     return found
 
 
-def nearest(name: str, known: Sequence[str], value: Any = None) -> str:
-    """Advice for a misspelt name, or for another project's name with this value."""
-    named = moved(str(name)) or named_here(str(name), known, value)
-    if named:
-        return named
+def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) -> str:
+    """Advice for a name that left the core (`moved`), or an alias or a preset's name of the
+    `settings`; otherwise empty.
+
+    `known` are the existing names in the form of `name`, which may be a flag or a dotted key.
+    """
+    section, dot, last = name.rpartition(".")
+    prefix = section + dot if dot else "--" if name.startswith("--") else ""
+    last = last.lstrip("-").replace("-", "_")
+    if advice := moved(last):
+        return advice
+    for setting in settings.values():
+        if last == setting.name and setting.is_preset:
+            return "a preset sets it: --preset, or Model.preset in Python"
+        if last in setting.aliases:
+            for shown in (prefix + setting.name, prefix + setting.name.replace("_", "-")):
+                if shown in known:
+                    return f"it is named {shown} here"
+    return ""
+
+
+def nearest(name: str, known: Mapping[str, Setting] | Sequence[str]) -> str:
+    """Advice for an unknown name: that of `renamed`, the most similar name, or all names."""
+    advice = renamed(str(name), known, known if isinstance(known, Mapping) else {})
+    if advice:
+        return advice
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"

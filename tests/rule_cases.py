@@ -80,7 +80,7 @@ EDITS: dict[str, dict[str, Any]] = {
     f"{order}-{remask}-{fill}-edit": {
         "order": order, "remask": remask, "schedule": schedule, "fill": fill, "edit": True,
         "renoise_start": renoise, "edit_schedule": edit_schedule, "resample": remask == "none",
-        "edit_scoring": scoring, "edit_trials": 3, "edit_hidden": int(order == "left_to_right"),
+        "edit_scoring": scoring, "edit_trials": 3,
     }
     for order, remask, schedule, fill, renoise, edit_schedule, scoring in (
         ("random", "scheduled", "linear", "parallel", 0.2, "cosine", "uncertainty"),

@@ -19,10 +19,7 @@ PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_LEAVES = {
-    "types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere", "moved",
-    "tasks",
-}  # fmt: skip
+_LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "moved", "tasks"}
 _PURE = {*_LEAVES, "sampling", "distributed", "diffusion", "heads"}
 _CORE = {*_PURE, "config", "model", "store", "data"}
 _LIBRARY = {*_CORE, "published"}
@@ -32,10 +29,9 @@ MAY_IMPORT = {
     "pytree": set(),
     "progress": set(),
     "randomness": set(),
-    "elsewhere": set(),
     "moved": set(),
     "tasks": set(),
-    "settings": {"pytree", "elsewhere", "moved"},
+    "settings": {"pytree", "moved"},
     "sampling": _LEAVES,
     "distributed": _LEAVES,
     "diffusion": {*_LEAVES, "distributed"},

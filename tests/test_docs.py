@@ -28,7 +28,7 @@ from dlm_jax.store import Checkpoints
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
-GENERATED = ("settings.md", "api_reference.md", "peers.md")
+GENERATED = ("settings.md", "api_reference.md")
 PAGES = sorted(path.name for path in DOCS.glob("*.md") if path.name not in GENERATED)
 
 
@@ -230,13 +230,6 @@ def test_every_block_runs_in_a_process_of_its_own(page, quickstart, tmp_path):
         )
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         assert done.stdout
-
-
-def test_the_page_of_peers_is_what_the_server_reads():
-    pytest.importorskip("pydantic")
-    from benchmarks import peers_page
-
-    assert _text("peers.md") == peers_page.page()
 
 
 def test_every_order_has_a_row_in_a_table_of_orders():

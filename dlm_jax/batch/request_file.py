@@ -200,11 +200,10 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
     """Raises ValueError for a setting that is unknown, contradictory or of the wrong type."""
-    for name, value in request.items():
+    for name in request:
         if name not in names:
             short = name if len(name) <= 60 else f"{name[:60]}..."
-            told = value if isinstance(value, str | int | float) else None
-            raise ValueError(f"{where}: {short!r} is not a setting; {_nearest(short, names, told)}")
+            raise ValueError(f"{where}: {short!r} is not a setting; {_nearest(short, names)}")
     contents = [name for name in _CONTENTS if name in request]
     if len(contents) > 1:
         raise ValueError(f"{where} has {' and '.join(contents)}; keep one of them")
@@ -225,11 +224,12 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _nearest(name: str, known: tuple[str, ...], value: Any) -> str:
+def _nearest(name: str, known: tuple[str, ...]) -> str:
     # Imported here, so that handling results does not import JAX.
-    from dlm_jax.settings import nearest
+    from dlm_jax.config import SampleConfig
+    from dlm_jax.settings import nearest, renamed
 
-    return nearest(name, known, value)
+    return renamed(name, known, SampleConfig.declared) or nearest(name, known)
 
 
 def _check_integer(where: str, value: Any) -> None:

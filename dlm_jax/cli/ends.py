@@ -30,7 +30,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import Any
 
 from dlm_jax.store.files import is_full
 
@@ -70,22 +70,16 @@ def program(main: Main) -> Main:
                     print(end="", flush=True)
             except SystemExit:
                 # The reader of --help output may close the pipe early.
-                with contextlib.suppress(AttributeError):
-                    _end_quietly()
+                try:
+                    print(end="", flush=True)
+                except OSError:
+                    _discard_output()
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 return end_of(error)
             return code
 
     return guarded
-
-
-def _end_quietly() -> None:
-    """Flushes standard output, or discards it if the reader has exited."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _to_nowhere(sys.stdout)
 
 
 def check_output() -> None:
@@ -174,9 +168,9 @@ def end_of(error: BaseException) -> End:
     elif code == End.NOT_FINITE:
         say_error(error)
     elif code == End.READER_GONE:
-        _to_nowhere(sys.stdout)
+        _discard_output()
     elif isinstance(error, OSError) and code == End.UNWRITTEN:
-        _to_nowhere(sys.stdout)
+        _discard_output()
         where = f"{error.filename}: " if error.filename else ""
         say_error(f"{where}{error.strerror}; saved files are kept")
     elif code == End.NO_MEMORY:
@@ -187,28 +181,13 @@ def end_of(error: BaseException) -> End:
     return code
 
 
-class _Forgiving(io.RawIOBase):
-    """A raw stream that writes to a file descriptor and discards bytes on errors."""
+class _Lossy(io.FileIO):
+    """A file that discards what cannot be written, for example because the disk is full."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def write(self, data) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
+    def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        return size
+            return super().write(data) or len(data)
+        return len(data)
 
 
 @contextlib.contextmanager
@@ -225,15 +204,10 @@ def _steady_streams() -> Iterator[None]:
     sys.unraisablehook = _say_unraisable
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    elif sys.stderr is sys.__stderr__:
-        sys.stderr = io.TextIOWrapper(
-            _Forgiving(2),  # type: ignore[arg-type]
-            sys.stderr.encoding,
-            "backslashreplace",
-            write_through=True,
-        )
+    if sys.stderr is sys.__stderr__:
+        encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
+        raw = io.BufferedWriter(_Lossy(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
     try:
         yield
     finally:
@@ -248,9 +222,9 @@ def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(told)
 
 
-def _to_nowhere(stream: TextIO | None) -> None:
-    """Discards the buffer of a broken stream, so that Python exits without a message."""
+def _discard_output() -> None:
+    """Discards what standard output has buffered, so that Python exits without a message."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         number = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(number, stream.fileno())  # type: ignore[union-attr]
+        os.dup2(number, sys.stdout.fileno())
         os.close(number)

@@ -97,8 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 "--prompt has no effect without --continuation; add it or remove --prompt"
             )
-        if args.split is not None and not args.text:
-            raise ValueError("--split has no effect without --text; add it or remove --split")
         check_output()
         model = load_model(
             args.checkpoint, quantize=args.quantize, ignore_config=args.ignore_config
@@ -235,10 +233,6 @@ def _is_placed(source: str) -> bool:
 
 def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
     """Prints the estimated fraction of corrupted tokens per source, or the scorer's error."""
-    if args.num_draws != 1:
-        raise ValueError(
-            f"--num-draws={args.num_draws} has no effect on a sequence scorer; remove it"
-        )
     for name, texts, prompts in sources:
         if prompts is not None:
             raise ValueError(f"{name}: a sequence scorer scores whole texts; remove the prompts")

@@ -12,10 +12,8 @@ an interrupted run (docs/generation.md).
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import math
-import statistics
 import sys
 import tempfile
 import time
@@ -25,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import dlm_jax
-from dlm_jax import devices
 from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
@@ -65,16 +61,13 @@ from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
 from dlm_jax.data import Tokenizer
-from dlm_jax.distributed import compiler
-from dlm_jax.distributed.partitions import num_shares, spans_processes, split_rows
+from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, run_together
 from dlm_jax.inference.candidates import HostSampler
-from dlm_jax.inference.generate import all_requests, chain_report, texts_of
-from dlm_jax.inference.model import DTYPES, Model
+from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import with_rules
-from dlm_jax.inference.request import group
-from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.inference.results import Row
 from dlm_jax.progress import Progress
 from dlm_jax.store.files import own_source, program_facts
 from dlm_jax.types import Params, Status
@@ -107,75 +100,6 @@ def watched(
         if watch is not None:
             watch.show(shown)
     return texts_of(model, rows), 0.0 if watch is None else watch.waited
-
-
-_STEPS, _ROUNDS = 8, 5
-
-
-def time_line(
-    model: Model,
-    prompts: Sequence[Mapping[str, Any]],
-    *,
-    num_samples: int,
-    batch_size: int,
-    **common: Any,
-) -> str:
-    """A line with the fraction of a step spent in the trunk, for the program with the most rows.
-
-    The first steps of these rows run several times, alternating with forward passes of the trunk.
-    """
-    requests = all_requests(model, prompts, num_samples, common)
-    groups = group(requests).values()
-    members = [requests[place] for place in max(groups, key=len)][:batch_size]
-    if members[0].sample.cache != "none":
-        raise ValueError(
-            f"cache={members[0].sample.cache!r} computes parts of rows, which a forward pass of "
-            f"the trunk does not measure; use cache='none'"
-        )
-    split = split_rows(model.params)
-    if spans_processes(split):
-        raise ValueError("steps can only be timed in a single process; use one process")
-    bucket = Bucket(members, model.facts, canvas_size(max(request.room for request in members)))
-    size = slot_count(len(members), batch_size, num_shares(split))
-    loop = loop_of(model, bucket, size)
-    forwards: list[float] = []
-
-    def steps() -> float:
-        slots = Slots(loop, model.params, bucket, size)
-        slots.put({place: Job(place, request) for place, request in enumerate(members)})
-        began = time.perf_counter()
-        taken = slots.advance(_STEPS)
-        seconds = time.perf_counter() - began
-        forwards.append(taken.counted.forwards / max(1, int(taken.steps.sum())))
-        return seconds / max(1, int(taken.steps.max()))
-
-    tokens_BL = np.full((size, bucket.canvas), model.tokenizer.mask_id, np.int32)
-    length_B = np.array([(members * size)[slot].tokens.size for slot in range(size)], np.int32)
-    if split is not None:
-        tokens_BL, length_B = jax.device_put((tokens_BL, length_B), split)
-    options = compiler.options("sample", split, model.compiler_options)
-
-    @functools.partial(jax.jit, compiler_options=options)
-    def trunk(params: Any, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:
-        with devices.exact(loop.program.rows):
-            return model.network.trunk(params, tokens_BL, length_B, None)[0]
-
-    def one() -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(trunk(model.params, tokens_BL, length_B))
-        return time.perf_counter() - began
-
-    # The first round is excluded, because it may compile.
-    found = [(steps(), one()) for _ in range(1 + _ROUNDS)][1:]
-    step, alone = (statistics.median(times) for times in zip(*found, strict=True))
-    times = statistics.median(forwards)
-    # Noise can make the difference slightly negative.
-    sampling = 1 - alone * times / step
-    return (
-        f"a step of {size} rows of {bucket.canvas} takes {1e3 * step:.2f} ms, the trunk "
-        f"alone {1e3 * alone:.2f} ms, {times:.3g} times a step: sampling is "
-        f"{100 * sampling:.0f}% of it"
-    )
 
 
 _NOT_OF_A_ROW = ("num_samples", "batch_size")
@@ -229,8 +153,6 @@ def make_parser(kind: type[RowSettings]) -> Parser:
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
-    add("--time-steps", action="store_true",
-        help="after sampling, measure the fraction of a step spent in the trunk")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_host_flags(
@@ -270,8 +192,6 @@ def _check_modes(args: argparse.Namespace) -> None:
                     f"--{name} shows a single text, not a file of --prompts; run one request with "
                     f"its --prompt and --seed, which gives the same text"
                 )
-        if args.time_steps:
-            raise ValueError("--time-steps has no effect with --prompts; remove one")
     if args.allow_host_sampler and args.prompts is None:
         raise ValueError(
             "--allow-host-sampler applies only to requests of --prompts; use --host-sampler"
@@ -359,9 +279,6 @@ def _main(argv: Sequence[str]) -> int:
     emit("\n---\n".join(texts))
     _print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
-    if args.time_steps:
-        with refusals(), naming_flags():
-            print(time_line(model, prompts, **host, **common), file=sys.stderr)
     if args.trace is not None and not _write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)

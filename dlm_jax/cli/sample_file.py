@@ -137,7 +137,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         sample = settings_of_call(model, settings | host)
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
-        known = with_rules(tuple(settings.get("rules", ()))).settings
+        known = with_rules(tuple(settings.get("rules", ()))).request_settings
         lines = read_requests(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
         described = describe_settings(settings)
         described |= {"seed": args.seed, "num_samples": args.num_samples}

@@ -213,10 +213,9 @@ def _defaults(
             raise ValueError(f"--default {text} has no value; write --default temperature=0.7")
         if name in own:
             raise ValueError(f"--default {name} is given twice; remove one")
-        known = tuple(table.settings)
-        if name not in known:
+        if name not in table.request_settings:
             raise ValueError(
-                f"--default {text}: {name!r} is not a setting; {nearest(name, known, value)}"
+                f"--default {text}: {name!r} is not a setting; {nearest(name, table.settings)}"
             )
         own[name] = value
     settings = settings | ({"rules": list(rules)} if rules else {})

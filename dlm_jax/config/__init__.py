@@ -1,7 +1,6 @@
 """Configuration: declares and reads the settings of runs and requests."""
 
 from dlm_jax.config.reading import (
-    MOVED,
     add_flags,
     add_sample_flags,
     differing,
@@ -38,7 +37,7 @@ from dlm_jax.config.schema import (
 )
 
 __all__ = [
-    "Config", "DataConfig", "HeadsConfig", "MOVED", "MeshConfig", "ModelConfig",
+    "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig",
     "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
     "differing", "flat", "from_dict", "keys", "layered", "load", "override", "parse_flags",

@@ -23,18 +23,12 @@ from typing import Any
 import msgspec
 
 from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
-from dlm_jax.elsewhere import named_here
-from dlm_jax.moved import moved
-from dlm_jax.settings import Setting, SettingError, closest
+from dlm_jax.settings import Setting, SettingError, closest, renamed
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as nested JSON values; `from_dict` is the inverse."""
     return msgspec.to_builtins(config)
-
-
-MOVED = {"heads.sampler_min_neighbors_ratio": "sample.sampler_min_neighbors_ratio"}
-"""Current names of keys in files and checkpoints of earlier versions."""
 
 
 def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
@@ -52,12 +46,8 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
                 f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
             )
         given |= {f"{section}.{name}": value for name, value in values.items()}
-    for old, new in MOVED.items():
-        if old in given:
-            value = given.pop(old)
-            given.setdefault(new, value)
-    for key, value in given.items():
-        _check_known(key, declared(), where=where, what="key", value=value)
+    for key in given:
+        _check_known(key, declared(), where=where, what="key")
     try:
         return _build(given)
     except ValueError as error:
@@ -91,7 +81,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         return config
     known, values = declared(), flat(to_dict(config))
     for key, text in overrides.items():
-        _check_known(key, known, where="command line", what="flag", value=text)
+        _check_known(key, known, where="command line", what="flag")
         try:
             values[key] = _from_text(f"--{key}", text, known[key])
         except ValueError as error:
@@ -134,7 +124,7 @@ def sample_settings(
     """
     values = {}
     for name, text in texts.items():
-        _check_known(name, kind.declared, where="command line", what="setting", value=text)
+        _check_known(name, kind.declared, where="command line", what="setting")
         values[name] = _from_text("--" + name.replace("_", "-"), text, kind.declared[name])
     return values
 
@@ -166,12 +156,10 @@ def _split(text: str, hint: Any) -> Any:
     return text
 
 
-def _check_known(
-    name: str, known: Mapping[str, Any], *, where: str, what: str, value: Any = None
-) -> None:
+def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
     if name in known:
         return
-    advice = moved(name.rpartition(".")[2]) or named_here(name, known, value)
+    advice = renamed(name, known, SampleConfig.declared)
     advice = advice or f"did you mean {closest(name, known)!r}?"
     raise ValueError(f"{where}: unknown {what} {name!r}; {advice}")
 
@@ -224,6 +212,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for section, cls in sections().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
         for name, setting in cls.declared.items():
+            if setting.is_preset:
+                continue
             default = cls.defaults[name]
             shown = ",".join(default) if isinstance(default, tuple) else default
             _add(group, f"{section}.{name}", setting, name, f" (default: {shown!r})")
@@ -236,7 +226,7 @@ def add_sample_flags(
     group = parser.add_argument_group(
         "sampling", "Defaults are the recommendations of the checkpoint."
     )
-    for name, setting in kind.declared.items():
+    for name, setting in kind.table.request_settings.items():
         _add(group, name.replace("_", "-"), setting, name.split("_")[-1])
 
 
@@ -265,10 +255,8 @@ def parse_flags(
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
-        name, _, value = unknown[0].partition("=")
-        value = value or next((text for text in unknown[1:2] if not text.startswith("-")), "")
-        advice = named_here(name, flags, value) if name.startswith("-") else ""
-        advice = moved(name.rpartition(".")[2]) or advice
+        name = unknown[0].partition("=")[0]
+        advice = renamed(name, flags, SampleConfig.declared) if name.startswith("-") else ""
         advice = advice or f"did you mean {closest(name, flags)!r}?"
         raise ValueError(f"command line: unknown argument {name!r}; {advice}")
     keys = declared()

@@ -446,12 +446,11 @@ def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> S
       ValueError: a name is unknown (the message suggests the nearest known name), or a value is out
           of range.
     """
-    known = tuple(table.settings)
     merged = layered(*layers, table=table)
     for name, value in merged.items():
         if name not in table.settings:
             raise ValueError(
-                f"{name}={value!r} is not a sampling setting; {nearest(name, known, value)}"
+                f"{name}={value!r} is not a sampling setting; {nearest(name, table.settings)}"
             )
     return settings_of(table)(**merged)  # type: ignore[return-value]
 
@@ -765,13 +764,6 @@ class ModelConfig(Section):
         self._check_attention()
         if self.experts:
             self._check_experts()
-        for key, one in {} if self.experts else self.declared.items():
-            value, is_default = getattr(self, key), getattr(self, key) == one.default
-            require(
-                is_default or not key.startswith(("expert", "shared", "dense", "router")),
-                one.name, value, "has no effect with model.experts=0", f"use {one.default!r}",
-                "model.experts",
-            )  # fmt: skip
         self._check_heads()
 
     def _check_attention(self) -> None:
@@ -814,13 +806,6 @@ class ModelConfig(Section):
                 not getattr(self, name), f"model.{name}", getattr(self, name),
                 f"requires model.attention_type='canvas', not {self.attention_type!r}",
                 f"use {self.declared[name].default!r}", "model.attention_type",
-            )  # fmt: skip
-        for name, one in self.declared.items():
-            require(
-                bool(self.full_every) or not name.startswith("full_")
-                or getattr(self, name) == one.default,
-                one.name, getattr(self, name), "has no effect with model.full_every=0",
-                f"use {one.default!r}", "model.full_every",
             )  # fmt: skip
         every, heads, groups = self.full_every, self.heads, self.full_kv_heads
         require(

@@ -12,7 +12,6 @@ import numpy as np
 from dlm_jax.settings import (
     ABOVE_ZERO,
     FINITE,
-    UNSET,
     Rule,
     Setting,
     SettingError,
@@ -22,12 +21,15 @@ from dlm_jax.settings import (
     rule,
 )
 
-STEPS = Setting("steps", 128, "number of denoising steps per sample", low=1)
+STEPS = Setting(
+    "steps", 128, "number of denoising steps per sample", low=1,
+    aliases=("num_steps", "diffusion_steps"),
+)  # fmt: skip
 TIES = Setting(
     "ties", "key",
     "order of positions that tie within float rounding: random, from the seed (key), or lower "
     "positions first (lower), as in published loops",
-    choices={"key": "key", "lower": "lower"},
+    choices={"key": "key", "lower": "lower"}, is_preset=True,
 )  # fmt: skip
 _SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
 _CAPACITY = Setting("capacity", 0, "maximum number of tokens in a row after edits", low=0)
@@ -62,7 +64,7 @@ class RowParams(Rule):
     guidance_B: jax.Array = per_row(Setting(
         "guidance", 0.0,
         "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
-        low=0.0, high=1e6,
+        low=0.0, high=1e6, aliases=("cfg_scale",),
     ))  # fmt: skip
     stops_at_eos_B: jax.Array = per_row(Setting(
         "stop_at_eos", False,
@@ -92,13 +94,6 @@ class RowParams(Rule):
                 "closes a block without holes, although remask, resample, re-noise or edit would "
                 "still change it",
                 "use open_blocks=1",
-            )
-        if row.stop_at_eos and row.ignore_eos:
-            raise SettingError(
-                "stop_at_eos",
-                UNSET,
-                "has no effect with ignore_eos, which bans EOS",
-                "set ignore_eos to false",
             )
 
 

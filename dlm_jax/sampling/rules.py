@@ -120,10 +120,14 @@ EDIT = Setting(
 DRAW = Setting(
     "draw", "inverse_cdf",
     "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
-    choices={name: name for name in METHODS},
+    choices={name: name for name in METHODS}, is_preset=True,
 )  # fmt: skip
 GEN_LENGTH = Setting(
-    "gen_length", 0, "number of new tokens per sample; 0 fills all remaining space", low=0
+    "gen_length",
+    0,
+    "number of new tokens per sample; 0 fills all remaining space",
+    low=0,
+    aliases=("max_tokens", "n_predict"),
 )
 
 
@@ -181,7 +185,8 @@ class RuleTable:
           ValueError: if two rules declare the same setting with different definitions.
         """
         chosen = (
-            _choice("order", "random", "rule for the holes that a step commits", self.commit),
+            _choice("order", "random", "rule for the holes that a step commits", self.commit,
+                    aliases=("remasking", "alg")),
             _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
                 AUTO: "wavefront for a model of masked noise with a trained sampler head, with "
                 "sampler_even_odd unless that is given; parallel for other models"}),
@@ -192,7 +197,7 @@ class RuleTable:
             _choice("cache", "none", "keys and values that are cached between steps", self.cache,
                     {"none": ""}),
             Setting("chain", tuple(self.transforms), "logit transforms in order of application",
-                parse=self._parsed_chain, hint=tuple[str, ...]),
+                parse=self._parsed_chain, hint=tuple[str, ...], aliases=("samplers",)),
         )  # fmt: skip
         found: dict[str, Setting] = {}
         own = (s for cls in self.rules() for s in cls.settings())
@@ -203,6 +208,11 @@ class RuleTable:
                     f"share one Setting, or rename one"
                 )
         return found
+
+    @property
+    def request_settings(self) -> dict[str, Setting]:
+        """The settings that flags, keys and fields of requests can set."""
+        return {name: s for name, s in self.settings.items() if not s.is_preset}
 
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.
@@ -367,8 +377,10 @@ def _choice(
     what: str,
     rules: Mapping[str, type[Rule]],
     others: Mapping[str, str] = {},
+    aliases: tuple[str, ...] = (),
 ) -> Setting:
     """A setting that selects a rule. The help text describes each rule."""
     said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
     told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
-    return Setting(name, default, f"{what}: {told}", choices={n: n for n in (*others, *said)})
+    choices = {n: n for n in (*others, *said)}
+    return Setting(name, default, f"{what}: {told}", choices=choices, aliases=aliases)

@@ -26,7 +26,6 @@ from pydantic import Field
 from dlm_jax.config import layered
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, bytes_of
-from dlm_jax.elsewhere import named_here
 from dlm_jax.inference import token_logprobs
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
@@ -42,9 +41,9 @@ from dlm_jax.inference.request import (
 )
 from dlm_jax.inference.results import Row
 from dlm_jax.published.chat import RESERVED
+from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.serving import tools
-from dlm_jax.serving.peers import in_our_names
-from dlm_jax.settings import UNSET, SettingError, nearest
+from dlm_jax.settings import UNSET, SettingError, nearest, renamed
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -88,20 +87,13 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
-def of_fields(
-    error: pydantic.ValidationError, given: Any, names: Mapping[str, str] = {}
-) -> ApiError:
-    """Converts the error of pydantic that lies deepest in a request to an ApiError.
-
-    `names` maps this server's names to the client's.
-    """
+def of_fields(error: pydantic.ValidationError, given: Any) -> ApiError:
+    """Converts the error of pydantic that lies deepest in a request to an ApiError."""
     errors = error.errors(include_url=False, include_context=False)
     deepest = max(errors, key=lambda one: len(_path(given, one)))
-    name, *rest = _path(given, deepest) or [""]
+    name, *rest = _path(given, deepest) or [deepest["loc"][0]]
     inner = [f"[{part}]" if isinstance(part, int) else f".{part[:60]}" for part in rest]
-    # The value of another name has been converted, so its parts are not those of the request.
-    field = names.get(str(name)) or f"{str(name)[:60]}{''.join(inner)}"
-    param = names.get(str(name), str(name)) or None
+    field, param = f"{str(name)[:60]}{''.join(inner)}", str(name) or None
     if deepest["type"] == "extra_forbidden":
         return refused(f"{field} is not a field; remove it", param)
     return refused(f"{field}: {deepest['msg']}", param)
@@ -207,10 +199,23 @@ class Conversation(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+_ALIASES: dict[str, str] = {
+    alias: "max_tokens" if name == "gen_length" else name
+    for name, setting in BUILT_IN.settings.items()
+    for alias in setting.aliases
+}
+"""Fields that have the effect of others, keyed by alias."""
+_FORMATS: dict[str, str] = dict.fromkeys(
+    ("guided_json", "guided_choice", "json_schema", "regex", "structured_outputs", "grammar"),
+    "use response_format with a schema or a regex",
+)
+"""Advice about fields of other servers."""
+
+
 class SamplingFields(pydantic.BaseModel):
     """Fields of all sampling requests; other names are settings (docs/settings.md).
 
-    Names of other servers (`peers`) are converted to these fields.
+    An alias of a setting (`dlm_jax.settings.Setting.aliases`) has the effect of the setting.
 
     Attributes:
       route: path of the endpoint.
@@ -233,7 +238,7 @@ class SamplingFields(pydantic.BaseModel):
       response_format: format of the answer.
       diffusing: whether a stream shows the whole canvas during denoising.
       read_back: number of candidates per position to return, with their logits.
-      user: ignored.
+      user, store, metadata, service_tier, safety_identifier, prompt_cache_key: ignored.
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -258,29 +263,31 @@ class SamplingFields(pydantic.BaseModel):
     diffusing: bool | None = None
     read_back: int | None = Field(None, ge=1, le=64)
     user: str | None = None
-    _theirs: dict[str, str] = pydantic.PrivateAttr(default_factory=dict)
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
-    @pydantic.model_validator(mode="wrap")
+    @pydantic.model_validator(mode="before")
     @classmethod
-    def _of_peers(cls, given: Any, make: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
-        """Converts a request to this server's names; errors use the client's names."""
+    def _replace_aliases(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
-            return make(given)
-        try:
-            ours, theirs = in_our_names(given, cls.model_fields)
-        except SettingError as error:
-            raise refused(str(error), error.name) from None
-        try:
-            made = make(ours)
-        except pydantic.ValidationError as error:
-            raise of_fields(error, ours, theirs) from None
-        made._theirs = theirs
-        return made
+            return given
+        fields: dict[str, Any] = {}
+        for name, value in given.items():
+            field: Any = name if name in cls.model_fields else _ALIASES.get(name, name)
+            if field in fields and value is None:
+                continue
+            if fields.get(field) is not None:
+                raise refused(f"{field} is given under two names; pass one of them", name)
+            fields[field] = value
+        return fields
 
     @property
     def named(self) -> Mapping[str, str]:
-        """The names of other servers in the request, by field."""
-        return self._theirs
+        """The names that the endpoint has for fields of this class, by field."""
+        return {}
 
     @property
     def has_usage(self) -> bool:
@@ -557,10 +564,8 @@ class Responses(SamplingFields, Conversation):
 
     @property
     def named(self) -> Mapping[str, str]:
-        ours = {"max_tokens": "max_output_tokens", "messages": "input"}
-        if self.text is not None:
-            ours["response_format"] = "text"
-        return ours | self._theirs
+        names = {"max_tokens": "max_output_tokens", "messages": "input"}
+        return names if self.text is None else names | {"response_format": "text"}
 
     @property
     def turns(self) -> list[Message]:
@@ -653,7 +658,7 @@ class Planner:
             name: self._defaults.pop(name) for name in ("rules",) if name in self._defaults
         }
         self._table = with_rules(tuple(self._rules.get("rules", ())))
-        self._settings = self._table.settings
+        self._settings = self._table.request_settings
         self._known: dict[Any, Any] = {}
         self._patterns: dict[bytes, str] = {}  # of earlier requests, by shape
 
@@ -743,8 +748,6 @@ class Planner:
 
     def _chat(self, asked: Chat) -> Answer:
         length = _one_length(asked, "max_completion_tokens")
-        if asked.top_logprobs and not asked.logprobs:
-            raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
         self._check_size(sum(len(one.text) for one in asked.messages), "messages")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
@@ -861,9 +864,8 @@ class Planner:
         length: int | None,
         echoes: Sequence[str] = (),
     ) -> Answer:
-        for name in ("diffusing", "stream_options"):
-            if getattr(asked, name) and not asked.stream:
-                raise refused(f"{name} has no effect without stream=true", name)
+        if asked.diffusing and not asked.stream:
+            raise refused("diffusing requires stream=true", "diffusing")
         if asked.read_back and asked.diffusing:
             raise refused("read_back and diffusing cannot be combined; remove one", "read_back")
         settings = self._own_settings(asked, length)
@@ -966,22 +968,24 @@ class Planner:
             given["gen_length"] = length
         for name, value in given.items():
             if name not in self._settings:
-                raise self._unknown(asked, name[:60], value)
+                raise self._unknown(asked, name[:60])
             try:
                 self._settings[name].checked(value)
             except ValueError as error:
                 raise of_value(error, name, asked.named) from None
         return layered(self._defaults, given, table=self._table)
 
-    def _unknown(self, asked: SamplingFields, name: str, value: Any) -> ApiError:
+    def _unknown(self, asked: SamplingFields, name: str) -> ApiError:
         """Returns the error for a name that is neither a setting nor a field of the endpoint."""
         known = (*type(asked).model_fields, *self._settings)
         bodies = (Completion, Chat, Responses, Infill)
         others = [one.route for one in bodies if name in one.model_fields]
-        if others and not named_here(name, known, value):
+        if others:
             where = " and ".join(others)
             return refused(f"{name!r} is a field of {where}, not of {asked.route}; remove it", name)
-        return refused(f"{name!r} is not a field; {nearest(name, known, value)}", name)
+        advice = _FORMATS.get(name) or renamed(name, known, self._table.settings)
+        advice = advice or nearest(name, known)
+        return refused(f"{name!r} is not a field; {advice}", name)
 
     def _pattern(self, asked: SamplingFields) -> str | None:
         """Returns a regular expression for the answer: for calls, calls or text with ``auto``, or a

@@ -131,7 +131,6 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         what = f"that used jax {there}, which draws different random numbers from jax {here}"
         return what, f"use jax {there}"
     here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
-    there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
     # A head may be trained on rows that were filled with the recommended settings.
     heads = [head for head in HEADS if head.switch and here[f"model.{head.switch}"]]
     trained = tuple(f"sample.{key}" for head in heads for key in head.sampling)

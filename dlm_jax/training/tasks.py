@@ -374,13 +374,6 @@ def _check_canvases(config: Config) -> None:
             "objective.process", objective.process, "has no sampler for models with canvases",
             "use uniform", "model.attention_type",
         )  # fmt: skip
-    default = objective.declared["conditioned_share"].default
-    if objective.conditioned_share != default and not model.self_conditioning:
-        raise SettingError(
-            "objective.conditioned_share", objective.conditioned_share,
-            "has no effect without model.self_conditioning", f"use {default}",
-            "model.self_conditioning",
-        )  # fmt: skip
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:

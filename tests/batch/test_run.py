@@ -197,6 +197,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "v", "template": "A <hole:99999999999999>"},
         {"id": "w", "max_length": 10_000_000},
         {"id": "x", "top_p": 10**400},
+        {"id": "y", "cache_margin": 1},
         {"id": "z", "template": "A <hole:2> <hole 3>"},
         {"id": "q", "top_k": 5, "chain": ["temperature"]},
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
@@ -209,7 +210,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
     assert rows[1]["status"] == "done"
     errors = [row["error"] for row in rows if "error" in row]
     assert len(errors) == len(requests) - 1
-    for number, error in zip([1, *range(3, 29)], errors, strict=True):
+    for number, error in zip([1, *range(3, 30)], errors, strict=True):
         assert f"line {number}" in error
         assert "\n" not in error
     told = " | ".join(errors)
@@ -222,16 +223,19 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "temperature='0.7' is not a number",
                  "dynatemp_range='0.5' is not", "steps=3000000000 is outside [1, 2147483647]",
                  "exceeds the canvas",
-                 "max_length=10000000", "top_p=1000", "is not a gap",
+                 "max_length=10000000", "top_p=1000", "use cache_refresh", "is not a gap",
                  "top_k=5 requires 'top_k'", "logit_bias has id 999"):  # fmt: skip
         assert part in told, part
 
 
 def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     """Which ones are follows from what they declare."""
-    shared = {name for name, setting in BUILT_IN.settings.items() if setting.is_list}
+    shared = {name for name, setting in BUILT_IN.request_settings.items() if setting.is_list}
     table = own_rules.with_rules((Favour,))
-    assert {name for name, s in table.settings.items() if s.is_list} == {*shared, "favoured"}
+    assert {name for name, s in table.request_settings.items() if s.is_list} == {
+        *shared,
+        "favoured",
+    }
     given = dict.fromkeys(shared, [3]) | {
         "logit_bias": [[3, -1.0]], "chain": ["bias", "temperature", "favour"], "favoured": [3, 4],
         "order": "low_confidence", "common_ids": [[3, 0.5]],

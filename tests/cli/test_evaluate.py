@@ -105,7 +105,6 @@ def test_the_line_reads_well(run_dir, tmp_path, capsys):
     [
         (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--prompt", "The "], "--prompt has no effect without --continuation"),
-        (["--split"], "--split has no effect without --text"),
         (["--continuation", "Zebra"], "'Z' (U+005A)"),
         (["--continuation", "sat", "--num-draws", "0"], "argument --num-draws: 0 is not in [1, "),
         (["--batch-size", "-1"], "argument --batch-size: -1 is not in [1, "),

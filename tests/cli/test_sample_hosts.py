@@ -72,7 +72,7 @@ def _alone(*flags):
 def test_two_processes_write_what_one_does_each_its_own_rows(run_dir, tmp_path, axes):
     requests = [
         {"id": number, "prompt": "The cat "[: number % 6], "gen_length": 2 + number % 8,
-         "draw": ("gumbel", "inverse_cdf")[number % 2]}
+         "guidance": float(number % 2)}
         for number in range(20)
     ] + [{"id": "bad", "stepz": 3}]  # fmt: skip
     source = tmp_path / "in.jsonl"

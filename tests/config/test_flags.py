@@ -19,7 +19,7 @@ def test_help_explains_every_field():
     text = " ".join(parser.format_help().split())
     for section, cls in configs.sections().items():
         for name, setting in cls.declared.items():
-            assert f"--{section}.{name}" in text
+            assert (f"--{section}.{name}" in text) != setting.is_preset
             assert len(setting.help) > 10, name
 
 
@@ -50,7 +50,8 @@ def test_every_key_that_is_true_or_false_has_an_opposite_and_no_other_has():
     configs.add_flags(parser)
     options = {option for action in parser._actions for option in action.option_strings}
     for key, setting in configs.declared().items():
-        assert (f"--no-{key}" in options) == (setting.annotation is bool), key
+        is_flag = setting.annotation is bool and not setting.is_preset
+        assert (f"--no-{key}" in options) == is_flag, key
 
 
 def test_a_flag_of_a_number_still_wants_one():
@@ -73,8 +74,8 @@ def test_a_given_ignore_eos_and_a_recommended_stop_at_eos_exclude_each_other(tmp
             assert getattr(loaded, name) == (value == "true") != getattr(loaded, other)
         # False excludes nothing.
         assert getattr(configs.resolve(first, {name: False}), other)
-        with pytest.raises(ValueError, match="has no effect with ignore_eos"):
-            configs.resolve(first | second)
+        both = configs.resolve(first | second)
+        assert both.ignore_eos and both.stop_at_eos
 
 
 def test_a_flag_of_the_temperature_drops_the_end_that_the_file_recommends(tmp_path):

@@ -154,7 +154,6 @@ def test_without_texts_its_error_on_held_out_text_is_said(run_dir, tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--num-draws", "2"], "--num-draws=2 has no effect on a sequence scorer"),
         (["--batch-size", "0"], "argument --batch-size: 0 is not in [1, 65536]"),
         (["--continuation", "sat", "--prompt", "The "], "scores whole texts; remove the prompt"),
         (["--pairs", "pairs.jsonl"], "pairs.jsonl: a sequence scorer scores whole texts"),

@@ -86,7 +86,7 @@ def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(running
 def test_every_setting_is_a_field_by_its_name(running):
     asked = {"prompt": "The ", "max_tokens": 8, "seed": 1}
     plain = post(running, "/v1/completions", asked).json()["choices"][0]["text"]
-    own = {name: getattr(MODEL.sample, name, None) for name in MODEL.sample.table.settings}
+    own = {name: getattr(MODEL.sample, name, None) for name in MODEL.sample.table.request_settings}
     own = {name: value for name, value in own.items() if name != "gen_length" and value is not None}
     assert {"order", "fill", "edit", "remask", "chain", "threshold", "block_length"} <= own.keys()
     for name, value in own.items():

@@ -177,5 +177,5 @@ def test_a_server_tells_what_it_is(running):
     assert props["max_model_len"] == MODEL.max_length
     usual = props["default_generation_settings"]
     assert (usual["steps"], usual["order"]) == (MODEL.sample.steps, "left_to_right")
-    assert set(usual) == set(MODEL.sample.table.settings)
+    assert set(usual) == set(MODEL.sample.table.request_settings)
     assert props["chat_template"] == MODEL.chat.source

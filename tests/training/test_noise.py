@@ -151,12 +151,6 @@ def test_what_reads_holes_is_refused_beside_another_process(changes, line):
             {},
             "objective.process='masked' has no sampler for models with canvases; use uniform",
         ),
-        (
-            {"attention_type": "canvas", "block_length": 4},
-            {"process": "uniform", "conditioned_share": 0.9},
-            "objective.conditioned_share=0.9 has no effect without model.self_conditioning",
-        ),
-        ({}, {"conditioned_share": 0.0}, "objective.conditioned_share=0.0 has no effect without"),
     ],
 )
 def test_an_objective_that_the_model_does_not_support_is_refused(model, objective, line):

@@ -231,11 +231,9 @@ def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monk
         tiny_run.run(whole[0])
 
 
-def _meta(is_old: bool = False, **changes):
-    """What is saved beside a checkpoint, now or by a version that had a setting elsewhere."""
+def _meta(**changes):
+    """What is saved beside a checkpoint."""
     config = configs.to_dict(configs.load(None, tiny_run.flags(Path("run"), **changes)))
-    if is_old:
-        config["heads"]["sampler_min_neighbors_ratio"] = 0.2
     corpus = {"name": "text", "sha256": "0"}
     draws = {"draws": [1], "version of jax": "1"}
     made = {"config": config, "tokenizer": {}, "corpus": corpus, "own": {}, "randomness": draws}
@@ -245,12 +243,10 @@ def _meta(is_old: bool = False, **changes):
 def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
     ratio, critic = "sample__sampler_min_neighbors_ratio", {"model__add_critic_head": True}
     check_same_run(_meta(sample__sampler_even_odd=True, sample__fill="parallel"), _meta())
-    check_same_run(_meta(**critic, **{ratio: 0.2}), _meta(is_old=True, **critic))
     for changes, saved in (
         ({"sample__sampler_even_odd": True}, _meta(**critic)),
         ({ratio: 0.3}, _meta(**critic)),
         ({"sample__fill": "wavefront"}, _meta(**critic)),
-        ({}, _meta(is_old=True, **critic)),
     ):
         with pytest.raises(ValueError, match=r"has a run with sample\.(sampler_|fill)"):
             check_same_run(_meta(**critic, **changes), saved)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule
-from dlm_jax.settings import Setting, SettingError, per_row, reads, rule, static
+from dlm_jax.settings import Setting, SettingError, per_row, reads, rule
 
 # Window sizes in sixteenths of the canvas. A longer list fits suffixes better, but a trunk is
 # compiled for each entry.
@@ -24,8 +24,7 @@ class Dual(CacheRule):
     """Computes only the block. Keys and values before and after the block are cached.
 
     The whole row is computed when a block starts and every ``refresh_B`` steps (Fast-dLLM, Wu et
-    al. 2025, section 3.2). With a margin, positions near the block are computed as well (dInfer, Ma
-    et al. 2025, "vicinity refresh").
+    al. 2025, section 3.2).
     """
 
     about = "everything outside the block; approximate, for bidirectional models"
@@ -36,11 +35,6 @@ class Dual(CacheRule):
         "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only when "
         "a block starts",
         low=0, activates=False,
-    ))  # fmt: skip
-    margin: int = static(Setting(
-        "cache_margin", 0,
-        "prefix, dual: number of additional positions computed on each side of the block",
-        low=0, high=2**20, activates=False,
     ))  # fmt: skip
     block_length: int = reads("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
@@ -64,16 +58,15 @@ class Dual(CacheRule):
             )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        return (min(self.block_length * self.open_blocks + 2 * self.margin, num_positions),)
+        return (min(self.block_length * self.open_blocks, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """A window of the block and its margins, or of the block and all later positions."""
-        begin_B = jnp.maximum(context.block.begin_B - self.margin, 0)
-        end_B = jnp.minimum(context.block.end_B + self.margin, context.num_positions)
+        """A window of the block, or of the block and all later positions."""
+        end_B = jnp.minimum(context.block.end_B, context.num_positions)
         is_old_B = (self.refresh_B > 0) & (context.age_B >= self.refresh_B)
         is_new_B = (context.age_B == 0) | (context.block_B != context.block.index_B)
         return CachePlan(
-            begin_B=begin_B,
+            begin_B=context.block.begin_B,
             end_B=jnp.full_like(end_B, context.num_positions) if self.reaches_end else end_B,
             is_due_B=is_new_B | is_old_B,
             settles_B=jnp.zeros_like(is_old_B),

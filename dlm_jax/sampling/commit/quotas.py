@@ -139,7 +139,7 @@ SCHEDULE = Setting(
 CONFIDENCE_OF = Setting(
     "confidence_of", "clean",
     "logits for confidence, entropy and margin: clean, or filtered (after all transforms)",
-    choices={"clean": "clean", "filtered": "filtered"},
+    choices={"clean": "clean", "filtered": "filtered"}, is_preset=True,
 )  # fmt: skip
 
 

@@ -37,7 +37,10 @@ THRESHOLD = Setting(
     high=1.0,
 )
 THRESHOLD_ABOVE = Setting(
-    "threshold_above", False, "order=threshold: commit only holes strictly above the threshold"
+    "threshold_above",
+    False,
+    "order=threshold: commit only holes strictly above the threshold",
+    is_preset=True,
 )
 THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
@@ -63,7 +66,7 @@ class Threshold(Confident, Weighed):
         "threshold_alone", 0,
         "order=threshold: commit each hole at a multiple of this number alone, before all other "
         "holes of its block; 0 disables it",
-        low=0,
+        low=0, is_preset=True,
     ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
@@ -174,7 +177,7 @@ class JointThreshold(Confident):
     patience_B: jax.Array = per_row(Setting(
         "rewrite_steps", 16,
         "order=joint_threshold: maximum number of rewriting steps in a block without holes",
-        low=0, activates=False,
+        low=0, activates=False, is_preset=True,
     ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 

@@ -88,8 +88,7 @@ class Tried(NamedTuple):
       is_real_KB: True for trials that exist.
       gain_KB: float32 gain in nats. The gain is the sum of the log-probabilities of all tokens in
           the edited text, each predicted from the whole text, minus the same sum for the current
-          text. If tokens are hidden (`EditRule.num_hidden`), the gain is the joint log-probability
-          of the tokens around the edit, minus the same value without the edit.
+          text.
     """
 
     edits: Edits
@@ -142,11 +141,6 @@ class EditRule(Rule):
     num_trials: int = 0
     """Number K of trial edits per row for `select`; static. The K edited texts and the current text
     are scored, and each scored text requires a forward pass over the row."""
-
-    num_hidden: int = 0
-    """Number H of tokens on either side of an edit that are hidden during the comparison; static.
-    If H is 0, no token is hidden. If H is positive, ``2 K (2 H + 2)`` texts are scored, and each
-    candidate can edit only one position."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:

@@ -39,89 +39,25 @@ def tried(
 
     def score() -> jax.Array:
         texts = jax.vmap(text)(all_of_them)
-        if rule.num_hidden:
-            return _gain_of_spans(program, params, edits, texts, rule.num_hidden)
-        is_asked_KBL = _is_token(texts, program.mask_id)
-        score_KB = _likelihood(program, params, texts, texts.tokens_BL, is_asked_KBL)
+        score_KB = _likelihood(program, params, texts)
         return score_KB[1:] - score_KB[:1]
 
     no_gain_KB = jnp.zeros(is_real_KB.shape, jnp.float32)
     gain_KB = jax.lax.cond(jnp.any(is_asking_B), score, lambda: no_gain_KB)
-    num_trials = is_real_KB.shape[0]
-    num_texts = 2 * num_trials * _span(rule.num_hidden) if rule.num_hidden else num_trials + 1
+    num_texts = is_real_KB.shape[0] + 1
     return Tried(edits, is_real_KB, jnp.where(is_real_KB, gain_KB, -jnp.inf)), (
         is_asking_B * num_texts
     )
 
 
-def _span(num_hidden: int) -> int:
-    """Length of the longest span: the hidden tokens on either side, a new token, and the old token
-    after it.
-    """
-    return 2 * num_hidden + 2
-
-
-def _gain_of_spans(
-    program: Program, params: Params, edits: Edits, texts: Cells, num_hidden: int
-) -> jax.Array:
-    """float32 ``[K, B]``: the gain in log-probability of the tokens around each edit.
-
-    The tokens of a span are scored from left to right. Each token is predicted while it and the
-    rest of the span are hidden, so that the sum is the joint log-probability of the span. For each
-    token of each candidate, two texts are scored, one with the edit and one without.
-    """
-    is_there_KBL = edits.insert_gap_BL | edits.delete_BL
-    place_KB = place_of_largest(is_there_KBL)
-    # `num_new_KB` counts the new token, and the old token unless it is deleted.
-    num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
-    number = place_KB.shape[0]
-
-    def beside(with_edit: jax.Array, without: jax.Array) -> jax.Array:
-        return jnp.concatenate([with_edit, without])
-
-    pairs = jax.tree.map(
-        lambda leaf: beside(leaf[1:], jnp.broadcast_to(leaf[:1], leaf[1:].shape)), texts
-    )
-    begin_KB = beside(place_KB - num_hidden, place_KB - num_hidden)
-    end_KB = beside(num_new_KB, jnp.ones_like(num_new_KB)) + beside(place_KB, place_KB) + num_hidden
-    index_11L = jnp.arange(is_there_KBL.shape[2])[None, None]
-    is_token_KBL = _is_token(pairs, program.mask_id) & (index_11L < end_KB[:, :, None])
-
-    def one(sum_KB: jax.Array, turn: jax.Array) -> tuple[jax.Array, None]:
-        at_KB1 = (begin_KB + turn)[:, :, None]
-        shown_KBL = jnp.where(
-            is_token_KBL & (index_11L >= at_KB1), program.mask_id, pairs.tokens_BL
-        )
-        is_asked_KBL = is_token_KBL & (index_11L == at_KB1)
-        return sum_KB + _likelihood(program, params, pairs, shown_KBL, is_asked_KBL), None
-
-    none_KB = jnp.zeros(begin_KB.shape, jnp.float32)
-    sum_KB, _ = jax.lax.scan(one, none_KB, jnp.arange(_span(num_hidden)))
-    return sum_KB[:number] - sum_KB[number:]
-
-
-def _is_token(texts: Cells, mask_id: int) -> jax.Array:
-    """True ``[K, B, L]`` at tokens of the texts that are not holes."""
-    num_positions = texts.tokens_BL.shape[2]
-    is_live_KBL = jax.vmap(lambda length_B: live_positions(length_B, num_positions))(texts.length_B)
-    return is_live_KBL & (texts.tokens_BL != mask_id)
-
-
-def _likelihood(
-    program: Program,
-    params: Params,
-    texts: Cells,
-    shown_KBL: jax.Array,
-    is_asked_KBL: jax.Array,
-) -> jax.Array:
-    """float32 ``[K, B]``: the sum of the log-probabilities of the requested tokens."""
-    num_texts, num_rows, num_positions = shown_KBL.shape
+def _likelihood(program: Program, params: Params, texts: Cells) -> jax.Array:
+    """float32 ``[K, B]``: the summed log-probability of the tokens of each text; holes add 0."""
+    num_texts, num_rows, num_positions = texts.tokens_BL.shape
     # The rows come first in the merged axis, so each device scores its own rows.
-    shown_TL, tokens_TL, is_asked_TL = (
-        jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
-        for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
-    )
-    hidden_TLD = hidden(program.network, params, shown_TL, texts.length_B.T.reshape(-1))
+    tokens_TL = jnp.moveaxis(texts.tokens_BL, 0, 1).reshape(-1, num_positions)
+    length_T = texts.length_B.T.reshape(-1)
+    is_asked_TL = live_positions(length_T, num_positions) & (tokens_TL != program.mask_id)
+    hidden_TLD = hidden(program.network, params, tokens_TL, length_T)
 
     def sums(params: Params, texts: tuple[jax.Array, ...]) -> jax.Array:
         hidden_TLD, tokens_TL, is_asked_TL = texts
@@ -159,10 +95,6 @@ class Likelihood(EditRule):
     never inserts a hole. A row at its capacity does not grow. Guidance affects only the leads. The
     rule requires models trained to proofread, because other models are not trained on the
     likelihood of visible tokens.
-
-    If `num_hidden` is positive, the texts are compared only around the edit. The tokens around the
-    edit are hidden and scored one by one, as if the model generated them in their context. The
-    prediction at a position then cannot copy a misprint at that position.
     """
 
     about = "the trial insertion, deletion or replacement with the highest score"
@@ -178,27 +110,14 @@ class Likelihood(EditRule):
         "minus that of the current one), >= 0",
         low=0.0, high=1e6,
     ))  # fmt: skip
-    token_gain_B: jax.Array = per_row(Setting(
-        "edit_token_gain", 0.0,
-        "likelihood: score bonus in nats for each inserted token, subtracted for each deleted "
-        "token",
-        low=-1e6, high=1e6,
-    ))  # fmt: skip
     replace_gain_B: jax.Array = per_row(Setting(
         "edit_replace_gain", 0.0, "likelihood: score bonus of a replacement in nats",
         low=-1e6, high=1e6,
     ))  # fmt: skip
     num_trials: int = static(Setting(
         "edit_trials", 6,
-        "likelihood: number of trial edits per step; each requires a forward pass, or 2 (2 H + 2) "
-        "passes with edit_hidden=H",
+        "likelihood: number of trial edits per step; each requires a forward pass",
         low=1, high=64,
-    ))  # fmt: skip
-    num_hidden: int = static(Setting(
-        "edit_hidden", 0,
-        "likelihood: number of tokens hidden on either side of an edit in the comparison; 0 "
-        "compares whole texts",
-        low=0, high=16,
     ))  # fmt: skip
 
     @classmethod
@@ -269,10 +188,8 @@ class Likelihood(EditRule):
         insert_KBL, delete_KBL = tried.edits.insert_gap_BL, tried.edits.delete_BL
         lead_BL, misfit_BL = _leads(context)
         own_KBL = jnp.where(insert_KBL, lead_BL, jnp.where(delete_KBL, misfit_BL, 0.0))
-        tokens_KB = jnp.sum(insert_KBL.astype(jnp.float32) - delete_KBL, axis=2)
         is_replaced_KB = jnp.any(insert_KBL & delete_KBL, axis=2)
         gain_KB = tried.gain_KB + self.lead_gain_B[None] * jnp.sum(own_KBL, axis=2)
-        gain_KB += self.token_gain_B[None] * tokens_KB
         gain_KB += self.replace_gain_B[None] * is_replaced_KB
         kind_KB = jnp.any(insert_KBL, axis=2) * (1 + jnp.any(delete_KBL, axis=2))
         there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))

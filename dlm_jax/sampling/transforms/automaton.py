@@ -209,6 +209,7 @@ STRUCTURE = Setting(
     "no longer holds beside it",
     parse=_checked,
     resets=("ignore_eos",),
+    aliases=("guided_regex",),
 )
 
 

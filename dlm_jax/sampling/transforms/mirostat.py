@@ -34,9 +34,16 @@ MIROSTAT_TAU = Setting(
     low=0.0,
     high=1e6,
     activates=False,
+    aliases=("mirostat_ent",),
 )
 MIROSTAT_ETA = Setting(
-    "mirostat_eta", 0.1, "learning rate of Mirostat, >= 0", low=0.0, high=1e6, activates=False
+    "mirostat_eta",
+    0.1,
+    "learning rate of Mirostat, >= 0",
+    low=0.0,
+    high=1e6,
+    activates=False,
+    aliases=("mirostat_lr",),
 )
 
 

@@ -46,7 +46,7 @@ class Penalties(LogitTransform):
     repetition_B: Array = per_row(Setting(
         "repetition_penalty", 1.0,
         "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 disables it",
-        low=1e-6, high=1e6, remedy="use 1.0 to disable it",
+        low=1e-6, high=1e6, remedy="use 1.0 to disable it", aliases=("repeat_penalty",),
     ))  # fmt: skip
     frequency_B: Array = per_row(Setting(
         "frequency_penalty", 0.0,
@@ -63,6 +63,7 @@ class Penalties(LogitTransform):
         "number of newest tokens that count towards penalties; -1: the whole row with its prompt, "
         "0: no penalties",
         low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
+        aliases=("repeat_last_n",),
     ))  # fmt: skip
     vocab_size: int = fact("vocab_size")
 
@@ -128,7 +129,7 @@ class Dry(LogitTransform):
         "dry_last_n", -1,
         "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
         low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it",
-        activates=False,
+        activates=False, aliases=("dry_penalty_last_n",),
     ))  # fmt: skip
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 

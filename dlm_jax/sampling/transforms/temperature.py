@@ -41,7 +41,7 @@ TEMPERATURE = _temperature(Setting(
     "temperature of the draw: 0 takes the most likely token, otherwise in [1e-6, 1e6]; 1 is "
     "neutral; applies to all steps unless temperature_end is also given",
     low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 to disable it",
-    resets=("temperature_end",),
+    resets=("temperature_end",), aliases=("temp",),
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
@@ -114,6 +114,7 @@ class DynamicTemperature(_Moving):
     exponent_B: Array = per_row(Setting(
         "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
         low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
+        aliases=("dynatemp_exp",),
     ))  # fmt: skip
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 

@@ -434,7 +434,7 @@ class TypicalP(Truncation):
     p_B: Array = per_row(Setting(
         "typical_p", 1.0,
         "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables it",
-        low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
+        low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it", aliases=("typical", "typ_p"),
     ))  # fmt: skip
     min_keep_B: Array = per_row(MIN_KEEP)
 

@@ -38,7 +38,7 @@ CASES = {
     "causal-exact": {"cache": "exact", "order": "left_to_right"},
     "bidirectional-prefix": {"cache": "prefix", "block_length": UNIT, "order": "random"},
     "bidirectional-dual": {"cache": "dual", "block_length": UNIT, "order": "low_confidence"},
-    "bidirectional-dual-near": {"cache": "dual", "block_length": 3, "cache_margin": 2},
+    "bidirectional-dual-short": {"cache": "dual", "block_length": 3},
 }  # fmt: skip
 
 FEW = ("block_causal-exact",)
@@ -105,7 +105,7 @@ def _run(kind, rows, *, is_guided=False, **settings):
 
 
 def _without(settings):
-    return settings | {"cache": "none", "cache_margin": 0, "cache_refresh": 0}
+    return settings | {"cache": "none", "cache_refresh": 0}
 
 
 def _same_up_to_rounding(ours, theirs, *, forwards=True):
@@ -152,9 +152,8 @@ def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_g
     _same_up_to_rounding(ours, theirs)
 
 
-@pytest.mark.parametrize("margin", [0, 2, 50])
 @pytest.mark.parametrize("cls", [Dual, Prefix])
-def test_a_plan_is_due_at_a_new_block_and_at_every_refresh_and_reaches_over_its_margin(cls, margin):
+def test_a_plan_is_due_at_a_new_block_and_at_every_refresh(cls):
     cases = [
         (begin, refresh, age, kept)
         for begin in (0, 4, 20) for refresh in (0, 1, 3) for age in range(5) for kept in (6, 7)
@@ -165,15 +164,14 @@ def test_a_plan_is_due_at_a_new_block_and_at_every_refresh_and_reaches_over_its_
         begin_B=begin, end_B=begin + 4, step_B=none, steps_B=none + 4, first_holes_B=none + 4,
         index_B=none + 7, count_B=none + 9, settled_B=none,
     )  # fmt: skip
-    rule = cls(refresh, margin=margin, block_length=4)
+    rule = cls(refresh, block_length=4)
     plan = rule.plan(CacheContext(block, begin, none, age, kept, POSITIONS))
     for row, (first, every, steps, number) in enumerate(cases):
         # A whole pass is needed at first, in another block, and `every` steps after the last one.
         is_due = steps == 0 or number != 7 or (every > 0 and steps >= every)
         assert bool(plan.is_due_B[row]) == is_due
-        assert int(plan.begin_B[row]) == max(first - margin, 0)
-        end = POSITIONS if cls is Prefix else min(first + 4 + margin, POSITIONS)
-        assert int(plan.end_B[row]) == end
+        assert int(plan.begin_B[row]) == first
+        assert int(plan.end_B[row]) == (POSITIONS if cls is Prefix else min(first + 4, POSITIONS))
 
 
 @pytest.mark.parametrize("case", _some(*CASES))

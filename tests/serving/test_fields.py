@@ -1,43 +1,25 @@
-"""Names of vLLM, SGLang and llama-server: read as ours, or refused by the name that was sent."""
+"""Fields of requests: aliases, the page that lists them, stops, ids and conversations."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from serving_cases import CHAT, MODEL, post, serving
 
-from dlm_jax.elsewhere import TABLE
 from dlm_jax.published import TextTemplate
-from dlm_jax.serving.peers import PEERS, table
-from dlm_jax.serving.protocol import Chat, Completion, Infill, Responses
+from dlm_jax.serving.protocol import Chat, Completion, Responses
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 ASKED = {"prompt": "The ", "max_tokens": 10, "seed": 3, "temperature": 1.5}
-FORM = {"response_format": {"type": "regex", "regex": "cat|rat"}}
 SAME = {
-    "guided_regex": ({"guided_regex": "cat|rat"}, FORM),
-    "regex": ({"regex": "cat|rat"}, FORM),
-    "guided_choice": ({"guided_choice": ["cat", "rat"]}, FORM),
-    "structured_outputs": ({"structured_outputs": {"choice": ["cat", "rat"], "json": None}}, FORM),
+    "guided_regex": ({"guided_regex": "cat|rat"}, {"structure": "cat|rat"}),
     "n_predict": ({"n_predict": 4, "max_tokens": None}, {"max_tokens": 4}),
-    "both names": ({"n_predict": 4, "max_tokens": 4}, {"max_tokens": 4}),
-    "repeat_penalty": ({"repeat_penalty": 1.8}, {"repetition_penalty": 1.8}),
-    "repeat_last_n": (
+    "repeat_penalty": (
         {"repeat_penalty": 1.8, "repeat_last_n": 2},
         {"repetition_penalty": 1.8, "penalty_last_n": 2},
     ),
-    "no_stop_trim": (
-        {"no_stop_trim": True, "stop": "a"},
-        {"include_stop_str_in_output": True, "stop": "a"},
-    ),
-    "neutral": (
-        {"min_tokens": 0, "stop_token_ids": [], "best_of": 1, "use_beam_search": False,
-         "skip_special_tokens": True, "length_penalty": 1.0, "lora": [], "grammar": None},
-        {},
-    ),
-    "not read": ({"cache_prompt": True, "id_slot": 3, "request_id": "x"}, {}),
-}  # fmt: skip
+    "ignored": ({"metadata": {"a": "b"}, "store": False, "repeat_penalty": None}, {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,76 +40,24 @@ def test_an_alias_gives_the_text_of_the_field_that_it_stands_for(running, name):
     assert _choices(running, theirs) == _choices(running, ours)
 
 
-@pytest.mark.parametrize("schema", [{"enum": ["a", "b"]}, '{"type": "integer"}'])
-@pytest.mark.parametrize("name", ["guided_json", "json_schema", "structured_outputs"])
-def test_schemas_are_those_of_the_response_format(name, schema):
-    value = {"json": schema} if name == "structured_outputs" else schema
-    asked = Completion.model_validate({"prompt": "", name: value})
-    wanted = json.loads(schema) if isinstance(schema, str) else schema
-    assert asked.response_format is not None and asked.response_format.json_schema is not None
-    assert asked.response_format.json_schema.schema_ == wanted
-
-
-def test_a_choice_is_of_the_texts_as_they_are():
-    texts = ["The cat.", "A", "a rat", "A. c"]
-    asked = Completion.model_validate({"guided_choice": texts})
-    assert asked.response_format is not None and asked.response_format.regex is not None
-    pattern = asked.response_format.regex
-    assert all(re.fullmatch(pattern, text) for text in texts)
-    assert not re.fullmatch(pattern, "A! c") and not re.fullmatch(pattern, "The cat!")
-    assert MODEL.structures.automaton(pattern) is not None
-
-
 REFUSED = [
-    ({"grammar": 'root ::= "x"'}, "grammar", "response_format"),
-    ({"min_tokens": 3}, "min_tokens", "ignore_eos"),
-    ({"best_of": True}, "best_of", "use n"),
+    ({"guided_json": {}}, "guided_json", "use response_format"),
+    ({"guided_regex": 5}, "structure", "string"),
+    ({"n_predict": -1}, "max_tokens", "greater than"),
+    ({"max_tokens": 6, "n_predict": 6}, "n_predict", "max_tokens is given under two names"),
+    ({"ties": "lower"}, "ties", "a preset sets it"),
+    ({"repeat_penalty": -1}, "repetition_penalty", "repetition_penalty=-1"),
     ({"stop_token_ids": [300]}, "stop_token_ids", "use 0 to"),
-    ({"chat_template": "{{ x }}"}, "chat_template", "flag of the server"),
-    ({"guided_json": "{"}, "guided_json", "is not JSON"),
-    ({"guided_json": 5}, "guided_json", "is not a schema"),
-    ({"guided_json": {"type": "poem"}}, "guided_json", "schema"),
-    ({"guided_regex": 5}, "guided_regex", "string"),
-    ({"guided_regex": "("}, "guided_regex", ""),
-    ({"guided_choice": []}, "guided_choice", "at least one"),
-    ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "exactly one of json"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
-    ({"n_predict": -1}, "n_predict", "greater than"),
-    ({"n_predict": 5, "max_tokens": 6}, "n_predict", "another name of max_tokens"),
-    ({"max_tokens": 6, "n_predict": 5}, "n_predict", "another name of max_tokens"),
-    ({"regex": "a", "guided_regex": "b"}, "guided_regex", "another name of response_format"),
-    ({"repeat_penalty": -1}, "repeat_penalty", "repeat_penalty=-1"),
 ]
 
 
 @pytest.mark.parametrize(("more", "param", "told"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_has_no_counterpart_is_refused_by_the_name_that_was_sent(running, more, param, told):
+def test_a_field_that_cannot_be_read_is_refused_by_name(running, more, param, told):
     given = {k: v for k, v in ASKED.items() if k != "max_tokens"} | more
     response = post(running, "/v1/completions", given)
     error = response.json().get("error", {})
     assert response.status_code == 400, response.text
     assert error["param"] == param and told in error["message"], error
-
-
-@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.read is None])
-def test_every_refused_name_is_refused(running, name):
-    error = post(running, "/v1/completions", {"prompt": "A", name: "x"}).json()["error"]
-    assert error["param"] == name and name in error["message"]
-
-
-def test_the_table_is_the_one_of_the_page_and_names_only_what_is_there():
-    page = Path(__file__).parents[2] / "docs" / "peers.md"
-    assert "\n".join(table()) + "\n" in page.read_text(encoding="utf-8")
-    settings = MODEL.sample.table.settings
-    known = {*settings, *Chat.model_fields, *Completion.model_fields, "chain", "rules", ""}
-    for name, peer in PEERS.items():
-        assert peer.ours in known or peer.ours.startswith("--"), name
-        # A name that is a setting or a field of all end points could never be read as a peer's.
-        assert name not in settings, name
-        assert not all(name in one.model_fields for one in (Chat, Completion, Infill)), name
-        # The advice of the library and that of the server do not contradict each other.
-        if name in TABLE and peer.ours in settings:
-            assert peer.ours in TABLE[name].names, name
 
 
 def test_fields_of_requests_are_in_the_page():
