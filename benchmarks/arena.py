@@ -38,12 +38,11 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import half_width
-from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
-from dlm_jax.sampling.state import start
 from dlm_jax.types import Network, Params
 
 RESULTS = "benchmarks/results/arena.csv"

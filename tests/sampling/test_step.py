@@ -22,7 +22,7 @@ from dlm_jax import devices
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.loop import Advance
-from dlm_jax.sampling.step import look, step
+from dlm_jax.sampling.mask_step import propose_step, step
 from dlm_jax.sampling.transforms import MirostatV2, TypicalP, chain
 from dlm_jax.settings import pytree
 from dlm_jax.types import Network, Status
@@ -44,7 +44,7 @@ def _is_status(result, status):
 def test_a_rule_that_reads_attention_gets_that_of_live_positions_in_the_forward_of_the_step():
     state = rule_cases.make_state("dawn-none", _slots("dawn-none"))
     program, params = rule_cases.program("dawn-none"), toy.params()
-    found = jax.jit(look, static_argnums=0)(program, params, state).commit.attention_BLL
+    found = jax.jit(propose_step, static_argnums=0)(program, params, state)[1].commit.attention_BLL
     canvas, network = state.canvas, program.network
     shown = jax.jit(network.inside)(params, canvas.tokens_BL, canvas.length_B).attention_BEHLL
     assert found.shape == (ROWS, POSITIONS, POSITIONS) and shown.shape[1] == 2
@@ -53,7 +53,7 @@ def test_a_rule_that_reads_attention_gets_that_of_live_positions_in_the_forward_
         np.testing.assert_allclose(found[row, :length], wanted[:length], atol=1e-5)
         assert not found[row, length:].any() and not found[row, :, length:].any()
     plain = rule_cases.make_state("threshold-none", _slots("threshold-none"))
-    seen = jax.eval_shape(functools.partial(look, program), params, plain)
+    seen = jax.eval_shape(functools.partial(propose_step, program), params, plain)[1]
     assert seen.commit.attention_BLL is None
 
 
@@ -254,7 +254,7 @@ def test_compiled_loop_equals_a_python_loop_over_the_step(rule):
     rows = canvases.mixed_rows(2)
     state = canvases.make_state(rows, RULES[rule])
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state, _ = _step(canvases.program(), toy.params(), state)
+        state = _step(canvases.program(), toy.params(), state)
     assert canvases.results(state) == canvases.run(rows, RULES[rule])
 
 
@@ -465,14 +465,14 @@ def _watched_advance():
 class _OddOnly(CommitRule):
     """Asks for holes at odd positions; tries to commit all at step 0 and none after that."""
 
-    def eligible(self, context):
+    def eligible(self, state, context):
         return context.is_hole_BL & (jnp.arange(POSITIONS) % 2 == 1)[None]
 
-    def measure(self, logits_NV, logprob_N):
-        return logprob_N
+    def score(self, state_N, logits_NV, drawn):
+        return drawn.logprob_N, state_N
 
-    def select(self, context, proposal):
-        return jnp.broadcast_to((context.step_B == 0)[:, None], context.is_hole_BL.shape)
+    def select(self, state, context, proposal):
+        return jnp.broadcast_to((context.step_B == 0)[:, None], context.is_hole_BL.shape), state
 
 
 # Feedback
@@ -494,7 +494,7 @@ def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_ch
     mus = [mirostat.start(tau)] * ROWS
     for number in range(2):
         before = np.asarray(state.canvas.tokens_BL)
-        state, _ = _step(canvases.program(), toy.params(), state)
+        state = _step(canvases.program(), toy.params(), state)
         after, committed = np.asarray(state.canvas.tokens_BL), np.asarray(state.committed_BL)
         for row, temperature in enumerate(temperatures):
             logits = np.array(toy.row_logits(before[row], 11), np.float64) / temperature

@@ -6,23 +6,21 @@ from dlm_jax.sampling.commit.ancestral import Ancestral
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
+    DrawnTokens,
     Proposal,
-    RuleMemory,
-    Standing,
     certain,
     most,
+    most_confident,
     uniform,
 )
 from dlm_jax.sampling.commit.credit import Credit
 from dlm_jax.sampling.commit.dawn import Dawn
 from dlm_jax.sampling.commit.dilated import Dilated
-from dlm_jax.sampling.commit.entropy_renoise import EntropyRenoise
 from dlm_jax.sampling.commit.frechet import Frechet
 from dlm_jax.sampling.commit.hierarchical import Hierarchical
 from dlm_jax.sampling.commit.klass import Klass
 from dlm_jax.sampling.commit.local_leap import LocalLeap
 from dlm_jax.sampling.commit.position_aware import PositionAware
-from dlm_jax.sampling.commit.posterior import Posterior
 from dlm_jax.sampling.commit.prophet import Prophet
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
@@ -41,7 +39,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
         EntropyBound, Ancestral, RandomFilled, JointThreshold,
         Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
-        Posterior, EntropyRenoise, Dawn,
+        Dawn,
     )
 }  # fmt: skip
 """Commit rules, keyed by the value of ``order``."""
@@ -55,7 +53,6 @@ __all__ = [
     "Dawn",
     "Dilated",
     "EntropyBound",
-    "EntropyRenoise",
     "Factor",
     "Frechet",
     "Hierarchical",
@@ -66,17 +63,16 @@ __all__ = [
     "LocalLeap",
     "LowConfidence",
     "LowEntropy",
-    "RuleMemory",
+    "DrawnTokens",
     "PositionAware",
-    "Posterior",
     "Prophet",
     "Proposal",
     "RandomFilled",
     "RandomOrder",
     "SlowFast",
-    "Standing",
     "Threshold",
     "certain",
     "most",
+    "most_confident",
     "uniform",
 ]
