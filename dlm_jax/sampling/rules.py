@@ -103,7 +103,9 @@ class Rules(NamedTuple):
     def goes_on(self, resamples_B: jax.Array) -> jax.Array:
         """bool ``[B]``, True where a block without holes stays current until its last step."""
         on_B = self._replace(remask=None).refines(resamples_B)
-        return on_B if self.remask is None else on_B | self.remask.goes_on()
+        if self.remask is not None and "steps" in self.remask.needs:
+            on_B = on_B | self.remask.is_active()
+        return on_B
 
 
 AUTO = "auto"

@@ -53,7 +53,8 @@ class RemaskRule(Rule):
     Attributes:
       needs: inputs that the rule reads: ``head:NAME``, the sigmoid of a head of the network, which
         costs a forward pass; ``logprobs``, the log-probability of every token of the block in each
-        forward pass. An attribute of the class, or a static field.
+        forward pass; ``steps``, all steps of a block, which then stays current without holes. An
+        attribute of the class, or a static field.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
@@ -73,10 +74,6 @@ class RemaskRule(Rule):
     def is_active(self) -> jax.Array:
         """True ``[B]`` for the rows that use the rule; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
-
-    def goes_on(self) -> jax.Array:
-        """True ``[B]`` where a block without holes stays current until its last step."""
-        return jnp.zeros_like(self.is_active())
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         """The state before the first step, as in `CommitRule.init`; empty by default."""

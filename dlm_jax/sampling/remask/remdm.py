@@ -29,6 +29,7 @@ class RemdmCap(RemaskRule):
     """
 
     about = "remasks each token with the probability of the noise process"
+    needs = ("steps",)
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -36,9 +37,6 @@ class RemdmCap(RemaskRule):
     @classmethod
     def is_used(cls, row: Any) -> bool:
         return row.remask_eta > 0
-
-    def goes_on(self) -> jax.Array:
-        return self.is_active()
 
     def is_active(self) -> jax.Array:
         return self.eta_B > 0

@@ -272,11 +272,9 @@ class Fresh(RemaskRule):
     """Takes back all that the step wrote."""
 
     is_on_B: jax.Array
+    needs = ("steps",)
 
     def is_active(self):
-        return self.is_on_B
-
-    def goes_on(self):
         return self.is_on_B
 
     def select(self, state, context):
