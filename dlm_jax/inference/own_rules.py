@@ -229,6 +229,21 @@ def name_of(table: RuleTable, kind: str, cls: type[Rule]) -> str:
     return ""
 
 
+_MOVED = {
+    "measure": "score",
+    "observe": "score",
+    "weighed": "score",
+    "start_memory": "init",
+    "remember": "the state that select returns",
+    "log_chance": "log_prob",
+    "reads_head": "needs",
+    "map_blocks": "needs",
+    "rereads": "needs",
+    "renews": "NoiseRule",
+}
+"""Members of rules in version 0.2, and where they are."""
+
+
 def _kind(cls: type[Rule]) -> str:
     kind = next((name for name, slot in _KINDS.items() if issubclass(cls, slot.base)), None)
     if kind is None or not _is_registered(cls):
@@ -241,6 +256,11 @@ def _kind(cls: type[Rule]) -> str:
     for name in base.required:  # type: ignore[attr-defined]
         if getattr(cls, name) is getattr(base, name):
             raise ValueError(f"rule {cls.__name__} lacks {name}(), which {base.__name__} requires")
+    for name, new in _MOVED.items() if kind in ("commit", "remask") else ():
+        if hasattr(cls, name):
+            raise ValueError(
+                f"rule {cls.__name__} defines {name}, which is {new} now; see docs/own_rules.md"
+            )
     fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     per_row = [meta["setting"] for meta in fields if "column" in meta]
     if kind == "transforms":

@@ -257,3 +257,13 @@ def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
     said = r"short.apply returned float32 .*; return float32 \[N, V\]"
     with pytest.raises(ValueError, match=said):
         dlm_jax.generate(MODEL, ["The "], transforms=[short], **given)
+
+
+def test_a_member_that_moved_is_named_with_its_place():
+    @rule
+    class Old(EveryOther):
+        def log_chance(self, context, proposal, is_chosen_BL):
+            return 0.0
+
+    with pytest.raises(ValueError, match="rule Old defines log_chance, which is log_prob now"):
+        dlm_jax.generate(MODEL, ["The "], rules=[Old], order="old")
