@@ -40,12 +40,11 @@ from dlm_jax.contrib import decoders
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import ModelFacts
-from dlm_jax.sampling.state import start
 from dlm_jax.types import Network, Params
 
 RESULTS = "benchmarks/results/arena.csv"

@@ -30,11 +30,19 @@ from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, columns
+from dlm_jax.sampling.commit.commit_rule import log_odds
+from dlm_jax.sampling.loop import start
+from dlm_jax.sampling.mask_step import (
+    apply_edits,
+    editable_positions,
+    propose_step,
+    with_neighbors,
+)
 from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
-from dlm_jax.sampling.state import State, start
-from dlm_jax.sampling.step import edited, is_token, look, scored_positions
+from dlm_jax.sampling.state import State, token_positions
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.settings import on_device
+from dlm_jax.types import live_positions
 
 TABLE = with_rules((Lead,))
 """The built-in rules and ``edit_scoring="lead"``."""
@@ -69,7 +77,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
     network, params = model.network, model.params
     program = model.program(rows=split_rows(params))
     jit = functools.partial(jax.jit, compiler_options=compiler.options("sample") or None)
-    seen = jax.block_until_ready(jit(functools.partial(look, program))(params, state))
+    _, seen = jax.block_until_ready(jit(functools.partial(propose_step, program))(params, state))
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
 
     @jit
@@ -78,7 +86,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
 
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
-        after, position_map = edited(program, params, state, seen)
+        after, position_map = apply_edits(program, params, state, seen)
         # The input of the next step, without a copy of the trunk's result.
         after = after.canvas, after.edits, after.block, after.logprob_BL, after.committed_BL
         return after, position_map
@@ -87,19 +95,22 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
         @jit
         def run(params: Any, state: State, output: Any) -> Any:
             chain = state.rules.chain
-            _, is_scored_BL, own_BL = scored_positions(program, state, seen.is_open_BL)
+            is_token_BL = token_positions(state, mask_id=program.mask_id)
+            is_scored_BL = with_neighbors(editable_positions(state))
+            is_scored_BL &= live_positions(length_B, tokens_BL.shape[1])
+            own_BL = jnp.where(is_scored_BL & is_token_BL & ~seen.is_open_BL, tokens_BL, -1)
             writer = CandidateWriter(
                 chain=chain,
                 prepared=chain.prepare(state.chain_state, seen.context),
                 key_B=seen.draw_key_B,
                 own_BL=own_BL,
                 num_positions=tokens_BL.shape[1],
-                measure=state.rules.commit.measure,
+                score=lambda places_N, at, logits_NV, drawn: (log_odds(drawn.logprob_N), ()),
                 method=program.draw,
                 banned_ids=program.banned_ids,
             )
             wanted = Wanted(
-                seen.is_open_BL, is_token(program, state), tokens_BL, seen.context.length_B,
+                seen.is_open_BL, is_token_BL, tokens_BL, seen.context.length_B,
                 is_scored_BL if reads else None, reads and is_lead,
             )  # fmt: skip
             return Parallel().propose(

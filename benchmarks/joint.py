@@ -31,12 +31,11 @@ from benchmarks import markov
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
-from dlm_jax.sampling.state import start
 
 FORWARDS = (1, 2, 4, 8)
 TUNING_SEED, SEED = 1_000_000_000, 0

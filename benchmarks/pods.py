@@ -211,11 +211,10 @@ def sampling_step(
     from dlm_jax.model.quantized import quantized
     from dlm_jax.model.transformer import build
     from dlm_jax.sampling.forward import with_cache
-    from dlm_jax.sampling.loop import Advance
+    from dlm_jax.sampling.loop import Advance, start
     from dlm_jax.sampling.program import Program
     from dlm_jax.sampling.row import RowParams
     from dlm_jax.sampling.rules import ModelFacts
-    from dlm_jax.sampling.state import start
 
     network, mask = build(model), model.vocab_size - 1
     split, whole = NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, P())

@@ -43,8 +43,7 @@ from dlm_jax.inference.slots import Bucket, loop_of
 from dlm_jax.model.transformer import build
 from dlm_jax.published import family
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.loop import Advance
-from dlm_jax.sampling.state import start
+from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.training.plan import torus_of
 
 ROWS, CANVAS = 32, 1024

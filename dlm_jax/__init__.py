@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
+    from dlm_jax.sampling.loop import advance as advance
+    from dlm_jax.sampling.noise import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
     from dlm_jax.sampling.remask import *  # noqa: F403
     from dlm_jax.sampling.replay import Trace as Trace
@@ -78,6 +80,7 @@ _NAMES = {
     "inference.scoring": "Score corrupted_share score",
     "inference.token_logprobs": "DecodingRow order_logprobs",
     "published.hub": "push_to_hub",
+    "sampling.loop": "advance",
     "sampling.replay": "Trace",
     "sampling.row": "Counters",
     "settings": "ABOVE_ZERO BELOW_ONE Setting fact per_row rule static",
@@ -86,7 +89,8 @@ _NAMES = {
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 _ROOMS = tuple(
-    f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
+    f"sampling.{kind}"
+    for kind in ("cache", "commit", "edits", "noise", "propose", "remask", "transforms")
 )
 """Subpackages of rules, whose public names this package exports."""
 

@@ -19,9 +19,9 @@ class Strided(dlm_jax.CommitRule):
 
     stride_B: jax.Array = dlm_jax.per_row(EVERY)
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         place_BL = jnp.cumsum(context.is_hole_BL, axis=1) - 1
-        return context.is_hole_BL & (place_BL % self.stride_B[:, None] == 0)
+        return context.is_hole_BL & (place_BL % self.stride_B[:, None] == 0), state
 
 
 # %% [markdown]

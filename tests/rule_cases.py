@@ -21,6 +21,7 @@ from dlm_jax.config.schema import settings_of
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.processes import Uniform
 from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
 from dlm_jax.sampling.transforms import chain
@@ -56,7 +57,7 @@ CASES: dict[str, dict[str, str]] = {
     }
     for i, order in enumerate(ORDERS)
     for j, remask in enumerate(REMASKS)
-    if remask == "none" or not BUILT_IN.commit[order].renews
+    if remask == "none" or not issubclass(BUILT_IN.commit[order], NoiseRule)
 }
 """Every order with every remask rule; schedules and confidences in turn."""
 

@@ -22,7 +22,8 @@ from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.commit import COMMIT_RULES
+from dlm_jax.sampling.noise import NoiseRule
+from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.store import Checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -236,9 +237,9 @@ def test_every_order_has_a_row_in_a_table_of_orders():
     """Except orders of models of random noise, which have a paragraph of their own page."""
     lines = [line for page in ("generation.md", "arena.md") for line in _text(page).splitlines()]
     cells = {cell for line in lines if line.startswith("|") for cell in line.split("|")[1:3]}
-    for order, rule in COMMIT_RULES.items():
+    for order, rule in BUILT_IN.commit.items():
         named = re.compile(rf'`{order}`|order ?= ?"{order}"')
-        places = [_text("processes.md")] if rule.renews else cells
+        places = [_text("processes.md")] if issubclass(rule, NoiseRule) else cells
         assert any(map(named.search, places)), f"{order} is in no table of orders"
 
 

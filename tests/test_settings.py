@@ -18,8 +18,9 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule, Threshold
+from dlm_jax.sampling.commit import CommitRule, Threshold
 from dlm_jax.sampling.remask import RemaskRule
+from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.transforms import LogitTransform, Temperature
 from dlm_jax.settings import ABOVE_ZERO, INT_LIMIT, Rule, Setting, per_row, pytree, rule, static
 
@@ -235,9 +236,9 @@ class Leftmost(CommitRule):
 
     count_B: jax.Array = per_row(COUNT)
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         rank_BL = jnp.cumsum(context.is_hole_BL, axis=1)
-        return context.is_hole_BL & (rank_BL <= self.count_B[:, None])
+        return context.is_hole_BL & (rank_BL <= self.count_B[:, None]), state
 
 
 KIND = (
@@ -315,8 +316,8 @@ def test_a_setting_that_two_declare_differently_is_refused(name):
     class Other(RemaskRule):
         share_B: jax.Array = per_row(Setting(name, 1, "something else"))
 
-        def select(self, context):
-            return context.is_fresh_BL
+        def select(self, state, context):
+            return context.is_fresh_BL, state
 
     _refused(
         f"setting {name!r} is declared twice with different definitions; share one Setting, or "
@@ -337,7 +338,7 @@ def test_settings_of_ones_own_rules_are_checked_like_any():
              rules=[Leftmost], own_cuont=2)  # fmt: skip
     with pytest.raises(ValueError, match="^own_count=2 is not a sampling setting; "):
         dlm_jax.generate(toy_model.MODEL, ["The "], own_count=2)
-    _refused(f"order='leftmost' is not one of {', '.join(COMMIT_RULES)}; "
+    _refused(f"order='leftmost' is not one of {', '.join(BUILT_IN.commit)}; "
              "did you mean 'left_to_right'?", order="leftmost")  # fmt: skip
 
 
@@ -372,8 +373,8 @@ def test_what_is_static_is_named_by_its_setting():
         count: int = static(mode)
         count_B: jax.Array = per_row(COUNT)
 
-        def select(self, context, proposal):
-            return context.is_hole_BL
+        def select(self, state, context, proposal):
+            return context.is_hole_BL, state
 
     assert ByMode().count == 1
     assert ByMode(3, 2).as_settings() == {"own_mode": "many", "own_count": 2}

@@ -17,6 +17,7 @@ from dlm_jax.config.rope import read_scaling
 from dlm_jax.diffusion.objectives import ObjectiveConfig
 from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.heads import HEADS
+from dlm_jax.sampling.noise.noise_rule import NoiseRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, RuleTable
 from dlm_jax.sampling.transforms.transform import is_greedy
@@ -375,8 +376,8 @@ class RowSettings(Section):
     @property
     def refines(self) -> bool:
         """True if existing tokens can change, as required for drafts."""
-        renews = self.table.commit[self.order].renews
-        return self.remasks or self.resample or self.edits or self.renoises or renews
+        is_noise = issubclass(self.table.commit[self.order], NoiseRule)
+        return self.remasks or self.resample or self.edits or self.renoises or is_noise
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,7 +44,7 @@ class ConstrainedWaves(Constrained):
     """
 
     about = "left to right by the sampler head in rows with a structure; wavefront in other rows"
-    needs_sampler = True
+    needs = ("head:sampler",)
     otherwise = "wavefront"
     drawn = "in waves"
 
@@ -54,7 +54,7 @@ class ConstrainedWaves(Constrained):
     def check(cls, row: Any) -> None:
         super().check(row)
         commit = row.table.commit[row.order]
-        if commit.start_memory is not CommitRule.start_memory:
+        if commit.init is not CommitRule.init:
             raise SettingError(
                 "order",
                 row.order,

@@ -38,7 +38,7 @@ class Lead(Uncertainty):
         "probability of the most likely token minus that of the token after the gap, for models "
         "trained to proofread"
     )
-    reads_likeliest = True
+    needs = ("likeliest",)
 
     def gap_scores(self, context: EditContext) -> jax.Array:
         return leads(context).at[:, 0].set(0.0)

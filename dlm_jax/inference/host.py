@@ -26,13 +26,14 @@ from dlm_jax import devices
 from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.inference.candidates import Candidates, HostSampler, Written, called, chosen
 from dlm_jax.sampling import draw, vocab
-from dlm_jax.sampling.commit import Proposal
+from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
+from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step, step_chain
 from dlm_jax.sampling.positions import at_places, put
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillRule, Proposed, Reader
+from dlm_jax.sampling.rule_state import gather_state
 from dlm_jax.sampling.state import State
-from dlm_jax.sampling.step import StepInputs, chain_now, is_stepping, look, renoised, write
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Params
@@ -79,7 +80,7 @@ _Place = tuple[int, int, dict[str, Any]]
 
 
 def _open_places(
-    state: State, inputs: StepInputs, slots: Sequence[int], names: Sequence[int], *, mask_id: int
+    state: State, inputs: StepProposal, slots: Sequence[int], names: Sequence[int], *, mask_id: int
 ) -> list[_Place]:
     """Returns every open position in the rows in `slots` whose logits are finite."""
     canvas, rows = state.canvas, list(slots)
@@ -132,27 +133,26 @@ class HostLoop:
             jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
         )
         self._look = jit(self._look_once, static_argnames="split")
-        self._write = jit(functools.partial(write, program), donate_argnums=1)
+        self._write = jit(functools.partial(commit_step, program), donate_argnums=1)
         self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
     def _look_once(
         self, params: Params, state: State, split: NamedSharding | None
-    ) -> tuple[State, StepInputs]:
+    ) -> tuple[State, StepProposal]:
         # This code runs only while JAX traces a new program.
         rows, positions = state.canvas.tokens_BL.shape
         self.compiled.append(f"rows={rows} canvas={positions} host")
         if state.edits is not None:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)
-        state = renoised(self.program, state)
         # The trunk splits the rows of a cache over the devices, and groups of rows must match. A
         # program with traces keeps the order of the draws, which their distributions depend on.
         fill, num_traced = state.rules.fill, self.program.num_traced
         if not fill.allows_host and type(fill).sources is not FillRule.sources:
             num_traced = max(num_traced, 1)
         program = dataclasses.replace(self.program, rows=split, num_traced=num_traced)
-        return state, look(program, params, state)
+        return propose_step(program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
         """Returns the bytes of temporary memory in the first half of a step, without its arguments.
@@ -236,7 +236,7 @@ class HostLoop:
         kept = _hooks(samplers, "reset")
         if not kept:
             return
-        is_first_B = np.asarray((state.step_B == 0) & is_stepping(state))
+        is_first_B = np.asarray((state.step_B == 0) & state.is_stepping_B)
         for slot in sorted(kept):
             if is_first_B[slot]:
                 reset = functools.partial(kept[slot], names[slot])
@@ -246,12 +246,12 @@ class HostLoop:
         self,
         params: Params,
         state: State,
-        inputs: StepInputs,
+        inputs: StepProposal,
         places: Sequence[_Place],
         samplers: Mapping[int, HostSampler],
         max_candidates: int,
         failed: dict[int, Exception] | None,
-    ) -> tuple[StepInputs, list[tuple[int, Written]]]:
+    ) -> tuple[StepProposal, list[tuple[int, Written]]]:
         """Returns the inputs with the host samplers' choices at `places`, and the read-back
         records.
         """
@@ -295,9 +295,7 @@ class HostLoop:
             probability = float(np.exp(logprobs[number]))
             found.append((slot, Written(candidates, int(ids[number]), probability, index)))
         if is_hosted.any():
-            inputs = _call(
-                self._choose, params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
-            )
+            inputs = _call(self._choose, params, inputs, state, flat, is_hosted, ids, logprobs)
         return inputs, found
 
 
@@ -332,13 +330,13 @@ def _call_hook(
         failed[slot] = error
 
 
-def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
+def _without(inputs: StepProposal, slots: Collection[int]) -> StepProposal:
     """Removes the commits of the given rows. The rows end like rows without finite logits."""
     is_finite_B = inputs.filled.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
     return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
-def _at(inputs: StepInputs, places_P: jax.Array, is_real_P: jax.Array) -> At:
+def _at(inputs: StepProposal, places_P: jax.Array, is_real_P: jax.Array) -> At:
     num_positions = inputs.is_open_BL.shape[1]
     row_P, index_P = places_P // num_positions, places_P % num_positions
     key_P = jax.vmap(jax.random.fold_in)(inputs.draw_key_B[row_P], index_P)
@@ -349,7 +347,7 @@ def _survivors(
     program: Program,
     params: Params,
     state: State,
-    inputs: StepInputs,
+    inputs: StepProposal,
     places_P: jax.Array,
     is_real_P: jax.Array,
     *,
@@ -364,7 +362,7 @@ def _survivors(
     at = _at(inputs, places_P, is_real_P)
     drawable_PV, is_grown_P = _drawable(program, params, state, inputs, places_P)
     at = at._replace(is_grown_N=None if is_grown_P is None else is_grown_P & is_real_P)
-    chain = chain_now(state)
+    chain = step_chain(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
     final_PV = chain.apply(prepared, drawable_PV, at)
     drawn_P = inputs.filled.proposal.tokens_BL.reshape(-1)[places_P]
@@ -380,7 +378,7 @@ def _survivors(
 
 
 def _drawable(
-    program: Program, params: Params, state: State, inputs: StepInputs, places_P: jax.Array
+    program: Program, params: Params, state: State, inputs: StepProposal, places_P: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the logits before the chain that the candidates were drawn from, and True where the
     sampler head computed them; None if the LM head computed all.
@@ -411,18 +409,30 @@ def _drawable(
 def _choose(
     program: Program,
     params: Params,
-    inputs: StepInputs,
-    rule: Any,
+    inputs: StepProposal,
+    state: State,
     places_P: jax.Array,
     is_hosted_P: jax.Array,
     ids_P: jax.Array,
     final_logprob_P: jax.Array,
-) -> StepInputs:
+) -> StepProposal:
     """Returns the inputs with proposals from the host, scored like device proposals."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = draw.log_prob(clean_PV, ids_P)
-    old = inputs.filled.proposal
-    new = Proposal(ids_P, logprob_P, final_logprob_P, rule.measure(clean_PV, logprob_P))
+    old, rule = inputs.filled.proposal, state.rules.commit
+    assert isinstance(rule, CommitRule), "the request was checked"
+    at, chain = _at(inputs, places_P, is_hosted_P), step_chain(state)
+    drawn = DrawnTokens(
+        ids_N=ids_P,
+        row_N=at.row_N,
+        logprob_N=logprob_P,
+        filter_logits=lambda: chain.apply(
+            chain.prepare(state.chain_state, inputs.context), clean_PV, at
+        ),
+    )
+    state_P = gather_state(rule, state.rule_state, places_P, inputs.is_open_BL.shape[1])
+    score_P, _ = rule.score(state_P, clean_PV, drawn)
+    new = Proposal(ids_P, logprob_P, final_logprob_P, score_P)
     new = jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)
     proposal = put(old, places_P, is_hosted_P, new)
     return inputs._replace(filled=inputs.filled._replace(proposal=proposal))

@@ -13,6 +13,7 @@ import numpy as np
 
 from dlm_jax.config import layered
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
+from dlm_jax.sampling.transforms.transform import function_transform
 from dlm_jax.settings import Rule, nearest
 
 _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
@@ -106,8 +107,10 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
         if kind == "transforms" and not isinstance(value, list | tuple):
             raise ValueError(f"transforms is {_shown(value)}; pass a list of rule objects")
         for given in [*value] if isinstance(value, list | tuple) else [value]:
+            if kind == "transforms" and callable(given) and not isinstance(given, Rule | type):
+                given = function_transform(given)
             if not isinstance(given, base):
-                problem = f"which is not a {base.__name__}"
+                problem = f"which is not a {SLOTS[kind].base_name}"
                 if isinstance(given, type) and issubclass(given, base):
                     problem = f"not an object; pass {given.__name__}(...)"
                 elif kind == "commit":
@@ -234,18 +237,38 @@ def name_of(table: RuleTable, kind: str, cls: type[Rule]) -> str:
     return ""
 
 
+_MOVED = {
+    "measure": "score",
+    "observe": "score",
+    "weighed": "score",
+    "start_memory": "init",
+    "remember": "the state that select returns",
+    "log_chance": "log_prob",
+    "reads_head": "needs",
+    "map_blocks": "needs",
+    "rereads": "needs",
+    "renews": "NoiseRule",
+}
+"""Members of rules in version 0.2, and where they are."""
+
+
 def _kind(cls: type[Rule]) -> str:
     kind = next((name for name, slot in _KINDS.items() if issubclass(cls, slot.base)), None)
     if kind is None or not _is_registered(cls):
-        bases = ", ".join(slot.base.__name__ for slot in _KINDS.values())
+        bases = ", ".join(slot.base_name for slot in _KINDS.values())
         raise ValueError(
             f"rule {cls.__name__} has no kind; decorate it with dlm_jax.rule and subclass one of "
             f"{bases}"
         )
-    base = _KINDS[kind].base
+    base = next(parent for parent in cls.__mro__[1:] if "required" in vars(parent))
     for name in base.required:  # type: ignore[attr-defined]
         if getattr(cls, name) is getattr(base, name):
             raise ValueError(f"rule {cls.__name__} lacks {name}(), which {base.__name__} requires")
+    for name, new in _MOVED.items() if kind in ("commit", "remask") else ():
+        if hasattr(cls, name):
+            raise ValueError(
+                f"rule {cls.__name__} defines {name}, which is {new} now; see docs/own_rules.md"
+            )
     fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     per_row = [meta["setting"] for meta in fields if "column" in meta]
     if kind == "transforms":

@@ -29,7 +29,7 @@ from dlm_jax.inference.request import (
     settings_of_call,
 )
 from dlm_jax.sampling.forward import ready, with_cache
-from dlm_jax.sampling.loop import advanced
+from dlm_jax.sampling.loop import run_steps, start, stepper_of
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.replay import (
     Trace,
@@ -39,8 +39,7 @@ from dlm_jax.sampling.replay import (
     with_gradient_of_step,
 )
 from dlm_jax.sampling.row import Counters
-from dlm_jax.sampling.state import State, start
-from dlm_jax.sampling.step import step
+from dlm_jax.sampling.state import State
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.types import Inside, Network, Params, live_positions
 
@@ -136,7 +135,8 @@ class Sampler:
         """Returns the state after one step of every running row."""
         before, fixed = state, jax.lax.stop_gradient(params)
         with devices.exact():
-            state = step(self.program, ready(self.program, fixed, state), state)[0]
+            step = stepper_of(state.rules).step
+            state = step(self.program, ready(self.program, fixed, state), state)
         if state.records is None:
             return state
         return with_gradient_of_step(self.program, params, before, state)
@@ -148,7 +148,7 @@ class Sampler:
         before, fixed = state, jax.lax.stop_gradient(params)
         loose = jax.lax.stop_gradient(state)
         with devices.exact():
-            state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
+            state = run_steps(self.program, ready(self.program, fixed, state), loose, steps)
         if state.records is None:
             return state
         return with_gradient(self.program, params, before, state)
@@ -318,7 +318,7 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
                 "the trace was recorded with a tokenizer other than the model's; "
                 "replay it with the model that sampled it"
             )
-    if trace.rules.fill.needs_sampler and "sampler" not in network.heads:
+    if "head:sampler" in trace.rules.fill.needs and "sampler" not in network.heads:
         raise ValueError(
             f"the trace uses fill={trace.rules.fill.name!r}, which needs a sampler head that the "
             f"model lacks; "

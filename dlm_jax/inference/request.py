@@ -20,6 +20,7 @@ from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.inference.structure import check_structure, regex_of_schema
+from dlm_jax.sampling.noise.noise_rule import NoiseRule
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
@@ -249,10 +250,10 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     facts = model.facts
     if facts.block_length:
         _check_blocks(facts, sample)
-    renews = sample.table.commit[sample.order].renews
+    is_noise = issubclass(sample.table.commit[sample.order], NoiseRule)
     if facts.canvas_length:
-        _check_canvases(facts, sample, renews=renews)
-    if not (model.process.is_masked or renews):
+        _check_canvases(facts, sample, is_noise=is_noise)
+    if not (model.process.is_masked or is_noise):
         name = "" if model.config is None else model.config.objective.process
         raise SettingError(
             "order",
@@ -282,8 +283,8 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
         )
 
 
-def _check_canvases(facts: ModelFacts, sample: SampleConfig, *, renews: bool) -> None:
-    if not renews:
+def _check_canvases(facts: ModelFacts, sample: SampleConfig, *, is_noise: bool) -> None:
+    if not is_noise:
         raise SettingError(
             "order",
             sample.order,
@@ -307,8 +308,8 @@ def check_trace(sample: SampleConfig) -> None:
 
 def check_draft(sample: SampleConfig, given: Given) -> None:
     """Raises ValueError if no enabled rule refines the draft."""
-    renews = sample.table.commit[sample.order].renews
-    needs = 1 if sample.resample or sample.edits or sample.renoises or renews else 2
+    is_noise = issubclass(sample.table.commit[sample.order], NoiseRule)
+    needs = 1 if sample.resample or sample.edits or sample.renoises or is_noise else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise SettingError(
             "draft",
@@ -724,7 +725,7 @@ def _settings(
             "requires state that host samplers do not keep",
             "use confidence_of='clean'",
         )
-    if (is_hosted or is_read) and rules.table.commit[sample.order].renews:
+    if (is_hosted or is_read) and issubclass(rules.table.commit[sample.order], NoiseRule):
         raise SettingError(
             "order",
             sample.order,

@@ -28,12 +28,12 @@ from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.replay import Trace, trace_of
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules
-from dlm_jax.sampling.state import State, start
+from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
 
 Loop = Advance | HostLoop

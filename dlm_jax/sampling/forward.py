@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dlm_jax.devices import platform
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
+from dlm_jax.sampling.commit.commit_rule import attention_blocks
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
@@ -89,7 +90,7 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
         return _behind(program, params, state)
     canvas = state.canvas
     attention_BLL = None
-    if state.rules.commit.map_blocks:
+    if attention_blocks(state.rules.commit.needs):
         hidden_BLD, attention_BLL = _with_attention(program, params, state)
     else:
         hidden_BLD = hidden(program.network, params, canvas.tokens_BL, canvas.length_B)
@@ -112,7 +113,7 @@ def _with_attention(program: Program, params: Params, state: State) -> tuple[jax
     canvas, inside = state.canvas, program.network.inside
     assert inside is not None, "the request was checked"
     found = inside(params, canvas.tokens_BL, canvas.length_B)
-    maps_BEHLL = found.attention_BEHLL[:, -state.rules.commit.map_blocks :]
+    maps_BEHLL = found.attention_BEHLL[:, -attention_blocks(state.rules.commit.needs) :]
     is_live_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
     return found.final_BLD, jnp.where(is_live_BL[:, :, None], maps_BEHLL.mean(axis=(1, 2)), 0.0)
 
@@ -494,3 +495,36 @@ def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
     return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
         x_NLD, place_N
     )
+
+
+def read_head(program: Program, params: Params, name: str, hidden_BLD: jax.Array) -> jax.Array:
+    """The sigmoid of a head of the network at every position, ``[B, L]``."""
+    num_rows, num_positions, width = hidden_BLD.shape
+    logit_P = program.network.heads[name](params, hidden_BLD.reshape(-1, width))
+    returned(logit_P, program.network, name, "N", (num_rows * num_positions,), jnp.float32)
+    return jax.nn.sigmoid(logit_P).reshape(num_rows, num_positions)
+
+
+def read_head_with_candidates(
+    program: Program,
+    params: Params,
+    state: State,
+    name: str,
+    output: TrunkOutput,
+    candidate_BL: jax.Array,
+    is_open_BL: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The sigmoid of a head ``[B, L]`` for the canvas with candidates at its open MASK, and True
+    ``[B]`` for rows that require another forward pass, which reads them.
+    """
+    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
+    is_filled_BL = is_open_BL & (tokens_BL == program.mask_id)
+    extra_B = jnp.any(is_filled_BL, axis=1) & state.is_stepping_B
+    filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
+    hidden_BLD = jax.lax.cond(
+        jnp.any(extra_B),
+        lambda: hidden(program.network, params, filled_BL, length_B),
+        lambda: output.hidden_BLD,
+    )
+    hidden_BLD = jnp.where(extra_B[:, None, None], hidden_BLD, output.hidden_BLD)
+    return read_head(program, params, name, hidden_BLD), extra_B

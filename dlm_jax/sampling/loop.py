@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
+from dlm_jax.sampling import mask_step, noise_step
 from dlm_jax.sampling.edits.edit_rule import places
 from dlm_jax.sampling.forward import ready
+from dlm_jax.sampling.noise.noise_rule import NoiseRule
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State
-from dlm_jax.sampling.step import step
 from dlm_jax.types import Params
 
 _NEVER = 2**31 - 1
@@ -77,36 +81,101 @@ class Advance:
 
         with devices.exact(self.program.rows):
             params = ready(self.program, params, state)
-            return advanced(self.program, params, state, num_steps, num_ends)
+            return run_steps(self.program, params, state, num_steps, num_ends)
 
 
-def advanced(
+def advance(
+    step: Callable[[Params, Any], Any],
+    params: Params,
+    state: Any,
+    num_steps: jax.Array | int,
+    num_ends: jax.Array | int = _NEVER,
+) -> Any:
+    """The state after up to `num_steps` more steps, or after `num_ends` of the rows have ended.
+
+    Args:
+      step: ``(params, state) -> state``, one step of every running row.
+      params: parameters, which `step` receives.
+      state: any pytree with ``is_running_B``, True for the rows that have not ended. Its shapes do
+        not change from step to step.
+      num_steps: maximum number of steps; can be traced.
+      num_ends: number of rows whose end stops the loop; can be traced.
+    """
+    ran_B = state.is_running_B
+
+    def goes_on(carry: tuple[jax.Array, Any]) -> jax.Array:
+        taken, state = carry
+        ended = jnp.sum(ran_B & ~state.is_running_B)
+        return (taken < num_steps) & (ended < num_ends) & jnp.any(state.is_running_B)
+
+    def one_more(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        taken, state = carry
+        return taken + 1, step(params, state)
+
+    return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+
+
+class Stepper(NamedTuple):
+    """A sampling process.
+
+    Attributes:
+      init: ``(tokens_BL, length_B, row, rules, *, mask_id, ...) -> state``, the state before the
+        first step.
+      step: ``(program, params, state) -> state``, one step of every running row.
+    """
+
+    init: Callable[..., State]
+    step: Callable[[Program, Params, State], State]
+
+
+MASK = Stepper(mask_step.init, mask_step.step)
+NOISE = Stepper(noise_step.init, noise_step.step)
+
+
+def stepper_of(rules: Rules) -> Stepper:
+    """The stepper of these rules: `NOISE` for a noise rule, and otherwise `MASK`."""
+    return NOISE if isinstance(rules.commit, NoiseRule) else MASK
+
+
+def start(
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    row: RowParams,
+    rules: Rules,
+    *,
+    mask_id: int,
+    frozen_BL: jax.Array | None = None,
+    num_traced: int = 0,
+) -> State:
+    """The state before the first step, by the stepper of the rules."""
+    init = stepper_of(rules).init
+    return init(
+        tokens_BL,
+        length_B,
+        row,
+        rules,
+        mask_id=mask_id,
+        frozen_BL=frozen_BL,
+        num_traced=num_traced,
+    )
+
+
+def run_steps(
     program: Program,
     params: Params,
     state: State,
     num_steps: jax.Array | int,
     num_ends: jax.Array | int = _NEVER,
 ) -> State:
-    """The state after up to `num_steps` more steps, or after `num_ends` of the rows have ended.
+    """`advance` with the stepper of the state's rules.
 
     The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
     """
-    ran_B = state.is_running_B
     if state.edits is not None:
         origin_BL = places(state.edits.origin_BL)
         state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
-
-    def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
-        taken, state = carry
-        runs_B = state.is_running_B
-        ended = jnp.sum(ran_B & ~runs_B)
-        return (taken < num_steps) & (ended < num_ends) & jnp.any(runs_B)
-
-    def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-        taken, state = carry
-        return taken + 1, step(program, params, state)[0]
-
-    return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+    step = functools.partial(stepper_of(state.rules).step, program)
+    return advance(step, params, state, num_steps, num_ends)
 
 
 def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:

@@ -15,13 +15,13 @@ import numpy as np
 from dlm_jax import devices
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling.forward import forward
+from dlm_jax.sampling.mask_step import init, step_chain
 from dlm_jax.sampling.positions import TrunkOutput, at_places
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Proposed, Reader, Source
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State, start
-from dlm_jax.sampling.step import chain_now, step_keys, visible_context
+from dlm_jax.sampling.state import State, step_keys, visible_context
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Params, Status
 
@@ -248,7 +248,7 @@ def replayed(
     num_steps, num_positions = trace.canvas.shape[1:]
     is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
     width = num_positions if every_draw else trace.width
-    begun = start(
+    begun = init(
         trace.canvas[:, 0], trace.length, trace.row, trace.rules, mask_id=trace.mask_id,
         frozen_BL=trace.is_frozen,
     )  # fmt: skip
@@ -293,7 +293,7 @@ def _of_step(
 
     with devices.exact():
         output = forward(program, params, state, one.is_read_BL)[0]
-        rows = state, output, one, visible_context(program, state)
+        rows = state, output, one, visible_context(state, mask_id=program.mask_id)
         return program.by_rows(of_rows)(params, rows)
 
 
@@ -308,7 +308,7 @@ def _read(
 ) -> jax.Array:
     """The log-probabilities of a step at the requested positions, at most `width` per row."""
     is_read_BL, num_positions = one.is_read_BL, one.is_read_BL.shape[1]
-    chain, key_B = chain_now(state), step_keys(state)[0]
+    chain, key_B = step_chain(state), step_keys(state)[0]
     prepared = chain.prepare(state.chain_state, context)
     writer = CandidateWriter(
         chain=chain,
@@ -316,7 +316,7 @@ def _read(
         key_B=key_B,
         own_BL=None,
         num_positions=num_positions,
-        measure=lambda _, logprob_N: logprob_N,
+        score=lambda places_N, at, logits_NV, drawn: (drawn.logprob_N, ()),
         method=program.draw,
     )
     reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.ancestral import NoiseSchedule
-from dlm_jax.sampling.commit.posterior import NoiseProcess
+from dlm_jax.sampling.commit.commit_rule import OrderRule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
+from dlm_jax.sampling.noise import NOISE_RULES, NoiseRule
+from dlm_jax.sampling.noise.posterior import NoiseProcess
 from dlm_jax.sampling.propose import FILL_RULES, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
@@ -76,7 +77,7 @@ class Rules(NamedTuple):
 
     Attributes:
       chain: logit transforms.
-      commit: commit rule.
+      commit: commit rule, or the noise rule of a step of noise.
       fill: fill rule, which draws candidates.
       remask: remask rule, if any.
       edit: edit rule, if any.
@@ -85,7 +86,7 @@ class Rules(NamedTuple):
     """
 
     chain: Chain
-    commit: CommitRule
+    commit: CommitRule | NoiseRule
     fill: FillRule
     remask: RemaskRule | None = None
     edit: EditRule | None = None
@@ -94,8 +95,6 @@ class Rules(NamedTuple):
 
     def refines(self, resamples_B: jax.Array) -> jax.Array:
         """bool ``[B]``, True for rows that change existing tokens in addition to filling holes."""
-        if self.commit.renews:
-            return jnp.ones_like(resamples_B)
         for slot in (self.remask, self.edit, self.renoise):
             if slot is not None:
                 resamples_B = resamples_B | slot.is_active()
@@ -104,7 +103,9 @@ class Rules(NamedTuple):
     def goes_on(self, resamples_B: jax.Array) -> jax.Array:
         """bool ``[B]``, True where a block without holes stays current until its last step."""
         on_B = self._replace(remask=None).refines(resamples_B)
-        return on_B if self.remask is None else on_B | self.remask.goes_on()
+        if self.remask is not None and "steps" in self.remask.needs:
+            on_B = on_B | self.remask.is_active()
+        return on_B
 
 
 AUTO = "auto"
@@ -144,11 +145,16 @@ class Slot(NamedTuple):
     selector: str = ""
     by_use: bool = False
 
+    @property
+    def base_name(self) -> str:
+        """The name of the base class, for messages."""
+        return "CommitRule or NoiseRule" if self.base is OrderRule else self.base.__name__
+
 
 SLOTS: Mapping[str, Slot] = {
     "transforms": Slot(LogitTransform, "chain"),
     "structure": Slot(Structure, by_use=True),
-    "commit": Slot(CommitRule, "order"),
+    "commit": Slot(OrderRule, "order"),
     "fill": Slot(FillRule, "fill"),
     "remask": Slot(RemaskRule, "remask"),
     "edit": Slot(EditRule, "edit_scoring", by_use=True),
@@ -164,7 +170,7 @@ class RuleTable:
     """Rules keyed by name, with one table per slot. The rules define all settings of a request."""
 
     transforms: Mapping[str, tuple[type[LogitTransform], ...]]
-    commit: Mapping[str, type[CommitRule]]
+    commit: Mapping[str, type[OrderRule]]
     fill: Mapping[str, type[FillRule]]
     remask: Mapping[str, type[RemaskRule]]
     edit: Mapping[str, type[EditRule]]
@@ -365,7 +371,7 @@ class RuleTable:
 
 
 BUILT_IN = RuleTable(
-    TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES,
+    TRANSFORMS, {**COMMIT_RULES, **NOISE_RULES}, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES,
     {Renoise.name: Renoise}, {Structure.name: Structure},
 )  # fmt: skip
 """The rules that this package provides."""

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.blocks import CurrentBlock, first_block
+from dlm_jax.randomness import key_of
+from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
-from dlm_jax.sampling.commit.commit_rule import RuleMemory
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
@@ -34,7 +36,7 @@ class Records(NamedTuple):
       logprob_BSL: `logprob_BL` of `propose.fill.Drawn`; 0 where no candidate was drawn, as in the
         next two fields.
       entropy_BSL: `Drawn.entropy_BL`.
-      confidence_BSL: float32 confidence of the commit rule, as `CommitRule.shown` reports it.
+      confidence_BSL: float32 confidence of the commit rule, as `CommitRule.show_score` reports it.
       level_BSL: `Drawn.level_BL`.
       choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
         choice is deterministic.
@@ -79,8 +81,8 @@ class State(NamedTuple):
       counters: counters of each row.
       step_B: int32, number of steps taken.
       status_B: int32, a `Status`.
-      memory: state of the commit rule.
-      remask_memory: state of the remask rule.
+      rule_state: state of the commit or noise rule; see `dlm_jax.sampling.rule_state`.
+      remask_state: state of the remask rule.
       records: records of every step; None in a loop without traces.
       signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
         that step was in the same block; values at other positions are outdated. None for a network
@@ -99,8 +101,8 @@ class State(NamedTuple):
     counters: Counters
     step_B: jax.Array
     status_B: jax.Array
-    memory: RuleMemory = RuleMemory()
-    remask_memory: RuleMemory = RuleMemory()
+    rule_state: Any = ()
+    remask_state: Any = ()
     records: Records | None = None
     signal_BLD: jax.Array | None = None
 
@@ -110,24 +112,25 @@ class State(NamedTuple):
         return self.status_B == Status.RUNNING
 
     @property
-    def span_B(self) -> jax.Array:
-        """int32 ``[B]``, the number of steps that a temperature schedule covers.
+    def is_stepping_B(self) -> jax.Array:
+        """True for rows that take a step; False for rows that are only scored or have ended."""
+        if self.edits is None:
+            return self.is_running_B
+        return self.is_running_B & ~self.edits.warms_B
 
-        The span is the allowed number of steps, or the number of unfrozen positions if that is
-        lower and written tokens do not change.
-        """
-        refines_B = self.rules.refines(self.row.resamples_B)
-        free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)
-        few_B = jnp.minimum(self.row.steps_B, jnp.maximum(free_B, 1))
-        return jnp.where(refines_B, self.row.steps_B, few_B)
+    @property
+    def is_free_BL(self) -> jax.Array:
+        """True at the unfrozen positions of the current block."""
+        return self.block.holds(self.canvas.tokens_BL.shape[1]) & ~self.canvas.frozen_BL
 
 
-def start(
+def new_state(
     tokens_BL: jax.Array,
     length_B: jax.Array,
     row: RowParams,
     rules: Rules,
     *,
+    refines_B: jax.Array,
     mask_id: int,
     frozen_BL: jax.Array | None = None,
     num_traced: int = 0,
@@ -135,7 +138,8 @@ def start(
     """State before the first step: live MASK tokens are holes, and other live tokens are frozen.
 
     With `frozen_BL`, only the tokens at these positions are frozen; all others are a draft. A
-    length of 0 marks an idle slot. At most `num_traced` steps per row are recorded.
+    length of 0 marks an idle slot. `refines_B` is True for rows that change existing tokens in
+    addition to filling holes. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -146,7 +150,6 @@ def start(
         is_free_BL &= (tokens_BL == mask_id) | ~frozen_BL
     canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
     is_hole_BL = ~canvas.frozen_BL & (tokens_BL == mask_id)
-    refines_B = rules.refines(row.resamples_B)
     is_work_BL = work(canvas, refines_B, mask_id=mask_id)
     first_B = place_of_largest(~canvas.frozen_BL)
     if row.block_unit:
@@ -166,17 +169,12 @@ def start(
         counters=Counters(*[zeros_B for _ in Counters._fields]),
         step_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
-        memory=rules.commit.start_memory(*tokens_BL.shape),
-        remask_memory=start_remask_memory(rules, tokens_BL),
+        rule_state=rules.commit.init(*tokens_BL.shape),
+        remask_state=() if rules.remask is None else rules.remask.init(*tokens_BL.shape),
         records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
     # `advance` donates the state, so all buffers must be distinct and not shared with other arrays.
     return jax.tree.map(jnp.copy, state)
-
-
-def start_remask_memory(rules: Rules, tokens_BL: jax.Array) -> RuleMemory:
-    """The memory of the remask rule before the first step; empty without such a rule."""
-    return RuleMemory() if rules.remask is None else rules.remask.start_memory(*tokens_BL.shape)
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
@@ -186,11 +184,137 @@ def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
     none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
     canvas = jnp.broadcast_to(tokens_BL[:, None], shape)
     return Records(
-        canvas, none, zeros > 0, zeros, zeros, zeros, none + 1,
-        jnp.zeros((num_rows, num_steps), jnp.float32),
-    )  # fmt: skip
+        canvas_BSL=canvas,
+        tokens_BSL=none,
+        is_written_BSL=zeros > 0,
+        logprob_BSL=zeros,
+        entropy_BSL=zeros,
+        confidence_BSL=zeros,
+        level_BSL=none + 1,
+        choice_BS=jnp.zeros((num_rows, num_steps), jnp.float32),
+    )
 
 
 def work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:
     """True ``[B, L]`` at holes and, in rows that refine tokens, at unfrozen tokens."""
     return ~canvas.frozen_BL & ((canvas.tokens_BL == mask_id) | refines_B[:, None])
+
+
+def token_positions(state: State, *, mask_id: int) -> jax.Array:
+    """True at live tokens that are not MASK."""
+    tokens_BL = state.canvas.tokens_BL
+    return live_positions(state.canvas.length_B, tokens_BL.shape[1]) & (tokens_BL != mask_id)
+
+
+def visible_context(state: State, *, mask_id: int) -> Context:
+    """The visible canvas, as read by logit transforms."""
+    is_token_BL = token_positions(state, mask_id=mask_id)
+    return Context(
+        tokens_BL=state.canvas.tokens_BL,
+        order_BL=state.committed_BL,
+        is_visible_BL=is_token_BL & (state.committed_BL != EDITED),
+        length_B=state.canvas.length_B,
+    )
+
+
+def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each row's keys for drawing tokens, for the commit rule and for the remask rule.
+
+    The keys are derived from the row's seed and step. A different salt gives different keys.
+    """
+
+    def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        key = jax.random.fold_in(key_of(seed), step)
+        key = key if salt is None else jax.random.fold_in(key, salt)
+        draw_key, rule_key, remask_key = jax.random.split(key, 3)
+        return draw_key, rule_key, remask_key
+
+    return jax.vmap(one_row)(state.row.seed_B, state.step_B)
+
+
+def chain_at(chain: Chain, step_B: jax.Array, steps_B: jax.Array) -> Chain:
+    """The chain with the parameters of this step among `steps_B`."""
+    share_B = step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1)
+    return chain.at_progress(jnp.minimum(share_B, 1.0))
+
+
+def overwrite(state: State, is_at_BL: jax.Array, new_BL: jax.Array | int, *, mask_id: int) -> State:
+    """The state with tokens that are not candidates, such as MASK, at some positions."""
+    put_BL = jnp.where(new_BL == mask_id, -1, EDITED)
+    tokens_BL = jnp.where(is_at_BL, new_BL, state.canvas.tokens_BL)
+    return state._replace(
+        canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_at_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_at_BL, put_BL, state.committed_BL),
+    )
+
+
+def end_step(
+    state: State,
+    *,
+    steps_B: jax.Array,
+    is_finite_B: jax.Array,
+    stays_B: jax.Array,
+    refines_B: jax.Array,
+    changes_B: jax.Array,
+    mask_id: int,
+    eos_ids: tuple[int, ...],
+) -> State:
+    """Finishes a step: counts it, advances blocks, and ends rows.
+
+    Args:
+      state: the state after the writes of the step.
+      steps_B: True for rows that take the step.
+      is_finite_B: False for rows whose logits were not finite.
+      stays_B: True where a block without holes remains current, except after its last step.
+      refines_B: True for rows that change existing tokens; their later blocks have work everywhere.
+      changes_B: True for rows whose tokens become final only when their block ends.
+      mask_id: the id of MASK.
+      eos_ids: ids that end a generation.
+    """
+    canvas, block = state.canvas, state.block
+    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
+    left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
+    is_over_B = steps_B & is_finite_B & (left_B == 0) & ~(stays_B & ~block.is_last_step_B)
+
+    # The next block of the row, or the next step of this one.
+    is_work_BL = work(canvas, refines_B, mask_id=mask_id)
+    following, has_more_B = next_block(
+        block, is_work_BL, is_hole_BL, state.row.block_length_B, state.row.steps_B
+    )
+    again = block._replace(step_B=block.step_B + steps_B)
+    again = joined(again, is_hole_BL, ~canvas.frozen_BL, state.row)
+
+    # The final tokens end at the first hole, or at the end of the last block that is over.
+    behind_B = jnp.where(is_over_B, block.end_B, again.begin_B)
+    first_hole_B = jnp.where(
+        jnp.any(is_hole_BL, axis=1), place_of_largest(is_hole_BL), canvas.length_B
+    )
+    final_B = jnp.where(changes_B, behind_B, first_hole_B)
+    is_whole_B = steps_B & is_finite_B & state.row.stops_at_eos_B
+    is_whole_B &= _has_eos(canvas, final_B, eos_ids)
+
+    is_done_B = (is_over_B & ~has_more_B) | is_whole_B
+    step_B = state.step_B + steps_B
+    status_B = jnp.full_like(step_B, Status.RUNNING)
+    for ends_B, status in (
+        (step_B >= state.row.steps_B, Status.STEP_LIMIT),
+        (is_done_B, Status.DONE),
+        (is_done_B & (state.counters.lost > 0), Status.CANVAS_FULL),
+        (~is_finite_B, Status.NON_FINITE),
+    ):
+        status_B = jnp.where(ends_B, status, status_B)
+    status_B = jnp.where(state.is_running_B, status_B, state.status_B)
+    block = choose(is_over_B & ~is_done_B, following, choose(steps_B, again, block))
+    return state._replace(step_B=step_B, block=block, status_B=status_B)
+
+
+def _has_eos(canvas: Canvas, end_B: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
+    """True for rows with a generated EOS before `end_B` and no given token after this EOS."""
+    num_positions = canvas.tokens_BL.shape[1]
+    place_1L = jnp.arange(num_positions)[None]
+    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
+    last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
+    is_before_BL = (place_1L > last_given_B1) & (place_1L < end_B[:, None])
+    is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(eos_ids, jnp.int32))
+    return jnp.any(is_before_BL & is_eos_BL, axis=1)

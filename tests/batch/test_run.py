@@ -362,7 +362,8 @@ def test_own_rules_are_told_apart_by_their_source(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     text = (
         "import dlm_jax\n@dlm_jax.rule\nclass Left(dlm_jax.CommitRule):\n"
-        "    def select(self, context, proposal):\n        return context.is_hole_BL\n"
+        "    def select(self, state, context, proposal):\n"
+        "        return context.is_hole_BL, state\n"
     )
     found = []
     for content in (text, text + "\n", text):

@@ -18,9 +18,9 @@ class EveryOther(CommitRule):
     """Commits the leftmost holes."""
     pace_B: object = per_row(Setting("my_pace", 2, "how many", low=1, high=99))
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         place_BL = jnp.cumsum(context.is_hole_BL, axis=1)
-        return context.is_hole_BL & (place_BL <= self.pace_B[:, None])
+        return context.is_hole_BL & (place_BL <= self.pace_B[:, None]), state
 
 @rule
 class Shift(LogitTransform):

@@ -11,7 +11,7 @@ from contrib import oracle
 from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib import decoders
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.sampling.commit import CommitContext, Proposal, RuleMemory
+from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
 from dlm_jax.sampling.commit.quotas import linear_quota
 from dlm_jax.sampling.positions import put
@@ -41,21 +41,21 @@ def _rule(order, **columns):
     return TABLE.pack(rows, FACTS).commit
 
 
-def _context(is_hole, step=0, memory=None, first=None):
+def _context(is_hole, step=0, first=None):
     is_hole_BL = jnp.asarray(is_hole)
     ones_B = jnp.ones(ROWS, jnp.int32)
     first_B = jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first)
     return CommitContext(
         is_hole_BL, first_B, jnp.broadcast_to(jnp.asarray(step, jnp.int32), ROWS), STEPS * ones_B,
-        KEYS, ~is_hole_BL, None, preferences(KEYS, ones_B > 0, LENGTH), memory or RuleMemory(),
+        KEYS, ~is_hole_BL, None, preferences(KEYS, ones_B > 0, LENGTH),
     )  # fmt: skip
 
 
 @jax.jit
-def _select(rule, context, tokens_BL, confidence_BL):
+def _select(rule, context, tokens_BL, confidence_BL, state=()):
     zeros_BL = jnp.zeros_like(confidence_BL)
     proposal = Proposal(tokens_BL, zeros_BL, zeros_BL, log_odds_of(confidence_BL))
-    return rule.eligible(context) & rule.select(context, proposal)
+    return rule.eligible(state, context) & rule.select(state, context, proposal)[0]
 
 
 @jax.jit
@@ -66,7 +66,8 @@ def _observe(rule, kept, logits_BLV):
     ids_N = jnp.argmax(flat_NV, axis=1).astype(jnp.int32)
     logprob_N = jax.nn.log_softmax(flat_NV).max(axis=1)
     kept_N = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
-    new_N, sure_N = rule.observe(kept_N, places_N // LENGTH, flat_NV, ids_N, logprob_N)
+    drawn = DrawnTokens(ids_N, places_N // LENGTH, logprob_N, lambda: flat_NV)
+    sure_N, new_N = rule.score(kept_N, flat_NV, drawn)
     sure_BL = jax.nn.sigmoid(sure_N).reshape(ROWS, LENGTH)
     return put(kept, places_N, places_N >= 0, new_N), sure_BL
 
@@ -154,12 +155,11 @@ def test_all_are_committed_once_the_mean_gap_is_large():
     (logits,) = _logits(1, rng)
     step = rng.integers(0, STEPS, ROWS)
     rule = _rule("prophet", prophet_gap=(3 * SHARE).astype(np.float32))
-    kept, sure = _observe(rule, rule.start_memory(ROWS, LENGTH).places, logits)
+    kept, sure = _observe(rule, rule.init(ROWS, LENGTH), logits)
     ranked = np.sort(logits, axis=-1)
     gaps = ranked[..., -1] - ranked[..., -2]
     np.testing.assert_allclose(kept, gaps, rtol=1e-5)
-    context = _context(IS_HOLE, step, RuleMemory(kept))
-    chosen = np.asarray(_select(rule, context, TOKENS, sure))
+    chosen = np.asarray(_select(rule, _context(IS_HOLE, step), TOKENS, sure, kept))
     _same(chosen, lambda row, holes: oracle.prophet(
         np.asarray(sure)[row].tolist(), gaps[row].tolist(), holes, 3 * float(SHARE[row]),
         int(step[row]), STEPS,
@@ -172,11 +172,11 @@ def test_what_is_stable_and_sure_is_committed():
     rule = _rule(
         "klass", threshold=(SHARE / 2).astype(np.float32), klass_divergence=bound, klass_steps=FEW
     )
-    kept, history = rule.start_memory(ROWS, LENGTH).places, []
+    kept, history = rule.init(ROWS, LENGTH), []
     for logits in _logits(5, rng):
         kept, sure = _observe(rule, kept, logits)
         history.append(_softmax(logits))
-        chosen = np.asarray(_select(rule, _context(IS_HOLE, 1, RuleMemory(kept)), TOKENS, sure))
+        chosen = np.asarray(_select(rule, _context(IS_HOLE, 1), TOKENS, sure, kept))
         _same(chosen, lambda row, holes: oracle.klass(
             [p[row].tolist() for p in history], holes, float(SHARE[row]) / 2, float(bound[row]),
             int(FEW[row]),
@@ -188,7 +188,7 @@ def test_credit_raises_what_a_position_keeps_predicting():
     weight, decay, power = (rng.uniform(0, 1.5, ROWS).astype(np.float32) for _ in range(3))
     decay = np.minimum(decay, 1.0)
     rule = _rule("credit", credit_weight=weight, credit_decay=decay, credit_power=power)
-    kept, history = rule.start_memory(ROWS, LENGTH).places, []
+    kept, history = rule.init(ROWS, LENGTH), []
     for logits in _logits(4, rng):
         kept, sure = _observe(rule, kept, logits)
         history.append(_softmax(logits))
@@ -210,10 +210,10 @@ def test_dependences_decide_what_commits_together():
         "dependence": SHARE / 3, "sink": 0.1 + SHARE / 5,
     }  # fmt: skip
     sure, kept = (rng.random((ROWS, LENGTH)).astype(np.float32) for _ in range(2))
-    context = _context(IS_HOLE, 1, RuleMemory(log_odds_of(kept)))._replace(
+    context = _context(IS_HOLE, 1)._replace(
         is_token_BL=jnp.asarray(~IS_HOLE), attention_BLL=jnp.asarray(maps)
     )
-    chosen = np.asarray(_select(_rule("dawn", **values), context, TOKENS, sure))
+    chosen = np.asarray(_select(_rule("dawn", **values), context, TOKENS, sure, log_odds_of(kept)))
     names = {"threshold": "high", "induced_threshold": "induced", "apart_threshold": "low",
              "dependence": "edge", "sink": "sink"}  # fmt: skip
     is_anchor = ~IS_HOLE & (kept >= values["threshold"][:, None])
@@ -246,19 +246,18 @@ def test_cycles_of_slow_and_fast_steps():
         )
         for row in range(ROWS)
     ]
-    left, memory = IS_HOLE.copy(), rule.start_memory(ROWS, LENGTH)
-    remember = jax.jit(lambda context, proposal, chosen: rule.remember(context, proposal, chosen))
+    left, state = IS_HOLE.copy(), rule.init(ROWS, LENGTH)
+    select = jax.jit(lambda *inputs: rule.select(*inputs))
     for step in range(LENGTH):
         sure = rng.random((ROWS, LENGTH)).astype(np.float32)
-        context = _context(left, step, memory)
-        chosen = np.asarray(_select(rule, context, TOKENS, sure))
+        zeros = jnp.zeros_like(sure)
+        proposal = Proposal(jnp.asarray(TOKENS), zeros, zeros, log_odds_of(sure))
+        chosen, state = select(state, _context(left, step), proposal)
+        chosen = np.asarray(chosen)
         for row in range(ROWS):
             holes = np.flatnonzero(left[row]).tolist()
             want = rows[row].step(sure[row], holes) if holes else set()
             assert set(np.flatnonzero(chosen[row]).tolist()) == want, (step, row)
-        zeros = jnp.zeros_like(sure)
-        proposal = Proposal(jnp.asarray(TOKENS), zeros, zeros, log_odds_of(sure))
-        memory = RuleMemory(rows=remember(context, proposal, jnp.asarray(chosen)))
         left &= ~chosen
     assert not left.any()
 
@@ -270,7 +269,7 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
         jnp.full(ROWS, LENGTH), jnp.log(SURE), None, KEYS,
     )  # fmt: skip
     rule = decoders.Wino(jnp.asarray(SHARE))
-    chosen = np.asarray(jax.jit(lambda rule, context: rule.select(context))(rule, context))
+    chosen = np.asarray(jax.jit(lambda rule, context: rule.select((), context)[0])(rule, context))
     for row in range(ROWS):
         old, fresh = np.flatnonzero(kind[row] == 1).tolist(), int((kind[row] == 0).sum())
         want = oracle.wino(SURE[row].tolist(), old, fresh, float(SHARE[row]))
@@ -280,20 +279,18 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
 
 def test_credit_of_any_weight_is_a_probability():
     rule = decoders.Credit(*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)), jnp.array([1]))
-    kept, row_N = rule.start_memory(1, 2).places, jnp.zeros(2, jnp.int32)
-    kept = jax.tree.map(lambda x: x[0], kept)
+    kept, row_N = jax.tree.map(lambda x: x[0], rule.init(1, 2)), jnp.zeros(2, jnp.int32)
     logits_NV = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
     for _ in range(4):
-        kept, sure_N = rule.observe(kept, row_N, logits_NV, jnp.zeros(2, jnp.int32), jnp.zeros(2))
+        drawn = DrawnTokens(row_N, row_N, jnp.zeros(2), lambda: logits_NV)
+        sure_N, kept = rule.score(kept, logits_NV, drawn)
     np.testing.assert_allclose(jax.nn.sigmoid(sure_N), 1.0, rtol=1e-6)
 
 
 def test_what_a_rule_keeps_is_never_of_all_ids():
     for rule in TABLE.commit.values():
-        memory = rule.start_memory(rule, 2, 3)  # type: ignore[arg-type]
-        assert all(x.shape[:2] == (2, 3) and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(
-            memory.places))  # fmt: skip
-        assert all(x.shape[0] == 2 for x in jax.tree.leaves(memory.rows))
+        state = rule.init(rule, 2, 3)  # type: ignore[arg-type]
+        assert all(x.shape[0] == 2 and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sampling import test_rules as laws
 
 from dlm_jax.contrib import decoders
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.sampling.step import look
+from dlm_jax.sampling.mask_step import propose_step
 
 TABLE = with_rules(tuple(classes_of(decoders)))
 ORDERS = [cls.name for cls in classes_of(decoders) if cls.name in TABLE.commit]
@@ -65,7 +65,7 @@ def test_replay_is_the_trace_bit_for_bit():
 def test_a_rule_that_reads_attention_gets_that_of_live_positions_in_the_forward_of_the_step():
     state = rule_cases.make_state("dawn-none", laws._slots("dawn-none"))
     program, params = rule_cases.program("dawn-none"), toy.params()
-    found = jax.jit(look, static_argnums=0)(program, params, state).commit.attention_BLL
+    found = jax.jit(propose_step, static_argnums=0)(program, params, state)[1].commit.attention_BLL
     canvas, network = state.canvas, program.network
     shown = jax.jit(network.inside)(params, canvas.tokens_BL, canvas.length_B).attention_BEHLL
     assert found.shape == (ROWS, POSITIONS, POSITIONS) and shown.shape[1] == 2
@@ -74,5 +74,5 @@ def test_a_rule_that_reads_attention_gets_that_of_live_positions_in_the_forward_
         np.testing.assert_allclose(found[row, :length], wanted[:length], atol=1e-5)
         assert not found[row, length:].any() and not found[row, :, length:].any()
     plain = rule_cases.make_state("threshold-none", laws._slots("threshold-none"))
-    seen = jax.eval_shape(functools.partial(look, program), params, plain)
+    seen = jax.eval_shape(functools.partial(propose_step, program), params, plain)[1]
     assert seen.commit.attention_BLL is None

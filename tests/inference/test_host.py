@@ -16,11 +16,11 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.host import HostLoop, matching
 from dlm_jax.sampling.commit import LeftToRight
+from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import Parallel
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, Rules
-from dlm_jax.sampling.state import start
 from dlm_jax.types import Status
 
 LENGTH, CANVAS, ROWS = 10, 12, 3

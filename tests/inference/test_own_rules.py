@@ -30,10 +30,10 @@ class EveryOther(dlm_jax.CommitRule):
 
     pace_B: jnp.ndarray = per_row(PACE)
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         """The first `pace` holes."""
         place_BL = jnp.cumsum(context.is_hole_BL, axis=1)
-        return context.is_hole_BL & (place_BL <= self.pace_B[:, None])
+        return context.is_hole_BL & (place_BL <= self.pace_B[:, None]), state
 
 
 @rule
@@ -170,14 +170,14 @@ def test_a_rule_without_what_its_kind_requires_or_with_a_taken_name_is_refused()
 
         name = "threshold"
 
-        def select(self, context, proposal):
-            return context.is_hole_BL
+        def select(self, state, context, proposal):
+            return context.is_hole_BL, state
 
     class Bare(dlm_jax.CommitRule):
         """Not under `rule`."""
 
-        def select(self, context, proposal):
-            return context.is_hole_BL
+        def select(self, state, context, proposal):
+            return context.is_hole_BL, state
 
     for cls, said in ((Idle, "lacks select()"), (Again, "taken"), (Bare, "dlm_jax.rule")):
         with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
@@ -232,3 +232,38 @@ def test_a_module_stands_for_the_rules_that_it_defines():
     settings = {"order": "every_other", "pace": 3, "shift": 1e6, "seed": 3}
     ours = dlm_jax.generate(MODEL, ["A "], rules=module, **settings)
     _same(ours, dlm_jax.generate(MODEL, ["A "], rules=[EveryOther, Shift], **settings))
+
+
+def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
+    def sharpened(logits_NV):
+        return 2.0 * logits_NV
+
+    given = {"seed": 3, "gen_length": 8, "steps": 8}
+    plain = dlm_jax.generate(MODEL, ["The "], transforms=[Temperature(0.5)], **given)
+    found = dlm_jax.generate(MODEL, ["The "], transforms=[sharpened], **given)
+    assert found.texts == plain.texts
+    assert dlm_jax.generate(MODEL, ["The "], transforms=[sharpened], **given).texts == found.texts
+    rest = dlm_jax.generate(MODEL, ["The "], transforms=[sharpened, TopK(1)], **given)
+    assert rest.texts == dlm_jax.generate(MODEL, ["The "], temperature=0.0, **given).texts
+    unbanned = dlm_jax.generate(
+        MODEL, ["The "], transforms=[lambda logits_NV: 0.0 * jnp.nan_to_num(logits_NV)], **given
+    )
+    banned = {MODEL.tokenizer.mask_id, *MODEL.tokenizer.banned_ids}
+    assert not banned & set(np.asarray(unbanned.tokens).ravel()[4:12].tolist())
+
+    def short(logits_NV):
+        return logits_NV[:, 1:]
+
+    said = r"short.apply returned float32 .*; return float32 \[N, V\]"
+    with pytest.raises(ValueError, match=said):
+        dlm_jax.generate(MODEL, ["The "], transforms=[short], **given)
+
+
+def test_a_member_that_moved_is_named_with_its_place():
+    @rule
+    class Old(EveryOther):
+        def log_chance(self, context, proposal, is_chosen_BL):
+            return 0.0
+
+    with pytest.raises(ValueError, match="rule Old defines log_chance, which is log_prob now"):
+        dlm_jax.generate(MODEL, ["The "], rules=[Old], order="old")

@@ -23,8 +23,8 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.state import start
-from dlm_jax.sampling.step import chain_now
+from dlm_jax.sampling.loop import start
+from dlm_jax.sampling.noise_step import step_chain
 from dlm_jax.training.run import prepare
 from dlm_jax.training.train_loop import run_loop
 
@@ -340,7 +340,7 @@ def test_each_canvas_has_its_own_steps_and_temperatures(both):
 
     def temperature(step, taken):
         block = state.block._replace(step_B=jnp.array([step]))
-        chain = chain_now(state._replace(block=block, step_B=jnp.array([taken])))
+        chain = step_chain(state._replace(block=block, step_B=jnp.array([taken])))
         (one,) = (t for t in chain.transforms if type(t).__name__ == "Temperature")
         return float(one.temperature_B[0])
 

@@ -306,8 +306,8 @@ def test_a_trace_is_of_all_rows_of_one_program():
 
 @dlm_jax.rule
 class Unknown(dlm_jax.CommitRule):
-    def select(self, context, proposal):
-        return context.is_hole_BL
+    def select(self, state, context, proposal):
+        return context.is_hole_BL, state
 
 
 def test_a_rule_of_ones_own_says_how_likely_its_choice_is():
@@ -319,27 +319,24 @@ def test_a_rule_of_ones_own_says_how_likely_its_choice_is():
 class Roulette(dlm_jax.CommitRule):
     """Commits one hole, drawn in proportion to the probability that it observes in this step."""
 
-    def measure(self, logits_NV, logprob_N):
-        return logprob_N
+    def init(self, num_rows, num_positions):
+        return jnp.zeros((num_rows, num_positions))
 
-    def start_memory(self, num_rows, num_positions):
-        return dlm_jax.RuleMemory(jnp.zeros((num_rows, num_positions)))
+    def score(self, state_N, logits_NV, drawn):
+        return drawn.logprob_N, jnp.exp(drawn.logprob_N)
 
-    def observe(self, kept, row_N, logits_NV, ids_N, logprob_N):
-        return jnp.exp(logprob_N), self.measure(logits_NV, logprob_N)
-
-    def _chance(self, context, proposal):
-        weight_BL = context.memory.places * jnp.exp(proposal.confidence_BL)
+    def _chance(self, state, context, proposal):
+        weight_BL = state * jnp.exp(proposal.confidence_BL)
         weight_BL = jnp.where(context.is_hole_BL, weight_BL, 0.0)
         return weight_BL / weight_BL.sum(1, keepdims=True)
 
-    def select(self, context, proposal):
-        logit_BL = jnp.log(self._chance(context, proposal))
+    def select(self, state, context, proposal):
+        logit_BL = jnp.log(self._chance(state, context, proposal))
         place_B = jax.vmap(jax.random.categorical)(context.key_B, logit_BL)
-        return jax.nn.one_hot(place_B, logit_BL.shape[1], dtype=bool)
+        return jax.nn.one_hot(place_B, logit_BL.shape[1], dtype=bool), state
 
-    def log_chance(self, context, proposal, is_chosen_BL):
-        chance_BL = self._chance(context, proposal)
+    def log_prob(self, state, context, proposal, is_chosen_BL):
+        chance_BL = self._chance(state, context, proposal)
         return jnp.log(jnp.where(is_chosen_BL, chance_BL, 0.0).sum(1))
 
 

@@ -21,31 +21,31 @@ HALVES = Setting("halves", 0.0, "asks for the transform", low=0.0, high=1.0)
 class OnePerRow(dlm_jax.CommitRule):
     """Forgets the axis of positions."""
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         """True for rows instead of positions."""
-        return jnp.any(context.is_hole_BL, axis=1)
+        return jnp.any(context.is_hole_BL, axis=1), state
 
 
 @rule
 class Scores(dlm_jax.CommitRule):
     """Returns numbers instead of a choice."""
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         """The confidence itself."""
-        return proposal.confidence_BL
+        return proposal.confidence_BL, state
 
 
 @rule
 class Ranks(dlm_jax.CommitRule):
     """Measures in whole numbers."""
 
-    def measure(self, logits_NV, logprob_N):
+    def score(self, state_N, logits_NV, drawn):
         """int32."""
-        return logprob_N.astype(jnp.int32)
+        return drawn.logprob_N.astype(jnp.int32), state_N
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         """All holes."""
-        return context.is_hole_BL
+        return context.is_hole_BL, state
 
 
 @rule
@@ -54,26 +54,31 @@ class Undeclared(dlm_jax.CommitRule):
 
     count: int = 3
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
         """All holes."""
-        return context.is_hole_BL
+        return context.is_hole_BL, state
 
 
 @rule
 class Remembers(dlm_jax.CommitRule):
-    """Returns its whole memory instead of that of the rows."""
+    """Returns a state of two arrays instead of one."""
 
-    def start_memory(self, num_rows, num_positions):
+    def init(self, num_rows, num_positions):
         """A number per row."""
-        return dlm_jax.RuleMemory(rows=jnp.zeros(num_rows))
+        return jnp.zeros(num_rows)
 
-    def select(self, context, proposal):
+    def select(self, state, context, proposal):
+        """All holes."""
+        return context.is_hole_BL, (state, state)
+
+
+@rule
+class Alone(dlm_jax.CommitRule):
+    """Forgets the state."""
+
+    def select(self, state, context, proposal):
         """All holes."""
         return context.is_hole_BL
-
-    def remember(self, context, proposal, is_committed_BL):
-        """Both parts of the memory."""
-        return context.memory
 
 
 @rule
@@ -82,7 +87,7 @@ class Nothing(dlm_jax.RemaskRule):
 
     forgets_B: jax.Array = per_row(FORGETS)
 
-    def select(self, context):
+    def select(self, state, context):
         """None."""
 
 
@@ -102,9 +107,13 @@ class Halved(dlm_jax.LogitTransform):
     [
         ({"commit": OnePerRow()}, r"OnePerRow.select returned bool \[\d+\]; return bool \[B, L\]"),
         ({"commit": Scores()}, r"Scores.select returned float32 \[\d+, \d+\]; return bool"),
-        ({"commit": Ranks()}, r"Ranks.measure returned int32 \[\d+\]; return float32 \[N\]"),
-        ({"commit": Remembers()}, r"Remembers.remember returned .*; return the per-row arrays"),
-        ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return bool \[B, L\]"),
+        ({"commit": Ranks()}, r"Ranks.score returned int32 \[\d+\]; return float32 \[N\]"),
+        (
+            {"commit": Remembers()},
+            r"Remembers.select returned a state .*; return the arrays of",
+        ),
+        ({"commit": Alone()}, r"Alone.select returned a \w+; return a pair of the result and"),
+        ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return a pair of the"),
         (
             {"transforms": [Halved(1.0)]},
             r"Halved.apply returned bfloat16 .*; return float32 \[N, V\]",

@@ -21,7 +21,7 @@ from dlm_jax import devices
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.loop import Advance
-from dlm_jax.sampling.step import step
+from dlm_jax.sampling.mask_step import step
 from dlm_jax.sampling.transforms import MirostatV2, TypicalP, chain
 from dlm_jax.settings import pytree
 from dlm_jax.types import Network, Status
@@ -233,7 +233,7 @@ def test_compiled_loop_equals_a_python_loop_over_the_step(rule):
     rows = canvases.mixed_rows(2)
     state = canvases.make_state(rows, RULES[rule])
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state, _ = _step(canvases.program(), toy.params(), state)
+        state = _step(canvases.program(), toy.params(), state)
     assert canvases.results(state) == canvases.run(rows, RULES[rule])
 
 
@@ -444,14 +444,14 @@ def _watched_advance():
 class _OddOnly(CommitRule):
     """Asks for holes at odd positions; tries to commit all at step 0 and none after that."""
 
-    def eligible(self, context):
+    def eligible(self, state, context):
         return context.is_hole_BL & (jnp.arange(POSITIONS) % 2 == 1)[None]
 
-    def measure(self, logits_NV, logprob_N):
-        return logprob_N
+    def score(self, state_N, logits_NV, drawn):
+        return drawn.logprob_N, state_N
 
-    def select(self, context, proposal):
-        return jnp.broadcast_to((context.step_B == 0)[:, None], context.is_hole_BL.shape)
+    def select(self, state, context, proposal):
+        return jnp.broadcast_to((context.step_B == 0)[:, None], context.is_hole_BL.shape), state
 
 
 # Feedback
@@ -473,7 +473,7 @@ def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_ch
     mus = [mirostat.start(tau)] * ROWS
     for number in range(2):
         before = np.asarray(state.canvas.tokens_BL)
-        state, _ = _step(canvases.program(), toy.params(), state)
+        state = _step(canvases.program(), toy.params(), state)
         after, committed = np.asarray(state.canvas.tokens_BL), np.asarray(state.committed_BL)
         for row, temperature in enumerate(temperatures):
             logits = np.array(toy.row_logits(before[row], 11), np.float64) / temperature

@@ -7,7 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, CommitRule, Proposal, RuleMemory, Setting, certain, per_row, rule
+from dlm_jax import (
+    CommitContext,
+    CommitRule,
+    DrawnTokens,
+    Proposal,
+    Setting,
+    certain,
+    most_confident,
+    per_row,
+    rule,
+)
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.rule_tools import THRESHOLD, THRESHOLD_LEAST, place_of_largest, reached
 
@@ -28,7 +38,7 @@ class Credit(CommitRule):
     """
 
     about = "holes above the threshold, with a bonus for persistent predictions"
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     weight_B: jax.Array = per_row(Setting(
@@ -47,35 +57,30 @@ class Credit(CommitRule):
     ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+    def init(self, num_rows: int, num_positions: int) -> Any:
         shape = (num_rows, num_positions, KEPT)
-        return RuleMemory((jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)))
+        return jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    def observe(
-        self,
-        kept: Any,
-        row_N: jax.Array,
-        logits_NV: jax.Array,
-        ids_N: jax.Array,
-        logprob_N: jax.Array,
-    ) -> tuple[Any, jax.Array]:
-        ids_NK, credit_NK = kept
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        ids_NK, credit_NK = state_N
         logits_NV = logits_NV.astype(jnp.float32)
         logprob_NV = jax.nn.log_softmax(logits_NV)
         best_id_N1 = vocab.argmax(logprob_NV, vocab.TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
-        credit_NK = self.decay_B[row_N][:, None] * credit_NK
+        credit_NK = self.decay_B[drawn.row_N][:, None] * credit_NK
         # The credit is written to the slot of the id, or else to the slot with the least credit.
         is_own_NK = ids_NK == best_id_N1
         rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
         is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]
-        gain_N1 = jnp.exp(self.power_B[row_N][:, None] * best_N1)
+        gain_N1 = jnp.exp(self.power_B[drawn.row_N][:, None] * best_N1)
         own_NK = jnp.where(is_own_NK, credit_NK, 0.0) + gain_N1
         ids_NK = jnp.where(is_slot_NK, best_id_N1, ids_NK)
         credit_NK = jnp.where(is_slot_NK, own_NK, credit_NK)
         # Each probability is multiplied by exp(alpha ln(1 + C)) and divided by the sum of these
         # products. All factors are divided by the largest, because they can overflow float32.
-        gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credit_NK)
+        gain_NK = self.weight_B[drawn.row_N][:, None] * jnp.log1p(credit_NK)
         gain_NK = jnp.where(ids_NK >= 0, gain_NK, 0.0)
         peak_N1 = gain_NK.max(axis=1, keepdims=True)
         factor_NK, one_N1 = jnp.exp(gain_NK - peak_N1), jnp.exp(-peak_N1)
@@ -88,9 +93,11 @@ class Credit(CommitRule):
         product_NK = share_NK * factor_NK
         is_most_NK = jnp.arange(KEPT)[None] == place_of_largest(product_NK)[:, None]
         less_N = others_N * one_N1[:, 0] + jnp.where(is_most_NK, 0.0, product_NK).sum(axis=1)
-        return (ids_NK, credit_NK), jnp.log(product_NK.max(axis=1)) - jnp.log(less_N)
+        return jnp.log(product_NK.max(axis=1)) - jnp.log(less_N), (ids_NK, credit_NK)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         is_sure_BL = reached(proposal.confidence_BL, self.threshold_B)
         is_sure_BL &= context.is_hole_BL
-        return is_sure_BL | self.surest(context, proposal, self.least_B)
+        return is_sure_BL | most_confident(context, proposal, self.least_B), state

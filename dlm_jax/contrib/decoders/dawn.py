@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from dlm_jax import (
     CommitContext,
+    DrawnTokens,
     Proposal,
-    RuleMemory,
     Setting,
     certain,
     most,
+    most_confident,
     per_row,
     rule,
     static,
@@ -43,9 +44,8 @@ class Dawn(Confident):
     """
 
     about = "confident holes, and holes selected by their attention to other positions"
-    map_blocks = 4
-    remembers_ids = True
-    log_chance = certain
+    needs = ("attention:4", "candidates")
+    log_prob = certain
 
     high_B: jax.Array = per_row(THRESHOLD)
     induced_B: jax.Array = per_row(Setting(
@@ -71,25 +71,22 @@ class Dawn(Confident):
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
-        return RuleMemory(jnp.full((num_rows, num_positions), jnp.inf, jnp.float32))
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        return jnp.full((num_rows, num_positions), jnp.inf, jnp.float32)
 
-    def observe(
-        self,
-        kept: Any,
-        row_N: jax.Array,
-        logits_NV: jax.Array,
-        ids_N: jax.Array,
-        logprob_N: jax.Array,
-    ) -> tuple[Any, jax.Array]:
-        sure_N = self.measure(logits_NV, logprob_N)
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        sure_N, _ = super().score(state_N, logits_NV, drawn)
         return sure_N, sure_N
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         assert context.attention_BLL is not None
         needs_BLL = self._dependences(context.attention_BLL)
-        is_anchor_BL = context.is_token_BL & reached(context.memory.places, self.high_B)
+        is_anchor_BL = context.is_token_BL & reached(state, self.high_B)
         is_taken_BL = reached(sure_BL, self.induced_B) & _any_of(needs_BLL, is_anchor_BL)
         is_taken_BL = is_hole_BL & (is_taken_BL | reached(sure_BL, self.high_B))
         conflicts_BLL = needs_BLL | jnp.swapaxes(needs_BLL, 1, 2)
@@ -99,7 +96,7 @@ class Dawn(Confident):
         def with_next(sets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             is_taken_BL, is_left_BL = sets
             is_next_BL = most(
-                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL, self.scale
+                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL, 1.0
             )
             is_left_BL &= ~is_next_BL & ~_any_of(conflicts_BLL, is_next_BL)
             return is_taken_BL | is_next_BL, is_left_BL
@@ -107,7 +104,7 @@ class Dawn(Confident):
         is_taken_BL, _ = jax.lax.while_loop(
             lambda sets: jnp.any(sets[1]), with_next, (is_taken_BL, is_left_BL)
         )
-        return is_taken_BL | self.surest(context, proposal, self.least_B)
+        return is_taken_BL | most_confident(context, proposal, self.least_B), state
 
     def _dependences(self, attention_BLL: jax.Array) -> jax.Array:
         """True where a position (axis 1) depends on another (axis 2)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +23,7 @@ class Dilated(CommitRule):
     """
 
     about = "a grid that is refined at each step, regardless of confidence"
-    log_chance = certain
+    log_prob = certain
 
     base_B: jax.Array = per_row(Setting(
         "dilated_base", 2,
@@ -29,7 +31,7 @@ class Dilated(CommitRule):
         low=2, high=2**15,
     ))  # fmt: skip
 
-    def eligible(self, context: CommitContext) -> jax.Array:
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The holes on the grid of this round; all holes after the last round."""
         step_B, holes_B1 = context.step_B, context.first_holes_B[:, None]
         base_B1 = self.base_B.astype(jnp.float32)[:, None]
@@ -40,5 +42,7 @@ class Dilated(CommitRule):
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         return context.is_hole_BL & (place_1L % jnp.maximum(spacing_B1, 1) == 0)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return context.is_hole_BL
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        return context.is_hole_BL, state

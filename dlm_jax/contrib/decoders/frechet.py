@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, Proposal, Setting, certain, per_row, rule, static
+from dlm_jax import (
+    CommitContext,
+    Proposal,
+    Setting,
+    certain,
+    most_confident,
+    per_row,
+    rule,
+    static,
+)
 from dlm_jax.sampling.rule_tools import CONFIDENCE, Confident, Measure, exceeds, falling
 
 
@@ -21,7 +32,7 @@ class Frechet(Confident):
     """
 
     about = "holes with a high lower bound on their joint probability"
-    log_chance = certain
+    log_prob = certain
 
     margin_B: jax.Array = per_row(Setting(
         "frechet_margin", 0.25,
@@ -32,7 +43,9 @@ class Frechet(Confident):
     ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         sure_BL, place_1L = (
             falling(context, proposal),
             jnp.arange(context.is_hole_BL.shape[1])[None],
@@ -41,4 +54,4 @@ class Frechet(Confident):
         doubt_BL = jnp.where(is_hole_BL, jax.nn.sigmoid(-sure_BL), jnp.inf)
         lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
         count_B = jnp.sum(exceeds(lead_BL, self.margin_B[:, None], 1.0), axis=1)
-        return self.surest(context, proposal, jnp.maximum(count_B, 1))
+        return most_confident(context, proposal, jnp.maximum(count_B, 1)), state

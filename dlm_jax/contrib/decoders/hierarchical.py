@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, Proposal, Setting, certain, per_row, rule, static
+from dlm_jax import (
+    CommitContext,
+    Proposal,
+    Setting,
+    certain,
+    most_confident,
+    per_row,
+    rule,
+    static,
+)
 from dlm_jax.sampling.rule_tools import CONFIDENCE, THRESHOLD, Confident, Measure, reached, reaches
 
 
@@ -19,7 +30,7 @@ class Hierarchical(Confident):
     """
 
     about = "the most confident hole of each run of holes, and all holes above the threshold"
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     floor_B: jax.Array = per_row(Setting(
@@ -30,18 +41,18 @@ class Hierarchical(Confident):
     ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
-        is_best_BL = is_hole_BL & reaches(
-            sure_BL, _most_of_run(sure_BL, is_hole_BL, -jnp.inf), self.scale
-        )
+        is_best_BL = is_hole_BL & reaches(sure_BL, _most_of_run(sure_BL, is_hole_BL, -jnp.inf), 1.0)
         assert context.preference_BL is not None, "the loop gives it"
         preference_BL = jnp.where(is_best_BL, context.preference_BL, jnp.uint32(0))
         is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL, 0)
         is_best_BL &= reached(sure_BL, self.floor_B)
         is_sure_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
-        surest_BL = self.surest(context, proposal, jnp.ones_like(context.step_B))
-        return is_best_BL | is_sure_BL | surest_BL
+        surest_BL = most_confident(context, proposal, jnp.ones_like(context.step_B))
+        return is_best_BL | is_sure_BL | surest_BL, state
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array, least: float) -> jax.Array:

@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, CommitRule, Proposal, RuleMemory, Setting, certain, per_row, rule
+from dlm_jax import (
+    CommitContext,
+    CommitRule,
+    DrawnTokens,
+    Proposal,
+    Setting,
+    certain,
+    most_confident,
+    per_row,
+    rule,
+)
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.rule_tools import (
     THRESHOLD,
@@ -48,7 +58,7 @@ class Klass(CommitRule):
     """
 
     about = "confident holes with stable predictions"
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     divergence_B: jax.Array = per_row(Setting(
@@ -64,41 +74,36 @@ class Klass(CommitRule):
     ))  # fmt: skip
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+    def init(self, num_rows: int, num_positions: int) -> Any:
         shape = (num_rows, num_positions, LEADING)
         ids, steps = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape[:2], jnp.int32)
-        return RuleMemory(LastPrediction(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps))
+        return LastPrediction(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps)
 
-    def observe(
-        self,
-        kept: Any,
-        row_N: jax.Array,
-        logits_NV: jax.Array,
-        ids_N: jax.Array,
-        logprob_N: jax.Array,
-    ) -> tuple[Any, jax.Array]:
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        last = state_N
         logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
-        now_NK = jnp.take_along_axis(logprob_NV, jnp.maximum(kept.ids, 0), axis=1)
-        moved_N = _divergence(jnp.where(kept.ids >= 0, now_NK, -jnp.inf), kept.logprobs)
-        bound_N = self.divergence_B[row_N]
-        is_stable_N = (kept.ids[:, 0] >= 0) & ~reaches(moved_N, bound_N, 1.0)
+        now_NK = jnp.take_along_axis(logprob_NV, jnp.maximum(last.ids, 0), axis=1)
+        moved_N = _divergence(jnp.where(last.ids >= 0, now_NK, -jnp.inf), last.logprobs)
+        bound_N = self.divergence_B[drawn.row_N]
+        is_stable_N = (last.ids[:, 0] >= 0) & ~reaches(moved_N, bound_N, 1.0)
         best_NK, best_ids_NK = vocab.largest(logprob_NV, min(LEADING, logits_NV.shape[1]))
         padding = (0, 0), (0, LEADING - best_NK.shape[1])
         seen = LastPrediction(
             jnp.pad(best_ids_NK, padding, constant_values=-1),
             jnp.pad(best_NK, padding, constant_values=-jnp.inf),
-            jnp.where(is_stable_N, kept.steps + 1, 0),
+            jnp.where(is_stable_N, last.steps + 1, 0),
         )
-        return seen, maximum(logits_NV.astype(jnp.float32), logprob_N)
+        return maximum(logits_NV.astype(jnp.float32), drawn.logprob_N), seen
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        seen, is_hole_BL = context.memory.places, context.is_hole_BL
-        is_ready_BL = is_hole_BL & (seen.steps >= self.steps_B[:, None])
-        is_ready_BL &= exceeds(
-            proposal.confidence_BL, log_odds_of(self.threshold_B)[:, None], self.scale
-        )
-        surest_BL = self.surest(context, proposal, self.least_B)
-        return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL)
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        is_ready_BL = context.is_hole_BL & (state.steps >= self.steps_B[:, None])
+        is_ready_BL &= exceeds(proposal.confidence_BL, log_odds_of(self.threshold_B)[:, None], 1.0)
+        surest_BL = most_confident(context, proposal, self.least_B)
+        return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL), state
 
 
 def _divergence(now_NK: jax.Array, before_NK: jax.Array) -> jax.Array:

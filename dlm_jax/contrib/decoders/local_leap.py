@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, Proposal, Setting, certain, per_row, rule, static
+from dlm_jax import (
+    CommitContext,
+    Proposal,
+    Setting,
+    certain,
+    most_confident,
+    per_row,
+    rule,
+    static,
+)
 from dlm_jax.sampling.rule_tools import (
     CONFIDENCE,
     THRESHOLD,
@@ -26,7 +37,7 @@ class LocalLeap(Confident):
     """
 
     about = "confident holes, and less confident ones near them"
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     relaxed_B: jax.Array = per_row(Setting(
@@ -42,7 +53,9 @@ class LocalLeap(Confident):
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         is_anchor_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
         num_positions = is_hole_BL.shape[1]
@@ -54,4 +67,4 @@ class LocalLeap(Confident):
         anchors_BL = jnp.take_along_axis(upto_BL, end_BL, axis=1)
         anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
         is_near_BL = is_hole_BL & (anchors_BL > 0) & reached(sure_BL, self.relaxed_B)
-        return is_anchor_BL | is_near_BL | self.surest(context, proposal, self.least_B)
+        return is_anchor_BL | is_near_BL | most_confident(context, proposal, self.least_B), state

@@ -51,7 +51,7 @@ class PositionAware(Confident):
     """
 
     about = "a quota of the holes, ranked by position, probability and token rarity"
-    log_chance = certain
+    log_prob = certain
 
     decay_B: jax.Array = per_row(Setting(
         "position_decay", 0.25,
@@ -83,7 +83,9 @@ class PositionAware(Confident):
         super().check_model(row, facts)
         check_ids("common_ids", (id_ for id_, _ in row.common_ids), facts.vocab_size)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         is_hole_BL = context.is_hole_BL
         rest = 1.0 - sum(share for _, share in self.common)
         share_BL = rest / max(self.vocab_size - len(self.common), 1)
@@ -95,4 +97,4 @@ class PositionAware(Confident):
         first_B1 = place_of_largest(is_hole_BL)[:, None]
         place_BL = jnp.arange(is_hole_BL.shape[1])[None] - first_B1
         score_BL = jnp.log(counts_BL) - self.decay_B[:, None] * place_BL
-        return most(score_BL, is_hole_BL, self.quota(context), context.preference_BL, 1.0)
+        return most(score_BL, is_hole_BL, self.quota(context), context.preference_BL, 1.0), state

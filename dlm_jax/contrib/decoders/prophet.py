@@ -7,7 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, Proposal, RuleMemory, Setting, certain, per_row, rule, static
+from dlm_jax import (
+    CommitContext,
+    DrawnTokens,
+    Proposal,
+    Setting,
+    certain,
+    most_confident,
+    per_row,
+    rule,
+    static,
+)
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.rule_tools import CONFIDENCE, Confident, Measure, linear_quota, reaches
 from dlm_jax.settings import SettingError
@@ -27,7 +37,7 @@ class Prophet(Confident):
     """
 
     about = "a quota of the most confident holes, or all holes when their predictions are clear"
-    log_chance = certain
+    log_prob = certain
 
     gap_B: jax.Array = per_row(Setting(
         "prophet_gap", 7.5,
@@ -46,26 +56,23 @@ class Prophet(Confident):
                 "use order='threshold'",
             )  # fmt: skip
 
-    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
-        return RuleMemory(jnp.zeros((num_rows, num_positions), jnp.float32))
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        return jnp.zeros((num_rows, num_positions), jnp.float32)
 
-    def observe(
-        self,
-        kept: Any,
-        row_N: jax.Array,
-        logits_NV: jax.Array,
-        ids_N: jax.Array,
-        logprob_N: jax.Array,
-    ) -> tuple[Any, jax.Array]:
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
         best_NK, _ = vocab.largest(logits_NV.astype(jnp.float32), min(2, logits_NV.shape[1]))
         gap_N = jnp.minimum(best_NK[:, 0] - best_NK[:, -1], _MOST)
-        return gap_N, self.measure(logits_NV, logprob_N)
+        return super().score(state_N, logits_NV, drawn)[0], gap_N
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         is_hole_BL = context.is_hole_BL
-        gap_B = jnp.sum(jnp.where(is_hole_BL, context.memory.places, 0.0), axis=1)
+        gap_B = jnp.sum(jnp.where(is_hole_BL, state, 0.0), axis=1)
         gap_B /= jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1)
         stage_B = jnp.minimum(3 * context.step_B // context.steps_B, 2)
         is_clear_B = reaches(gap_B, self.gap_B * (3 - stage_B) / 3.0, _MOST)
-        surest_BL = self.surest(context, proposal, linear_quota(context))
-        return surest_BL | (is_hole_BL & is_clear_B[:, None])
+        surest_BL = most_confident(context, proposal, linear_quota(context))
+        return surest_BL | (is_hole_BL & is_clear_B[:, None]), state

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from dlm_jax import (
     CommitContext,
     Proposal,
-    RuleMemory,
     Setting,
     certain,
     most,
@@ -55,7 +54,7 @@ class SlowFast(Confident):
     """
 
     about = "confident holes within a span that slow steps determine"
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     reach_B: jax.Array = per_row(Setting(
@@ -83,21 +82,26 @@ class SlowFast(Confident):
                 "edit", True, "changes the span of order='slow_fast'", "use order='threshold'"
             )
 
-    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
-        return RuleMemory(rows=Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields)))
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        return Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields))
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        scope_BL, sure_BL = self._scope(context), proposal.confidence_BL
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        cycle, sure_BL = _at_block(state, context), proposal.confidence_BL
+        scope_BL = self._scope(cycle, context)
         is_sure_BL = scope_BL & reached(sure_BL, self.threshold_B)
-        return is_sure_BL | most(
-            sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL, self.scale
+        is_chosen_BL = is_sure_BL | most(
+            sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL, 1.0
         )
+        return is_chosen_BL, self._next(cycle, context, proposal, is_chosen_BL)
 
-    def remember(
-        self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
-    ) -> Any:
-        cycle, place_1L = _begun(context), jnp.arange(is_committed_BL.shape[1])[None]
-        is_far_BL = self._scope(context) & reached(proposal.confidence_BL, self.reach_B)
+    def _next(
+        self, cycle: Cycle, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
+    ) -> Cycle:
+        """The phase of each row after the step."""
+        place_1L = jnp.arange(is_committed_BL.shape[1])[None]
+        is_far_BL = self._scope(cycle, context) & reached(proposal.confidence_BL, self.reach_B)
         seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
         slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
         # The deviation of two numbers from their mean is half of their distance.
@@ -114,19 +118,19 @@ class SlowFast(Confident):
             jnp.where(is_over_B, 0, jnp.where(is_slow_B, slow_B, cycle.slow_B)),
         )
 
-    def _scope(self, context: CommitContext) -> jax.Array:
+    def _scope(self, cycle: Cycle, context: CommitContext) -> jax.Array:
         """The holes of the span or, while its end is unknown, all holes from its start; all holes
         of the block if the span has none.
         """
-        cycle, is_hole_BL = _begun(context), context.is_hole_BL
+        is_hole_BL = context.is_hole_BL
         place_1L = jnp.arange(is_hole_BL.shape[1])[None]
         begin_B1, end_B1 = cycle.begin_B[:, None], cycle.end_B[:, None]
         scope_BL = is_hole_BL & (place_1L >= begin_B1) & ((place_1L < end_B1) | (end_B1 == 0))
         return jnp.where(jnp.any(scope_BL, axis=1, keepdims=True), scope_BL, is_hole_BL)
 
 
-def _begun(context: CommitContext) -> Cycle:
+def _at_block(cycle: Cycle, context: CommitContext) -> Cycle:
     """The phase of each row, reset to the first hole at the first step of a block."""
     first_B = place_of_largest(context.is_hole_BL)
     fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
-    return choose(context.step_B == 0, fresh, context.memory.rows)
+    return choose(context.step_B == 0, fresh, cycle)

@@ -23,8 +23,8 @@ class Wino(RemaskRule):
     """
 
     about = "remasks tokens that become unlikely in later passes, fewer than the step commits"
-    rereads = True
-    log_chance = certain
+    needs = ("logprobs",)
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(Setting(
         "verify_threshold", 0.9,
@@ -40,10 +40,10 @@ class Wino(RemaskRule):
     def is_active(self) -> jax.Array:
         return self.threshold_B > 0
 
-    def select(self, context: RemaskContext) -> jax.Array:
+    def select(self, state: Any, context: RemaskContext) -> tuple[jax.Array, Any]:
         is_doubted_BL = context.is_open_BL & ~context.is_fresh_BL
         sure_BL = log_odds(context.logprob_BL)
         is_doubted_BL &= ~reached(sure_BL, self.threshold_B)
         room_B = jnp.maximum(jnp.sum(context.is_fresh_BL, axis=1) - 1, 0)
         preference_BL = context.step.preference_BL
-        return most(-sure_BL, is_doubted_BL, room_B, preference_BL, 1.0)
+        return most(-sure_BL, is_doubted_BL, room_B, preference_BL, 1.0), state

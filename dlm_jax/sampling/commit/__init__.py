@@ -6,15 +6,13 @@ from dlm_jax.sampling.commit.ancestral import Ancestral
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
+    DrawnTokens,
     Proposal,
-    RuleMemory,
-    Standing,
     certain,
     most,
+    most_confident,
     uniform,
 )
-from dlm_jax.sampling.commit.entropy_renoise import EntropyRenoise
-from dlm_jax.sampling.commit.posterior import Posterior
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
     LeftToRight,
@@ -29,7 +27,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule
     for rule in (
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
-        EntropyBound, Ancestral, RandomFilled, JointThreshold, Posterior, EntropyRenoise,
+        EntropyBound, Ancestral, RandomFilled, JointThreshold,
     )
 }  # fmt: skip
 """Commit rules, keyed by the value of ``order``."""
@@ -39,22 +37,20 @@ __all__ = [
     "COMMIT_RULES",
     "CommitContext",
     "CommitRule",
+    "DrawnTokens",
     "EntropyBound",
-    "EntropyRenoise",
     "Factor",
     "JointThreshold",
     "LargeMargin",
     "LeftToRight",
     "LowConfidence",
     "LowEntropy",
-    "RuleMemory",
-    "Posterior",
     "Proposal",
     "RandomFilled",
     "RandomOrder",
-    "Standing",
     "Threshold",
     "certain",
     "most",
+    "most_confident",
     "uniform",
 ]

@@ -6,7 +6,7 @@ Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class Ancestral(CommitRule):
     schedule: NoiseSchedule = fact("noise")
     remask: str = reads("remask", "none")
 
-    def eligible(self, context: CommitContext) -> jax.Array:
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The holes that the process unmasks in this step. All other holes need no logits."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
@@ -85,11 +85,13 @@ class Ancestral(CommitRule):
         hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
         return (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return context.is_hole_BL
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        return context.is_hole_BL, state
 
-    def log_chance(
-        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    def log_prob(
+        self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
     ) -> jax.Array:
         chance_B1 = jnp.clip(self._chance(context), 0.0, 1.0)[:, None]
         return log_each(context.is_hole_BL, is_chosen_BL, chance_B1)

@@ -21,37 +21,21 @@ from dlm_jax.sampling.vocab import TOLERANCE, ordered
 from dlm_jax.settings import Rule, SettingError, require_head
 
 
-class RuleMemory(NamedTuple):
-    """The state of a rule between steps. None of its arrays has a vocabulary axis.
+class DrawnTokens(NamedTuple):
+    """The candidates of N positions, as `CommitRule.score` receives them.
 
     Attributes:
-      places: per-position arrays ``[B, L, ...]``, updated at positions whose logits are read.
-      rows: per-row arrays ``[B, ...]``, updated at the end of each step that the row takes.
+      ids_N: int32 ids.
+      row_N: int32, the row of each position.
+      logprob_N: float32 log-probability in nats of the ids under the clean logits.
+      filter_logits: ``() -> [N, V]``, the logits that the candidates are drawn from, after all
+        transforms.
     """
 
-    places: Any = None
-    rows: Any = None
-
-
-class Standing(NamedTuple):
-    """The current canvas and uniform noise for its positions, for rules that renew tokens.
-
-    Attributes:
-      tokens_BL: int32 canvas.
-      is_mask_BL: True at MASK.
-      is_noise_BL: True at tokens whose ids are noise ids of the row. The noise ids of a row are all
-        ids that can be written in the row.
-      random_BL: int32, one of the row's noise ids per position, drawn uniformly for this step.
-      num_ids_B: int32, number of noise ids of the row.
-      mask_id: the id of MASK.
-    """
-
-    tokens_BL: jax.Array
-    is_mask_BL: jax.Array
-    is_noise_BL: jax.Array
-    random_BL: jax.Array
-    num_ids_B: jax.Array
-    mask_id: int
+    ids_N: jax.Array
+    row_N: jax.Array
+    logprob_N: jax.Array
+    filter_logits: Callable[[], jax.Array]
 
 
 class CommitContext(NamedTuple):
@@ -68,12 +52,11 @@ class CommitContext(NamedTuple):
       written_BL: int32 generated tokens of the block, -1 elsewhere; None unless the rule
         `rewrites`.
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
-      memory: state of the rule; in `CommitRule.select` it includes this step's observations.
-      standing: current content of the positions; None unless the rule `renews`.
       attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
-        the forward pass of the step; None if the rule's `map_blocks` is 0.
+        the forward pass of the step; None unless the rule needs it.
       wrong_BL: float32 probability that each current token is wrong, according to the head that the
-        rule reads, for the canvas with candidates at MASK; None if the rule reads no head.
+        rule needs, for the canvas with candidates at MASK; None without such a head. `eligible`
+        receives None for both.
     """
 
     is_hole_BL: jax.Array
@@ -84,8 +67,6 @@ class CommitContext(NamedTuple):
     is_token_BL: jax.Array
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
-    memory: RuleMemory = RuleMemory()
-    standing: Standing | None = None
     attention_BLL: jax.Array | None = None
     wrong_BL: jax.Array | None = None
 
@@ -98,9 +79,8 @@ class Proposal(NamedTuple):
       logprob_BL: float32 log-probability of the candidate under the clean logits.
       final_logprob_BL: float32, log-probability of the candidate under the logits it was drawn
         from, after all transforms; 0 if no transform of the row reads it.
-      confidence_BL: float32, the result of the rule's `measure`; higher is more confident. If the
-          rule `renews`, this is the confidence of the current token. If the candidates are a joint
-          draw, the confidence is 1 where the current token is the candidate, and otherwise 0.
+      confidence_BL: float32, the result of the rule's `score`; for a `CommitRule`, higher is more
+        confident.
     """
 
     tokens_BL: jax.Array
@@ -109,41 +89,31 @@ class Proposal(NamedTuple):
     confidence_BL: jax.Array
 
 
-class CommitRule(Rule):
-    """Selects the eligible positions that a step commits. Only `select` is required.
-
-    At the last step of a block, the loop also commits every remaining hole.
+class OrderRule(Rule):
+    """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
 
     Attributes:
-      rewrites: True if `select` can also select written tokens of the block. Candidates are then
-        drawn for these tokens as well, and a block ends after a step that starts without holes and
-        rewrites nothing, or after `patience` steps that start without holes.
-      renews: True if the rule also writes tokens other than candidates, at open positions that it
-        does not select; see `renewed` and `begin`.
-      scale: smallest magnitude assumed for the terms of `measure` when `TOLERANCE` is applied: 1
-        for log-odds, logarithms and differences.
-      remembers_ids: True if the memory that `observe` returns depends on the candidates.
-      map_blocks: number of final Transformer blocks whose attention, averaged over blocks and
-        heads, the rule reads; 0 for none.
+      needs: inputs that the rule reads: ``head:NAME``, the sigmoid of a head of the network, which
+        costs a forward pass in rows with MASK; ``attention:N``, the attention of the final N blocks
+        of the Transformer, averaged over blocks and heads; ``candidates``, declared by a rule whose
+        `score` stores values of the candidates. An attribute of the class, or a static field.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("select",)
+    needs: tuple[str, ...] = ()
     rewrites: ClassVar[bool] = False
-    renews: ClassVar[bool] = False
-    scale: ClassVar[float] = 1.0
-    map_blocks: ClassVar[int] = 0
-    remembers_ids: ClassVar[bool] = False
-
-    reads_head: str = ""
-    """Name of the head in `Network.heads` whose sigmoid is ``context.wrong_BL``; static. It costs a
-    forward pass in rows with MASK."""
 
     @classmethod
     def check(cls, row: Any) -> None:
         """Raises if the rule reads attention maps or a head and the row has a cache."""
         for reads, why in (
-            (cls.reads_head, f"is not supported with order={cls.name!r}, which reads whole rows"),
-            (cls.map_blocks, f"computes no attention maps, which order={cls.name!r} requires"),
+            (
+                head_of(cls.needs),
+                f"is not supported with order={cls.name!r}, which reads whole rows",
+            ),
+            (
+                attention_blocks(cls.needs),
+                f"computes no attention maps, which order={cls.name!r} requires",
+            ),
         ):
             if reads and row.cache != "none":
                 raise SettingError("cache", row.cache, why, "use cache='none'")
@@ -151,108 +121,101 @@ class CommitRule(Rule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises if the network lacks the head or the attention maps that the rule reads."""
-        if cls.reads_head:
-            require_head(cls.reads_head, facts, "order", cls.name)
-        if cls.map_blocks and not facts.shows_maps:
+        if head := head_of(cls.needs):
+            require_head(head, facts, "order", cls.name)
+        if attention_blocks(cls.needs) and not facts.shows_maps:
             raise SettingError(
-                "order", cls.name, "requires attention maps, which this network does not return",
+                "order",
+                cls.name,
+                "requires attention maps, which this network does not return",
                 "set Network.inside, or use order='threshold'",
-            )  # fmt: skip
+            )
 
-    def patience(self) -> jax.Array:
-        """Maximum number of steps ``[B]`` in a block without holes, if the rule `rewrites`."""
-        raise NotImplementedError
 
-    def eligible(self, context: CommitContext) -> jax.Array:
+def head_of(needs: tuple[str, ...]) -> str:
+    """The name of the head among the `needs` of a rule; empty if there is none."""
+    return next((need.removeprefix("head:") for need in needs if need.startswith("head:")), "")
+
+
+def attention_blocks(needs: tuple[str, ...]) -> int:
+    """The number of blocks whose attention is among the `needs` of a rule; 0 for none."""
+    found = (need.removeprefix("attention:") for need in needs if need.startswith("attention:"))
+    return next((int(number) for number in found), 0)
+
+
+class CommitRule(OrderRule):
+    """Selects the eligible positions that a step commits. Only `select` is required.
+
+    At the last step of a block, the loop also commits every remaining hole. The rule's state is any
+    pytree, which `init` creates and `score` and `select` return; see `rule_state`.
+
+    Attributes:
+      rewrites: True if `select` can also select written tokens of the block. Candidates are then
+        drawn for these tokens as well, and a block ends after a step that starts without holes and
+        rewrites nothing, or after ``rewrite_steps_B`` steps that start without holes, a field of
+        the rule.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("select",)
+    rewrite_steps_B: jax.Array
+
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        """The state before the first step; empty by default.
+
+        Leaves ``[B, L, ...]`` belong to the positions: they move with edits, and a position starts
+        again where a token is remasked or inserted. Leaves ``[B, ...]`` belong to the rows, and
+        change in rows that take a step.
+        """
+        return ()
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """True at the holes that this step can commit, ``[B, L]``.
 
         Logits are computed only at these holes.
         """
         return context.is_hole_BL
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Confidence of each candidate, float32 ``[N]``, computed from the clean logits and the
-        candidate's log-probability; the log-odds of its probability by default.
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        """The confidence of N candidates, float32 ``[N]``, and the new state of their positions.
+
+        By default, the confidence is the log-odds of the candidate's probability under the clean
+        logits `logits_NV`. `state_N` has leaves ``[N, ...]``; leaves that belong to the rows are
+        those of the positions' rows, and `score` does not change them.
         """
-        return log_odds(logprob_N)
+        return log_odds(drawn.logprob_N), state_N
 
-    def shown(self, confidence: jax.Array) -> jax.Array:
-        """The values that traces record for the confidences of `measure`: the probabilities, if
-        the rule uses the default measure.
+    def show_score(self, score: jax.Array) -> jax.Array:
+        """The values that traces record for the results of `score`: the probabilities, if the rule
+        uses the default.
         """
-        is_default = type(self).measure is CommitRule.measure
-        return jax.nn.sigmoid(confidence) if is_default else confidence
+        is_default = type(self).score is CommitRule.score
+        return jax.nn.sigmoid(score) if is_default else score
 
-    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
-        """The memory before the first step; empty by default."""
-        return RuleMemory()
-
-    def observe(
-        self,
-        kept: Any,
-        row_N: jax.Array,
-        logits_NV: jax.Array,
-        ids_N: jax.Array,
-        logprob_N: jax.Array,
-    ) -> tuple[Any, jax.Array]:
-        """Returns the memory of N positions, updated with their logits, and their confidence.
-
-        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. This
-        method is called instead of `measure` if the rule has a per-position `RuleMemory`.
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        """True at the positions to commit, ``[B, L]``, and the new state. Ineligible positions are
+        ignored.
         """
-        return kept, self.measure(logits_NV, logprob_N)
-
-    def remember(
-        self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
-    ) -> Any:
-        """The per-row memory after the commits of a step; unchanged by default."""
-        return context.memory.rows
-
-    def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """Logits ``[N, V]`` for `measure`; None for the clean logits.
-
-        `filtered` returns the logits that candidates are drawn from, after all transforms.
-        """
-        return None
-
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """True at the positions to commit, ``[B, L]``. Ineligible positions are ignored."""
         raise NotImplementedError
-
-    def surest(self, context: CommitContext, proposal: Proposal, count_B: jax.Array) -> jax.Array:
-        """True at the `count_B` most confident holes in each row; see `most`."""
-        return most(
-            proposal.confidence_BL, context.is_hole_BL, count_B, context.preference_BL, self.scale
-        )
-
-    def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
-        """Tokens ``[B, L]`` for the holes of rows before their first step, if the rule `renews`."""
-        return standing.tokens_BL
-
-    def finished(self, memory: RuleMemory) -> jax.Array | None:
-        """True ``[B]`` for rows whose block ends with this step, if the rule `renews`; None if no
-        block ends.
-        """
-        return None
-
-    def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """Tokens ``[B, L]`` for the open positions that are not selected, if the rule `renews`."""
-        assert context.standing is not None, "the rule renews"
-        return context.standing.tokens_BL
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        if cls.log_chance is CommitRule.log_chance:
+        if cls.log_prob is CommitRule.log_prob:
             raise SettingError(
-                "order", cls.name, "has no trace: it does not define log_chance()",
+                "order",
+                cls.name,
+                "has no trace: it does not define log_prob()",
                 "define it, or use order='random'",
-            )  # fmt: skip
+            )
 
-    def log_chance(
-        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    def log_prob(
+        self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
     ) -> jax.Array:
         """Log-probability ``[B]`` in nats of this choice, given all inputs of `select` except
-        ``context.key_B``. The context and the proposal are those that `select` received.
+        ``context.key_B``. The first three arguments are those that `select` received.
 
         A rule that does not use this key returns 0 (see `dlm_jax.certain`). Random tie-breaking is
         not included. Traces require this method.
@@ -264,12 +227,17 @@ _Input = jax.Array | tuple[Any, ...]
 
 
 def certain(self: Any, *inputs: _Input, **named: _Input) -> jax.Array:
-    """The ``log_chance`` of a commit rule or remask rule without random choices, as in
-    ``log_chance = certain``.
+    """The ``log_prob`` of a commit rule or remask rule without random choices, as in
+    ``log_prob = certain``.
     """
     is_chosen_BL = (*inputs, *named.values())[-1]
     assert isinstance(is_chosen_BL, jax.Array)
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
+
+
+def most_confident(context: CommitContext, proposal: Proposal, count_B: jax.Array) -> jax.Array:
+    """True at the `count_B` most confident holes in each row; see `most`."""
+    return most(proposal.confidence_BL, context.is_hole_BL, count_B, context.preference_BL, 1.0)
 
 
 def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:

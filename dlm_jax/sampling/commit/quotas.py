@@ -12,13 +12,16 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
+    DrawnTokens,
     Proposal,
     certain,
     log_odds,
     log_subset,
     most,
+    most_confident,
     uniform,
 )
+from dlm_jax.sampling.draw import log_prob
 from dlm_jax.settings import UNSET, Setting, SettingError, check_ids, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
@@ -166,15 +169,42 @@ class Confident(CommitRule):
 
     confidence: Measure
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return self.confidence(logits_NV, logprob_N)
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        return self.confidence(logits_NV, drawn.logprob_N), state_N
 
-    def shown(self, confidence: jax.Array) -> jax.Array:
-        return jax.nn.sigmoid(confidence)
+    def show_score(self, score: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(score)
+
+
+class ByEntropy(CommitRule):
+    """A rule whose confidence is the `certainty` of a hole."""
+
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        return certainty(logits_NV, drawn.logprob_N), state_N
+
+    def show_score(self, score: jax.Array) -> jax.Array:
+        return -entropy(score)
+
+
+class ByMargin(CommitRule):
+    """A rule whose confidence is the `margin` of a hole."""
+
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        return margin(logits_NV, drawn.logprob_N), state_N
+
+    def show_score(self, score: jax.Array) -> jax.Array:
+        return -jnp.expm1(-score)
 
 
 class Weighed(CommitRule):
-    """A rule with two settings that select the logits for its confidence.
+    """A rule with two settings that select the logits for its confidence. The next base class
+    computes the confidence from them.
 
     Attributes:
       source: ``clean`` or ``filtered`` logits (the latter as in Dream, Ye et al. 2025).
@@ -184,14 +214,16 @@ class Weighed(CommitRule):
     source: str
     without: tuple[int, ...]
 
-    def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """The logits that confidence is computed from; None for the clean logits."""
-        if self.source == "clean" and not self.without:
-            return None
-        seen_NV = filtered() if self.source == "filtered" else logits_NV.astype(jnp.float32)
-        if self.without:
-            seen_NV = seen_NV.at[:, jnp.array(self.without)].set(-jnp.inf)
-        return seen_NV
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        if self.source == "filtered" or self.without:
+            is_filtered = self.source == "filtered"
+            logits_NV = drawn.filter_logits() if is_filtered else logits_NV.astype(jnp.float32)
+            if self.without:
+                logits_NV = logits_NV.at[:, jnp.array(self.without)].set(-jnp.inf)
+            drawn = drawn._replace(logprob_N=log_prob(logits_NV, drawn.ids_N))
+        return super().score(state_N, logits_NV, drawn)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -217,15 +249,17 @@ class QuotaRule(CommitRule):
             )
 
 
-class _SurestFirst(Weighed, QuotaRule):
-    log_chance = certain
+class _MostConfidentFirst(Weighed, QuotaRule):
+    log_prob = certain
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return self.surest(context, proposal, self.quota(context))
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        return most_confident(context, proposal, self.quota(context)), state
 
 
 @rule
-class LowConfidence(Confident, _SurestFirst):
+class LowConfidence(_MostConfidentFirst, Confident):
     """Commits a quota of the most confident candidates in each row.
 
     If confidence is the clean probability of the drawn token, this is LLaDA's ``low_confidence``
@@ -244,7 +278,7 @@ class LowConfidence(Confident, _SurestFirst):
 
 
 @rule
-class LowEntropy(_SurestFirst):
+class LowEntropy(_MostConfidentFirst, ByEntropy):
     """Commits a quota of the holes with the lowest entropy."""
 
     about = "a quota of the holes with the lowest entropy"
@@ -253,15 +287,9 @@ class LowEntropy(_SurestFirst):
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return certainty(logits_NV, logprob_N)
-
-    def shown(self, confidence: jax.Array) -> jax.Array:
-        return -entropy(confidence)
-
 
 @rule
-class LargeMargin(_SurestFirst):
+class LargeMargin(_MostConfidentFirst, ByMargin):
     """Commits a quota of the holes with the largest margin between their two most likely tokens."""
 
     about = "a quota of the holes with the largest margin between their two most likely tokens"
@@ -269,12 +297,6 @@ class LargeMargin(_SurestFirst):
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
-
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return margin(logits_NV, logprob_N)
-
-    def shown(self, confidence: jax.Array) -> jax.Array:
-        return -jnp.expm1(-confidence)
 
 
 @rule
@@ -285,16 +307,18 @@ class RandomOrder(QuotaRule):
     name = "random"
     quota: Quota = static(SCHEDULE)
 
-    def eligible(self, context: CommitContext) -> jax.Array:
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """A random quota of the holes. Other holes need no logits."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return context.is_hole_BL
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        return context.is_hole_BL, state
 
-    def log_chance(
-        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    def log_prob(
+        self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
     ) -> jax.Array:
         return log_subset(context.is_hole_BL, is_chosen_BL)
 
@@ -314,12 +338,14 @@ class RandomFilled(QuotaRule):
 
     quota: Quota = static(SCHEDULE)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
-        return most(score_BL, context.is_hole_BL, self.quota(context))
+        return most(score_BL, context.is_hole_BL, self.quota(context)), state
 
-    def log_chance(
-        self, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    def log_prob(
+        self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
     ) -> jax.Array:
         return log_subset(context.is_hole_BL, is_chosen_BL)
 
@@ -329,14 +355,16 @@ class LeftToRight(QuotaRule):
     """Commits a quota of the leftmost holes. Other holes need no logits."""
 
     about = "a quota of the leftmost holes"
-    log_chance = certain
+    log_prob = certain
 
     quota: Quota = static(SCHEDULE)
 
-    def eligible(self, context: CommitContext) -> jax.Array:
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The leftmost holes."""
         rank_BL = jnp.cumsum(context.is_hole_BL, axis=1)
         return context.is_hole_BL & (rank_BL <= self.quota(context)[:, None])
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        return context.is_hole_BL
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        return context.is_hole_BL, state

@@ -9,22 +9,22 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
-    CommitRule,
     Proposal,
     certain,
     exceeds,
     log_odds_of,
     most,
+    most_confident,
     reaches,
 )
 from dlm_jax.sampling.commit.quotas import (
     CONFIDENCE,
     CONFIDENCE_OF,
     CONFIDENCE_WITHOUT,
+    ByEntropy,
     Confident,
     Measure,
     Weighed,
-    certainty,
     entropy,
 )
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
@@ -46,9 +46,18 @@ THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
 )
 
+ENTROPY_BOUND = Setting(
+    "entropy_bound",
+    0.1,
+    "order=entropy_bound: bound in nats on the total entropy of the holes committed in a step, "
+    ">= 0",
+    low=0.0,
+    high=1e6,
+)
+
 
 @rule
-class Threshold(Confident, Weighed):
+class Threshold(Weighed, Confident):
     """Commits every hole with confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
 
     SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a given number can be
@@ -57,7 +66,7 @@ class Threshold(Confident, Weighed):
     """
 
     about = "holes above the threshold"
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
@@ -72,7 +81,7 @@ class Threshold(Confident, Weighed):
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
-    def eligible(self, context: CommitContext) -> jax.Array:
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The first hole that must be committed alone, or all holes if there is none."""
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         unit_B1 = self.alone_B[:, None]
@@ -82,13 +91,15 @@ class Threshold(Confident, Weighed):
         is_any_B1 = jnp.any(is_first_BL, axis=1, keepdims=True)
         return jnp.where(is_any_B1, is_first_BL, context.is_hole_BL)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        is_hole_BL = self.eligible(context)
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        is_hole_BL = self.eligible(state, context)
         is_sure_BL = passes(proposal.confidence_BL, self.threshold_B, self.is_above_B)
         least_BL = most(
-            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL, self.scale
+            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL, 1.0
         )
-        return (is_hole_BL & is_sure_BL) | least_BL
+        return (is_hole_BL & is_sure_BL) | least_BL, state
 
 
 @rule
@@ -100,7 +111,7 @@ class Factor(Confident):
     """
 
     about = "confident holes, with a threshold that depends on their number"
-    log_chance = certain
+    log_prob = certain
 
     factor_B: jax.Array = per_row(Setting(
         "factor", 1.0,
@@ -110,16 +121,18 @@ class Factor(Confident):
     ))  # fmt: skip
     confidence: Measure = static(CONFIDENCE)
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         score_BL = falling(context, proposal)
         number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
         doubt_BL = jnp.minimum(self.factor_B[:, None] / (number_1L + 1.0), 1.0)
-        run_BL = jnp.cumprod(reaches(score_BL, -log_odds_of(doubt_BL), self.scale), axis=1)
-        return self.surest(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1))
+        run_BL = jnp.cumprod(reaches(score_BL, -log_odds_of(doubt_BL), 1.0), axis=1)
+        return most_confident(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1)), state
 
 
 @rule
-class EntropyBound(CommitRule):
+class EntropyBound(ByEntropy):
     """Commits holes in ascending order of entropy while the sum of the preceding entropies is at
     most the bound.
 
@@ -128,28 +141,17 @@ class EntropyBound(CommitRule):
     """
 
     about = "holes with a small total entropy"
-    log_chance = certain
+    log_prob = certain
 
-    bound_B: jax.Array = per_row(Setting(
-        "entropy_bound", 0.1,
-        "order=entropy_bound: bound in nats on the total entropy of the holes committed in a "
-        "step, >= 0",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
+    bound_B: jax.Array = per_row(ENTROPY_BOUND)
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        return certainty(logits_NV, logprob_N)
-
-    def shown(self, confidence: jax.Array) -> jax.Array:
-        return -entropy(confidence)
-
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        score_BL = falling(context, proposal)
-        is_hole_BL = score_BL > -jnp.inf
-        entropy_BL = jnp.where(is_hole_BL, entropy(score_BL), 0.0)
-        before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
-        is_in_BL = is_hole_BL & ~exceeds(before_BL, self.bound_B[:, None], 1.0)
-        return self.surest(context, proposal, jnp.maximum(jnp.sum(is_in_BL, axis=1), 1))
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        is_chosen_BL = within_entropy(
+            proposal.confidence_BL, context.is_hole_BL, self.bound_B, context.preference_BL
+        )
+        return is_chosen_BL, state
 
 
 @rule
@@ -163,7 +165,7 @@ class JointThreshold(Confident):
 
     about = "like threshold, but also rewrites written tokens"
     rewrites = True
-    log_chance = certain
+    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
@@ -174,7 +176,7 @@ class JointThreshold(Confident):
         "[0, 1]",
         low=0.0, high=1.0, activates=False,
     ))  # fmt: skip
-    patience_B: jax.Array = per_row(Setting(
+    rewrite_steps_B: jax.Array = per_row(Setting(
         "rewrite_steps", 16,
         "order=joint_threshold: maximum number of rewriting steps in a block without holes",
         low=0, activates=False, is_preset=True,
@@ -193,17 +195,18 @@ class JointThreshold(Confident):
                 "use open_blocks=1",
             )
 
-    def patience(self) -> jax.Array:
-        return self.patience_B
-
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
         surest_BL, written_BL = proposal.confidence_BL, context.written_BL
         assert written_BL is not None, "the rule rewrites"
         is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
-        least_BL = self.surest(context, proposal, self.least_B)
-        is_better_BL = exceeds(surest_BL, log_odds_of(self.rewrite_B)[:, None], self.scale)
+        least_BL = most_confident(context, proposal, self.least_B)
+        is_better_BL = exceeds(surest_BL, log_odds_of(self.rewrite_B)[:, None], 1.0)
         is_better_BL &= proposal.tokens_BL != written_BL
-        return (context.is_hole_BL & is_sure_BL) | least_BL | ((written_BL >= 0) & is_better_BL)
+        return (context.is_hole_BL & is_sure_BL) | least_BL | (
+            (written_BL >= 0) & is_better_BL
+        ), state
 
 
 def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
@@ -218,6 +221,21 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
 def reached(confidence_BL: jax.Array, threshold_B: jax.Array) -> jax.Array:
     """True where the confidence, in log-odds, is at or above that of the threshold."""
     return reaches(confidence_BL, log_odds_of(threshold_B)[:, None], 1.0)
+
+
+def within_entropy(
+    score_BL: jax.Array, is_open_BL: jax.Array, bound_B: jax.Array, preference_BL: jax.Array | None
+) -> jax.Array:
+    """True at the open positions of lowest entropy while the sum of the preceding entropies is at
+    most the bound, and at one position at least. The scores are `certainty`.
+    """
+    falling_BL = jnp.sort(jnp.where(is_open_BL, score_BL, -jnp.inf), axis=1, descending=True)
+    is_real_BL = falling_BL > -jnp.inf
+    entropy_BL = jnp.where(is_real_BL, entropy(falling_BL), 0.0)
+    before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
+    is_in_BL = is_real_BL & ~exceeds(before_BL, bound_B[:, None], 1.0)
+    count_B = jnp.maximum(jnp.sum(is_in_BL, axis=1), 1)
+    return most(score_BL, is_open_BL, count_B, preference_BL, 1.0)
 
 
 def falling(context: CommitContext, proposal: Proposal) -> jax.Array:

@@ -135,8 +135,9 @@ class EditRule(Rule):
 
     required: ClassVar[tuple[str, ...]] = ("select",)
 
-    reads_likeliest: ClassVar[bool] = False
-    """True if the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Inputs that the rule reads: ``likeliest``, that is, ``best_BL``, ``is_due_BL`` and
+    ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
     """Number K of trial edits per row for `select`; static. The K edited texts and the current text

@@ -98,7 +98,7 @@ class Likelihood(EditRule):
     """
 
     about = "the trial insertion, deletion or replacement with the highest score"
-    reads_likeliest = True
+    needs = ("likeliest",)
 
     gain_B: jax.Array = per_row(Setting(
         "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",

@@ -112,7 +112,7 @@ class Constrained(FillRule):
             raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
         if row.table.commit[row.order].rewrites:
             raise SettingError("order", row.order, why, "for example, use order='threshold'")
-        if row.table.commit[row.order].remembers_ids:
+        if "candidates" in row.table.commit[row.order].needs:
             why = f"stores candidates, but fill={cls.name!r} redraws them"
             raise SettingError("order", row.order, why, "for example, use order='threshold'")
         if row.ignore_eos:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import Proposal
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
-from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
+from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put, returned
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import Rule, SettingError, rule
@@ -33,10 +33,12 @@ class Wanted(NamedTuple):
       keeps_best: True if ``best_BL`` is also needed; static.
       preference_BL: uint32, priority of each position when scores are tied; see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
-      kept: per-position memory of the commit rule, or None.
+      rule_state: the leaves of the commit rule's state that belong to the positions.
       is_given_BL: True at given tokens; None if unknown.
       is_traced: True if `Filled.drawn` is needed; static.
       signal_BLD: self-conditioning signal of the previous step, or None.
+      is_joint: True if all candidates must be drawn jointly, also those that a fill would draw
+        independently to start from; static.
     """
 
     is_open_BL: jax.Array
@@ -46,10 +48,11 @@ class Wanted(NamedTuple):
     is_scored_BL: jax.Array | None = None
     keeps_best: bool = False
     preference_BL: jax.Array | None = None
-    kept: Any = None
+    rule_state: tuple[jax.Array, ...] = ()
     is_given_BL: jax.Array | None = None
     is_traced: bool = False
     signal_BLD: jax.Array | None = None
+    is_joint: bool = False
 
 
 class Reader(NamedTuple):
@@ -101,7 +104,7 @@ class Filled(NamedTuple):
         not needed.
       best_BL: int32, most likely id under the LM head other than the scored id; -1 if this id is
         banned. None if not needed.
-      kept: per-position memory of the commit rule, updated with the logits of this step.
+      rule_state: `Wanted.rule_state`, updated with the logits of this step.
       drawn: record of the draws; None if not needed.
       signal_BLD: self-conditioning signal after the reads of this step; None if not needed.
     """
@@ -111,7 +114,7 @@ class Filled(NamedTuple):
     counts: Mapping[str, jax.Array] = {}
     total_BL: jax.Array | None = None
     best_BL: jax.Array | None = None
-    kept: Any = None
+    rule_state: tuple[jax.Array, ...] = ()
     drawn: Drawn | None = None
     signal_BLD: jax.Array | None = None
 
@@ -170,8 +173,8 @@ class FillRule(Rule):
     """Description of the draws, for the errors of a fill that does not support host samplers or
     read-back."""
 
-    needs_sampler: ClassVar[bool] = False
-    """True if candidates are drawn from a sampler head."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Inputs that the rule reads: ``head:sampler``, if candidates are drawn from a sampler head."""
 
     otherwise: ClassVar[str] = "parallel"
     """Name of the fill for rows that do not use this fill."""
@@ -200,6 +203,15 @@ class FillRule(Rule):
         raise NotImplementedError
 
 
+def check_filled(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
+    """Returns the output of a fill after checking shapes and dtypes. Errors name the fill."""
+    kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
+    for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
+        returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
+    returned(filled.is_finite_B, fill, "propose(...).is_finite_B", "B", shape[:1], bool)
+    return filled
+
+
 def no_candidates(wanted: Wanted) -> Filled:
     """The result of a fill before the first readout."""
     shape = wanted.is_open_BL.shape
@@ -209,10 +221,14 @@ def no_candidates(wanted: Wanted) -> Filled:
         jnp.ones(shape[0], jnp.bool_),
         total_BL=None if wanted.is_scored_BL is None else zeros_BL,
         best_BL=none_BL if wanted.keeps_best else None,
-        kept=wanted.kept,
+        rule_state=wanted.rule_state,
         drawn=Drawn(zeros_BL, zeros_BL, none_BL) if wanted.is_traced else None,
         signal_BLD=wanted.signal_BLD,
     )
+
+
+Score = Callable[[jax.Array, At, jax.Array, DrawnTokens], tuple[jax.Array, tuple[jax.Array, ...]]]
+"""See `CandidateWriter.score`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,14 +243,10 @@ class CandidateWriter:
       own_BL: existing tokens to score instead of drawing a candidate, -1 elsewhere; None if there
         are none.
       num_positions: ``L``.
-      measure: computes the confidence from clean logits and the candidate's log-probability.
+      score: ``(places_N, at, logits_NV, drawn) -> (score_N, rule_state_N)``, the scores of the
+        candidates for the rule of the step, and the new state of their positions.
       method: draw method.
       banned_ids: ids excluded from ``best_BL``, in addition to the row's banned ids.
-      weighed: `CommitRule.weighed`; None if confidence is computed from the clean logits.
-      observe: `CommitRule.observe`, which is called instead of `measure`; None for a rule without
-        memory.
-      kept: per-position memory of the rule before this step.
-      standing_BL: tokens whose confidence is measured; None to measure that of the candidates.
       signal: ``(logits_NV) -> vectors_ND``, which computes the self-conditioning signal from the
         logits of the draw; None for a network without a signal.
     """
@@ -244,13 +256,9 @@ class CandidateWriter:
     key_B: jax.Array
     own_BL: jax.Array | None
     num_positions: int
-    measure: Callable[[jax.Array, jax.Array], jax.Array]
+    score: Score
     method: str
     banned_ids: tuple[int, ...] = ()
-    weighed: Callable[[jax.Array, Callable[[], jax.Array]], jax.Array | None] | None = None
-    observe: Callable[..., tuple[Any, jax.Array]] | None = None
-    kept: Any = None
-    standing_BL: jax.Array | None = None
     signal: Callable[[jax.Array], jax.Array] | None = None
 
     def at(
@@ -315,15 +323,15 @@ class CandidateWriter:
         if self.signal is not None:
             final_NV = self.chain.apply(self.prepared, clean_NV, at)
             signal_BLD = put(signal_BLD, places_N, is_real_N, self.signal(final_NV))
-        given = places_N, clean_NV, drawable_NV, ids_N, logprob_N, at
-        kept, sure_N = self._observed(*given, final_NV)
+        inputs = places_N, clean_NV, drawable_NV, ids_N, logprob_N, at
+        sure_N, rule_state_N = self._score(*inputs, final_NV)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
             proposal=put(found.proposal, places_N, is_real_N, proposal),
             is_finite_B=found.is_finite_B.at[at.row_N].min(is_fine_N),
             total_BL=total_BL,
             best_BL=best_BL,
-            kept=put(found.kept, places_N, is_real_N, kept),
+            rule_state=put(found.rule_state, places_N, is_real_N, rule_state_N),
             drawn=drawn,
             signal_BLD=signal_BLD,
         )
@@ -339,7 +347,7 @@ class CandidateWriter:
 
         def of_one(ids_N: jax.Array) -> tuple[jax.Array, jax.Array]:
             logprob_N = log_prob(clean_NV, ids_N)
-            _, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
+            sure_N, _ = self._score(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
             return logprob_N, sure_N
 
         return jax.vmap(of_one, in_axes=1, out_axes=1)(ids_NK)
@@ -352,7 +360,7 @@ class CandidateWriter:
         final_NV = self.chain.apply(self.prepared, drawable_NV, at)
         return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
 
-    def _observed(
+    def _score(
         self,
         places_N: jax.Array,
         clean_NV: jax.Array,
@@ -361,33 +369,19 @@ class CandidateWriter:
         logprob_N: jax.Array,
         at: At,
         final_NV: jax.Array | None = None,
-    ) -> tuple[Any, jax.Array]:
-        """The updated memory of the positions, and the confidence of the candidates.
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The result of `score`. `final_NV` are the clean logits after the chain, if known."""
 
-        The memory and the confidence are computed from the logits that `CommitRule.weighed`
-        selects. `final_NV` are the clean logits after the chain, if they are known.
-        """
-
-        def filtered() -> jax.Array:
+        def filter_logits() -> jax.Array:
             if drawable_NV is None and final_NV is not None:
                 return final_NV
             drawable = clean_NV if drawable_NV is None else drawable_NV
             return self.chain.apply(self.prepared, drawable, at)
 
-        weighed_NV = None if self.weighed is None else self.weighed(clean_NV, filtered)
-        if weighed_NV is None:
-            weighed_NV = clean_NV
-        else:
-            logprob_N = log_prob(weighed_NV, ids_N)
-        if self.standing_BL is not None:
-            drawn_N, ids_N = ids_N, at_places(self.standing_BL, places_N)
-            # A greedy row draws its argmax with certainty.
-            certain_N = jnp.where(ids_N == drawn_N, 0.0, -jnp.inf)
-            logprob_N = jnp.where(self.chain.is_greedy(at), certain_N, log_prob(weighed_NV, ids_N))
-        if self.observe is None:
-            return None, self.measure(weighed_NV, logprob_N)
-        kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
-        return self.observe(kept, at.row_N, weighed_NV, ids_N, logprob_N)
+        drawn = DrawnTokens(
+            ids_N=ids_N, row_N=at.row_N, logprob_N=logprob_N, filter_logits=filter_logits
+        )
+        return self.score(places_N, at, clean_NV, drawn)
 
 
 @rule

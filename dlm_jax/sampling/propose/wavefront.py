@@ -183,14 +183,13 @@ class Wavefront(FillRule):
     sampler head, both after the row's chain. A neighbour is visible to a position if it belongs to
     an earlier wave, regardless of other rows and of chunks.
 
-    With a rule that renews tokens, the sampler head also draws the candidates at starting
+    In a step of noise (`Wanted.is_joint`), the sampler head also draws the candidates at starting
     positions. It reads the current tokens through the hidden vectors, so the candidates are a draw
-    from the joint distribution of the clean tokens given the canvas. The confidence of a current
-    token is 1 if it is drawn again, and otherwise 0.
+    from the joint distribution of the clean tokens given the canvas.
     """
 
     about = "in waves by the sampler head, given the neighbours"
-    needs_sampler = True
+    needs = ("head:sampler",)
 
     ratio_B: jax.Array = per_row(Setting(
         "sampler_min_neighbors_ratio", 0.01,
@@ -238,7 +237,7 @@ class Wavefront(FillRule):
             ),
             lambda: jnp.zeros_like(is_far_BL),
         )
-        is_grown_BL, standing_BL = is_open_BL & ~is_first_BL, writer.standing_BL
+        is_grown_BL = is_open_BL & ~is_first_BL
         wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
         is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
@@ -250,11 +249,8 @@ class Wavefront(FillRule):
             clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
             return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
 
-        is_drawn_BL = is_grown_BL if standing_BL is None else is_open_BL
+        is_drawn_BL = is_open_BL if wanted.is_joint else is_grown_BL
         found = fold(is_drawn_BL, head_chunk(reader), grow, found, level_BL=level_BL)
-        if standing_BL is not None:
-            is_again_BL = (found.proposal.tokens_BL == standing_BL).astype(jnp.float32)
-            found = found._replace(proposal=found.proposal._replace(confidence_BL=is_again_BL))
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
         counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
         if found.drawn is not None:

@@ -29,6 +29,7 @@ class RemdmCap(RemaskRule):
     """
 
     about = "remasks each token with the probability of the noise process"
+    needs = ("steps",)
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -36,9 +37,6 @@ class RemdmCap(RemaskRule):
     @classmethod
     def is_used(cls, row: Any) -> bool:
         return row.remask_eta > 0
-
-    def goes_on(self) -> jax.Array:
-        return self.is_active()
 
     def is_active(self) -> jax.Array:
         return self.eta_B > 0
@@ -49,11 +47,11 @@ class RemdmCap(RemaskRule):
         """The probability that each token is remasked; `most_B` is sigma_max."""
         return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
 
-    def select(self, context: RemaskContext) -> jax.Array:
+    def select(self, state: Any, context: RemaskContext) -> tuple[jax.Array, Any]:
         is_old_BL, chance_BL = self._chances(context)
-        return is_old_BL & (uniform(context.key_B, is_old_BL.shape[1]) < chance_BL)
+        return is_old_BL & (uniform(context.key_B, is_old_BL.shape[1]) < chance_BL), state
 
-    def log_chance(self, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
+    def log_prob(self, state: Any, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
         is_old_BL, chance_BL = self._chances(context)
         return log_each(is_old_BL, is_chosen_BL, jnp.clip(chance_BL, 0.0, 1.0))
 

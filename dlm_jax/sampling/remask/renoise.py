@@ -16,6 +16,7 @@ from dlm_jax.sampling.commit.commit_rule import most, uniform
 from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 
+RENOISE_SALT = 0x6E6F6973
 RENOISE_TOKENS = ("space", "mask", "random")
 
 

@@ -24,7 +24,7 @@ class Scheduled(RemaskRule):
     """
 
     about = "remasks the share of tokens with the highest wrongness"
-    log_chance = certain
+    log_prob = certain
 
     start_B: jax.Array = per_row(Setting(
         "remask_start", 0.95, "scheduled: initial share of remasked tokens, in [0, 1]",
@@ -40,11 +40,11 @@ class Scheduled(RemaskRule):
         "random",
         low=0.0, high=1.0,
     ))  # fmt: skip
-    reads_head: str = static(Setting(
+    needs: tuple[str, ...] = static(Setting(
         "remask_by", "confidence",
         "scheduled: measure of wrongness: the probability of the token when it was drawn "
         "(confidence), or the critic head on the filled text (critic), which costs a forward pass",
-        choices={"confidence": "", "critic": "critic"},
+        choices={"confidence": (), "critic": ("head:critic",)},
     ))  # fmt: skip
 
     @classmethod
@@ -69,7 +69,7 @@ class Scheduled(RemaskRule):
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)
 
-    def select(self, context: RemaskContext) -> jax.Array:
+    def select(self, state: Any, context: RemaskContext) -> tuple[jax.Array, Any]:
         step = context.step
         share_B = (step.step_B + 1).astype(jnp.float32) / jnp.maximum(step.steps_B - 1, 1)
         ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
@@ -82,7 +82,8 @@ class Scheduled(RemaskRule):
             # The difference of 1 and the output of the critic is not accurate near 0.
             wrong_BL, right_BL = context.wrong_BL, jnp.ones_like(chance_BL)
         wrong_BL = (1.0 - mix_B1) * wrong_BL + mix_B1 * chance_BL
-        return self.worst(wrong_BL, right_BL, ratio_B, context) & self.is_active()[:, None]
+        is_worst_BL = self.worst(wrong_BL, right_BL, ratio_B, context)
+        return is_worst_BL & self.is_active()[:, None], state
 
     def worst(
         self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext

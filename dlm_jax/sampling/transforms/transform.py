@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dlm_jax.settings import Rule, SettingError, neutral
+from dlm_jax.sampling.positions import returned
+from dlm_jax.settings import Rule, Setting, SettingError, neutral, per_row, rule
 
 
 class At(NamedTuple):
@@ -135,6 +138,37 @@ class LogitTransform(Rule):
         truncates by count; otherwise None.
         """
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _function_class(function: Callable[..., Any]) -> type[LogitTransform]:
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():  # a lambda, or a functools.partial
+        name = f"function_{next(_NUMBERS)}"
+    setting = Setting(name, False, "a function of the logits")
+
+    class Function(LogitTransform):
+        is_on_B: Array = per_row(setting)
+
+        def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+            made_NV = returned(
+                function(logits_NV), name, "apply", "N, V", logits_NV.shape, jnp.float32
+            )
+            is_changed_NV = self.is_on_B[at.row_N][:, None] & (logits_NV > -jnp.inf)
+            return jnp.where(is_changed_NV, made_NV, logits_NV)
+
+    Function.name = name
+    return rule(Function)
+
+
+_NUMBERS = itertools.count(1)
+
+
+def function_transform(function: Callable[..., Any]) -> LogitTransform:
+    """A transform for all rows that applies a function of the logits ``[N, V]``. Banned ids keep
+    the logit `-inf`.
+    """
+    return _function_class(function)(True)  # type: ignore[call-arg]
 
 
 def is_wanted(transform: LogitTransform, at: At) -> Array:

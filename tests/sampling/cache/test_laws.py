@@ -21,10 +21,9 @@ from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.cache import CacheContext, Dual, Prefix
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
-from dlm_jax.sampling.state import start
 from dlm_jax.types import Status
 
 UNIT = 4

@@ -38,8 +38,10 @@ def test_a_hole_at_a_multiple_commits_alone_and_the_others_wait_for_it():
         jnp.asarray(unit, jnp.int32),
     )  # fmt: skip
     context = _context(is_hole)
-    open_BL = np.asarray(rule.eligible(context))
-    chosen = np.asarray(rule.select(context, _proposal(np.zeros_like(is_hole, np.int32), sure)))
+    open_BL = np.asarray(rule.eligible((), context))
+    chosen = np.asarray(
+        rule.select((), context, _proposal(np.zeros_like(is_hole, np.int32), sure))[0]
+    )
     for row in range(ROWS):
         holes = np.flatnonzero(is_hole[row]).tolist()
         alone = [place for place in holes if unit[row] and place % unit[row] == 0][:1]
@@ -59,7 +61,7 @@ def test_written_tokens_give_way_to_another_that_is_sure_enough_and_given_ones_d
         jnp.full(ROWS, 4, jnp.int32),
     )  # fmt: skip
     context = _context(kind == 0, jnp.asarray(written))
-    chosen = np.asarray(rule.select(context, _proposal(tokens, sure)))
+    chosen = np.asarray(rule.select((), context, _proposal(tokens, sure))[0])
     for row in range(ROWS):
         holes = np.flatnonzero(kind[row] == 0)
         wanted = {place for place in holes if sure[row, place] > 0.7}

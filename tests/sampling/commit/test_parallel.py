@@ -37,9 +37,8 @@ def _context(is_hole_BL):
 @jax.jit
 def _select(rule, context, confidence_BL):
     zeros_BL = jnp.zeros_like(confidence_BL)
-    return rule.eligible(context) & rule.select(
-        context, Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
-    )
+    proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
+    return rule.eligible((), context) & rule.select((), context, proposal)[0]
 
 
 def _confidences():

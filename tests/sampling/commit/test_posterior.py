@@ -20,11 +20,12 @@ from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, Standing
+from dlm_jax.sampling.commit.commit_rule import Proposal
+from dlm_jax.sampling.loop import start
+from dlm_jax.sampling.noise import NoiseContext, NoisyCanvas
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.sampling.state import start
 from dlm_jax.types import Status
 
 ROWS, MASK = 6_000, enumerable.MASK
@@ -307,14 +308,16 @@ def _rule_and_context(settings: list[dict], places: int = 3, *, process="uniform
     facts = dataclasses.replace(enumerable.MODEL.facts, process=process_of(process))
     rows = [SampleConfig(ignore_eos=True, **one) for one in settings]
     shape = (len(rows), places)
+    tokens_BL = jnp.zeros(shape, jnp.int32)
     keys_B = jax.vmap(jax.random.key)(jnp.arange(len(rows)))
     fields = {
-        "is_hole_BL": jnp.ones(shape, bool),
+        "is_open_BL": jnp.ones(shape, bool),
         "key_B": keys_B,
-        "first_holes_B": jnp.full(shape[0], places),
-        "is_token_BL": jnp.ones(shape, bool),
+        "noise": NoisyCanvas(
+            tokens_BL, tokens_BL < 0, tokens_BL < 0, tokens_BL, tokens_BL[:, 0], MASK
+        ),
     }
-    return BUILT_IN.pack(rows, facts).commit, CommitContext(**fields | context)
+    return BUILT_IN.pack(rows, facts).commit, NoiseContext(**fields | context)
 
 
 @pytest.mark.parametrize("start_time", [1.0, 0.4])
@@ -341,12 +344,12 @@ def test_levels_fall_evenly_over_the_reverse_steps_and_correctors_stay_between_t
 
 def test_a_corrector_step_draws_a_token_anew_where_noise_can_write_it_and_else_writes_noise():
     settings = {"order": "posterior", "steps": 4, "corrector_steps": 2, "corrector_share": 1.0}
-    standing = Standing(
+    noise = NoisyCanvas(
         jnp.array([[0, 1, 1]]), jnp.zeros((1, 3), bool), jnp.array([[True, False, True]]),
         jnp.zeros((1, 3), jnp.int32), jnp.array([2]), MASK,
     )  # fmt: skip
     rule, context = _rule_and_context(
-        [settings], step_B=jnp.array([1]), steps_B=jnp.array([4]), standing=standing
+        [settings], step_B=jnp.array([1]), steps_B=jnp.array([4]), noise=noise
     )
     # The second of two reverse steps goes from 1/2 to 0, so the corrector steps are at 1/2.
     data, noise, stay = (np.asarray(x)[0] for x in rule.corrections(context))
@@ -368,15 +371,20 @@ def test_a_block_ends_where_its_likeliest_tokens_repeat_and_the_mean_entropy_is_
     rule, context = _rule_and_context(
         [{"order": "entropy_renoise", "steps": 9, "renoise_stop": 0.1}] * 5, places=8,
         step_B=jnp.full(5, 2), steps_B=jnp.full(5, 9),
-        memory=RuleMemory((jnp.asarray(now), jnp.asarray(before)), jnp.zeros(5, bool)),
-        is_hole_BL=jnp.broadcast_to(jnp.arange(8) < 4, (5, 8)),
+        is_open_BL=jnp.broadcast_to(jnp.arange(8) < 4, (5, 8)),
     )  # fmt: skip
     zeros_BL = jnp.zeros((5, 8))
     proposal = Proposal(jnp.asarray(now), zeros_BL, zeros_BL, -jnp.log(jnp.asarray(entropy)))
-    ends = rule.remember(context, proposal, jnp.zeros((5, 8), bool))
-    assert np.asarray(ends).tolist() == [True, False, True, False, False]
+    state = jnp.asarray(now), jnp.asarray(before)
+    assert np.asarray(rule.update(state, context, proposal)[0].is_final_B).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     last = context._replace(step_B=jnp.full(5, 8))
-    assert np.asarray(rule.remember(last, proposal, jnp.zeros((5, 8), bool))).all()
+    assert np.asarray(rule.update(state, last, proposal)[0].is_final_B).all()
 
 
 def accepted(entropy: np.ndarray, bound: float) -> list[int]:

@@ -19,7 +19,7 @@ MAX_HOLES, MAX_STEPS, VOCAB = 24, 30, 7
 ORDERS = {name: cls for name, cls in COMMIT_RULES.items() if issubclass(cls, QuotaRule)}
 
 _most = jax.jit(most)
-_eligible = jax.jit(lambda context: RandomOrder(linear_quota).eligible(context))
+_eligible = jax.jit(lambda context: RandomOrder(linear_quota).eligible((), context))
 
 
 def _context(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> CommitContext:
@@ -183,7 +183,7 @@ def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
     def choose(context, confidence_BL):
         zeros_BL = jnp.zeros_like(confidence_BL)
         proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
-        return rule.eligible(context) & rule.select(context, proposal)
+        return rule.eligible((), context) & rule.select((), context, proposal)[0]
 
     rng = np.random.default_rng(2)
     rows, length = 9, 20
@@ -220,7 +220,7 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
     def choose(context):
         confidence_BL = jnp.ones(context.is_hole_BL.shape, jnp.float32)
         proposal = Proposal(confidence_BL.astype(jnp.int32), *(3 * (confidence_BL,)))
-        chosen = rule.eligible(context) & rule.select(context, proposal)
+        chosen = rule.eligible((), context) & rule.select((), context, proposal)[0]
         return chosen, rule.quota(context)
 
     chosen, count = map(np.asarray, choose(context))
@@ -231,7 +231,7 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
 @pytest.mark.parametrize("name", COMMIT_RULES)
 def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
     class OfAHead(COMMIT_RULES[name]):
-        reads_head = "critic"
+        needs = ("head:critic",)
 
     OfAHead.check(SampleConfig())
     with pytest.raises(ValueError, match="requires"):
@@ -242,7 +242,5 @@ def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
 
 def test_what_a_rule_keeps_is_never_of_all_ids():
     for rule in COMMIT_RULES.values():
-        memory = rule.start_memory(rule, 2, 3)  # type: ignore[arg-type]
-        assert all(x.shape[:2] == (2, 3) and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(
-            memory.places))  # fmt: skip
-        assert all(x.shape[0] == 2 for x in jax.tree.leaves(memory.rows))
+        state = rule.init(rule, 2, 3)  # type: ignore[arg-type]
+        assert all(x.shape[0] == 2 and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(state))

@@ -19,9 +19,9 @@ from dlm_jax.sampling.commit.quotas import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.edits.edit_rule import EditState
 from dlm_jax.sampling.edits.scores import take_snapshot
+from dlm_jax.sampling.mask_step import editable_positions, propose_step, with_neighbors
 from dlm_jax.sampling.remask import RemaskRule, Renoise
 from dlm_jax.sampling.state import EDITED
-from dlm_jax.sampling.step import beside, look, may_edit
 from dlm_jax.settings import pytree
 from dlm_jax.types import Status
 
@@ -204,11 +204,11 @@ def test_the_snapshot_is_what_the_logits_say_of_the_tokens_after_the_commits(wit
 
     @jax.jit
     def snapshot(state):
-        seen = look(program, params, state)
+        _, seen = propose_step(program, params, state)
         filled = seen.filled
         assert filled.total_BL is not None
         tokens_BL = jnp.where(seen.is_open_BL, filled.proposal.tokens_BL, state.canvas.tokens_BL)
-        is_wanted_BL = beside(may_edit(state))
+        is_wanted_BL = with_neighbors(editable_positions(state))
         found = take_snapshot(
             program, params, seen.output, filled.total_BL, filled.best_BL, tokens_BL, is_wanted_BL
         )
@@ -260,7 +260,7 @@ def test_what_an_edit_put_is_no_context_until_a_step_writes_it():
     is_live = np.arange(POSITIONS)[None] < np.asarray(looked.canvas.length_B)[:, None]
     assert put.sum() > ROWS
     np.testing.assert_array_equal(np.asarray(looked.committed_BL), np.where(put, EDITED, -1))
-    seen = jax.jit(look, static_argnums=0)(canvases.program(), params, looked)
+    seen = jax.jit(propose_step, static_argnums=0)(canvases.program(), params, looked)[1]
     np.testing.assert_array_equal(seen.context.is_visible_BL, is_live & ~put)
     still = put.sum(1)
     wrote = advance(params, looked, 1)
@@ -272,15 +272,13 @@ class Fresh(RemaskRule):
     """Takes back all that the step wrote."""
 
     is_on_B: jax.Array
+    needs = ("steps",)
 
     def is_active(self):
         return self.is_on_B
 
-    def goes_on(self):
-        return self.is_on_B
-
-    def select(self, context):
-        return context.is_fresh_BL
+    def select(self, state, context):
+        return context.is_fresh_BL, state
 
 
 def test_a_remask_rule_is_told_where_the_tokens_are_after_the_edits():

@@ -13,9 +13,9 @@ import toy
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.edits import EDIT_RULES
+from dlm_jax.sampling.mask_step import step
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
-from dlm_jax.sampling.step import step
 from dlm_jax.sampling.transforms import At, Context
 from dlm_jax.types import Network
 

@@ -16,16 +16,16 @@ from canvases import FOREVER, POSITIONS, ROWS, Row
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.edits import Uncertainty
+from dlm_jax.sampling.mask_step import apply_renoise
 from dlm_jax.sampling.remask.renoise import RENOISE_TOKENS, Renoise
 from dlm_jax.sampling.state import EDITED
-from dlm_jax.sampling.step import renoised
 from dlm_jax.sampling.transforms import LogitBias
 from dlm_jax.types import Status
 
 TEXT_IDS = tuple(range(8))
 NEVER = -7
 
-_renoised = jax.jit(functools.partial(renoised, canvases.program()))
+_renoised = jax.jit(functools.partial(apply_renoise, canvases.program()))
 
 
 def _renoise(start=0.5, end=0.0, kinds=RENOISE_TOKENS, *, rows=ROWS, schedule="cosine") -> Renoise:

@@ -16,6 +16,7 @@ from oracles import rules
 import dlm_jax
 from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.sampling.commit import Ancestral, CommitContext, RandomFilled, uniform
+from dlm_jax.sampling.mask_step import step as one_step
 from dlm_jax.sampling.remask import (
     RemaskContext,
     RemdmCap,
@@ -24,8 +25,6 @@ from dlm_jax.sampling.remask import (
     Scheduled,
     ScheduledThreshold,
 )
-from dlm_jax.sampling.step import is_stepping
-from dlm_jax.sampling.step import step as one_step
 from dlm_jax.settings import pytree
 
 ROWS, LENGTH = 240, 14
@@ -50,7 +49,7 @@ def _context(step, is_open, is_fresh, probability, num_free):
     )  # fmt: skip
 
 
-_select = jax.jit(lambda rule, context: context.is_open_BL & rule.select(context))
+_select = jax.jit(lambda rule, context: context.is_open_BL & rule.select((), context)[0])
 
 
 def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
@@ -156,7 +155,7 @@ def test_positions_change_as_often_as_the_process_says(schedule, kind):
         np.testing.assert_allclose(rates, wants, atol=0.03)
 
 
-_eligible = jax.jit(lambda rule, context: rule.eligible(context))
+_eligible = jax.jit(lambda rule, context: rule.eligible((), context))
 
 
 def test_a_row_whose_strength_is_zero_is_left_alone():
@@ -171,7 +170,7 @@ def test_a_row_whose_strength_is_zero_is_left_alone():
     for kind in ("cap", "rescale", "conf"):
         rule = REMDM[kind](jnp.array([0.0, 1.0]), noise)
         assert taken(rule) in ([[False, True]] + [[False, False]] * (kind == "conf"))
-        assert rule.is_active().tolist() == rule.goes_on().tolist() == [False, True]
+        assert rule.is_active().tolist() == [False, True]
     columns = (jnp.array([0.0, 0.9]), jnp.array([0.0, 0.9]), jnp.array([0.5, 0.5]))
     assert taken(ScheduledThreshold(*columns)) == [False, True]
 
@@ -182,7 +181,7 @@ def test_a_drafts_tokens_are_known_by_their_own_probability():
     rows = [Row((1, 2, 3, 4, toy.MASK, 5), steps=3, is_draft=is_draft)]
     nothing = Scheduled(*(jnp.full(1, x) for x in (0.01, 0.01, 0.0)))
     state = canvases.make_state(rows, canvases.RANDOM, remask=nothing)
-    state, _ = jax.jit(one_step, static_argnums=0)(canvases.program(), toy.params(), state)
+    state = jax.jit(one_step, static_argnums=0)(canvases.program(), toy.params(), state)
     logprobs = jax.nn.log_softmax(toy.row_logits([*rows[0].tokens, *[toy.PAD] * 18], 6)[:6])
     for place, token in ((1, 2), (2, 3), (5, 5)):
         own = float(state.logprob_BL[0, place])
@@ -197,22 +196,18 @@ class Aged(dlm_jax.RemaskRule):
 
     span_B: jax.Array = dlm_jax.per_row(dlm_jax.Setting("aged_span", 3, "aged: span", low=1))
 
-    def start_memory(self, num_rows, num_positions):
+    def init(self, num_rows, num_positions):
         age_BL = jnp.zeros((num_rows, num_positions), jnp.int32)
-        return dlm_jax.RuleMemory(age_BL, jnp.zeros(num_rows, jnp.int32))
+        return age_BL, jnp.zeros(num_rows, jnp.int32)
 
-    def _ages(self, context):
-        return context.memory.places + context.is_open_BL
-
-    def select(self, context):
-        return self._ages(context) > self.span_B[:, None]
-
-    def remember(self, context, is_remasked_BL):
-        count_B = context.memory.rows + jnp.sum(is_remasked_BL, axis=1)
-        return dlm_jax.RuleMemory(self._ages(context), count_B)
+    def select(self, state, context):
+        age_BL, count_B = state
+        age_BL += context.is_open_BL
+        is_old_BL = context.is_open_BL & (age_BL > self.span_B[:, None])
+        return is_old_BL, (age_BL, count_B + jnp.sum(is_old_BL, axis=1))
 
 
-def test_the_memory_of_a_remask_rule_moves_with_edits_and_ends_with_its_token():
+def test_the_state_of_a_remask_rule_moves_with_edits_and_ends_with_its_token():
     name = "left_to_right-remdm_conf-parallel-edit"
     rows = [dataclasses.replace(row, block_length=0, stop_at_eos=False)
             for row in rule_cases.rows(resamples=True)]  # fmt: skip
@@ -220,52 +215,52 @@ def test_the_memory_of_a_remask_rule_moves_with_edits_and_ends_with_its_token():
     slots = list(zip(rows, rule_cases.samples(name, len(rows)), strict=True))
     state = rule_cases.make_state(name, slots)
     rule = Aged(jnp.full(len(rows), 3, jnp.int32))
-    memory = rule.start_memory(*state.canvas.tokens_BL.shape)
-    state = state._replace(rules=state.rules._replace(remask=rule), remask_memory=memory)
+    start = rule.init(*state.canvas.tokens_BL.shape)
+    state = state._replace(rules=state.rules._replace(remask=rule), remask_state=start)
     take_step, params = jax.jit(one_step, static_argnums=0), rule_cases.params(name)
     num_moved = 0
     for _ in range(10):
         before = np.asarray(state.committed_BL)
-        state, _ = take_step(rule_cases.program(name), params, state)
+        state = take_step(rule_cases.program(name), params, state)
         committed, step_B1 = np.asarray(state.committed_BL), np.asarray(state.step_B)[:, None]
-        ages, is_hole = np.asarray(state.remask_memory.places), state.canvas.tokens_BL == toy.MASK
+        ages, is_hole = np.asarray(state.remask_state[0]), state.canvas.tokens_BL == toy.MASK
         is_told = (committed >= 0) & np.asarray(state.is_running_B)[:, None]
         np.testing.assert_array_equal(ages[is_told], (step_B1 - committed)[is_told])
         assert (ages[np.asarray(is_hole)] == 0).all() and ages.max() <= 3
         num_moved += (is_told & (committed != before) & (committed < step_B1 - 1)).sum()
     assert num_moved > 10
-    assert (np.asarray(state.remask_memory.rows) > 0).any()
+    assert (np.asarray(state.remask_state[1]) > 0).any()
 
 
 @pytree
 class Counted(RandomFilled):
     """Counts the candidates that each hole has had."""
 
-    def start_memory(self, num_rows, num_positions):
-        return dlm_jax.RuleMemory(jnp.zeros((num_rows, num_positions), jnp.int32))
+    def init(self, num_rows, num_positions):
+        return jnp.zeros((num_rows, num_positions), jnp.int32)
 
-    def observe(self, kept, row_N, logits_NV, ids_N, logprob_N):
-        return kept + 1, self.measure(logits_NV, logprob_N)
+    def score(self, state_N, logits_NV, drawn):
+        return super().score(state_N, logits_NV, drawn)[0], state_N + 1
 
 
-def test_the_memory_of_a_commit_rule_moves_with_edits_and_begins_anew_at_new_holes():
+def test_the_state_of_a_commit_rule_moves_with_edits_and_begins_anew_at_new_holes():
     name = "left_to_right-remdm_conf-parallel-edit"
     rows = [dataclasses.replace(row, block_length=0, stop_at_eos=False, resample=False, steps=14)
             for row in rule_cases.rows(resamples=True)]  # fmt: skip
     slots = list(zip(rows, rule_cases.samples(name, len(rows)), strict=True))
     state, rule = rule_cases.make_state(name, slots), Counted()
-    memory = rule.start_memory(*state.canvas.tokens_BL.shape)
-    state = state._replace(rules=state.rules._replace(commit=rule), memory=memory)
+    start = rule.init(*state.canvas.tokens_BL.shape)
+    state = state._replace(rules=state.rules._replace(commit=rule), rule_state=start)
     take_step, params = jax.jit(one_step, static_argnums=0), rule_cases.params(name)
     place_BL = jnp.broadcast_to(jnp.arange(canvases.POSITIONS), state.canvas.tokens_BL.shape)
     seen = {"moved": 0, "new": 0}
     for _ in range(8):
         state = state._replace(edits=state.edits._replace(origin_BL=place_BL))
-        old = jax.device_get((state.canvas.tokens_BL == toy.MASK, state.memory.places))
-        steps_B, step_B = np.asarray(is_stepping(state)), np.asarray(state.step_B)
-        state, _ = take_step(rule_cases.program(name), params, state)
+        old = jax.device_get((state.canvas.tokens_BL == toy.MASK, state.rule_state))
+        steps_B, step_B = np.asarray(state.is_stepping_B), np.asarray(state.step_B)
+        state = take_step(rule_cases.program(name), params, state)
         is_hole, counts, origin = jax.device_get(
-            (state.canvas.tokens_BL == toy.MASK, state.memory.places, state.edits.origin_BL)
+            (state.canvas.tokens_BL == toy.MASK, state.rule_state, state.edits.origin_BL)
         )
         for row in np.flatnonzero(steps_B & (step_B + 1 < 14)):
             for place in np.flatnonzero(is_hole[row]):

@@ -10,7 +10,7 @@ import toy
 from canvases import ROWS, Row, holes
 from oracles.rules import annealed_temperature
 
-from dlm_jax.sampling.step import chain_now
+from dlm_jax.sampling.mask_step import step_chain
 from dlm_jax.sampling.transforms import DynamicTemperature, Temperature, chain
 
 
@@ -31,7 +31,7 @@ def test_temperature_goes_evenly_to_the_last_step_or_the_last_hole():
     state = _state(rows, last)
     seen = [[] for _ in rows]
     for _ in range(12):
-        now = chain_now(state).transforms[1].temperature_B
+        now = step_chain(state).transforms[1].temperature_B
         for slot in np.flatnonzero(np.asarray(state.status_B) == 0):
             seen[slot].append(float(now[slot]))
         state = canvases.shared_advance()(toy.params(), state, 1)

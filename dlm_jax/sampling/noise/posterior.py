@@ -12,7 +12,6 @@ Campbell et al. 2022, section 4.4; by Gibbs steps, Zhao et al. 2024, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -20,13 +19,8 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.commit.ancestral import NoiseSchedule
-from dlm_jax.sampling.commit.commit_rule import (
-    CommitContext,
-    CommitRule,
-    Proposal,
-    Standing,
-    uniform,
-)
+from dlm_jax.sampling.commit.commit_rule import Proposal, uniform
+from dlm_jax.sampling.noise.noise_rule import NoiseContext, NoiseRule, NoiseUpdate, NoisyCanvas
 from dlm_jax.settings import (
     ABOVE_ZERO,
     Setting,
@@ -34,14 +28,10 @@ from dlm_jax.settings import (
     fact,
     per_row,
     require_head,
-    require_values,
     rule,
     static,
 )
 
-_NEEDS: dict[str, tuple[Any, ...]] = {
-    "remask": ("none",), "cache": ("none", "exact"), "guidance": (0.0,), "structure": ("",),
-}  # fmt: skip
 _KIND_SALT, _NOISE_SALT, _PLACE_SALT, _WRONG_SALT = 0x6B696E64, 0x6D61736B, 0x706C6163, 0x77726F6E
 
 
@@ -87,52 +77,8 @@ class StepPlace(NamedTuple):
     corrects: jax.Array
 
 
-class Renewing(CommitRule):
-    """A rule that can change every token of a block until the block ends.
-
-    Attributes:
-      fills: the supported values of ``fill``.
-    """
-
-    renews = True
-    fills: ClassVar[tuple[str, ...]] = ("parallel", "auto")
-
-    @classmethod
-    def check(cls, row: Any) -> None:
-        super().check(row)
-        why = f"is not supported with order={cls.name!r}, which can change any token"
-        require_values(row, {"fill": cls.fills, **_NEEDS}, why)
-        for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
-            if is_on:
-                raise SettingError(
-                    name, getattr(row, name), f"is not supported with order={cls.name!r}",
-                    "leave it at its default",
-                )  # fmt: skip
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
-        if row.cache != "none" and not facts.canvas_length:
-            raise SettingError(
-                "cache", row.cache,
-                f"is not supported with order={cls.name!r}, which can change any token",
-                "use cache='none'",
-            )  # fmt: skip
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        raise SettingError(
-            "order", cls.name, "has no trace: it also writes tokens that are not candidates",
-            "leave trace out",
-        )  # fmt: skip
-
-    def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """The logits that candidates are drawn from."""
-        return filtered()
-
-
 @rule
-class Posterior(Renewing):
+class Posterior(NoiseRule):
     """Samples the outcome of a reverse step at each open position: the token, a candidate or noise.
 
     Let ``r = alpha_t / alpha_s``, and let ``c(k)`` be the probability of noise ``k`` as defined in
@@ -153,7 +99,7 @@ class Posterior(Renewing):
     """
 
     about = "reverse steps of the noise process; any token can change until the end"
-    fills = (*Renewing.fills, "wavefront")
+    fills = (*NoiseRule.fills, "wavefront")
 
     start_B: jax.Array = per_row(Setting(
         "posterior_start", 1.0,
@@ -174,12 +120,12 @@ class Posterior(Renewing):
         low=ABOVE_ZERO, high=1.0, activates=False,
     ))  # fmt: skip
     process: NoiseProcess = fact("process")
-    reads_head: str = static(Setting(
+    needs: tuple[str, ...] = static(Setting(
         "renew_by", "probability",
         "order=posterior: source of the probability that a token is wrong: the network's "
         "probability of the token (probability), or the critic head (critic), which costs a "
         "forward pass if the canvas has MASK",
-        choices={"probability": "", "critic": "critic"}, activates=False,
+        choices={"probability": (), "critic": ("head:critic",)}, activates=False,
     ))  # fmt: skip
     schedule: NoiseSchedule = fact("noise")
 
@@ -204,43 +150,41 @@ class Posterior(Renewing):
             if is_refused:
                 raise SettingError(name, getattr(row, name), why, remedy)
 
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, logprob_N: jax.Array
+    ) -> tuple[jax.Array, Any]:
         """The probability, which is read as a weight and never compared."""
-        return jnp.exp(logprob_N)
+        return jnp.exp(logprob_N), state_N
 
-    def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
+    def begin(self, noise: NoisyCanvas, key_B: jax.Array) -> jax.Array:
         """Noise of level 1 for every position."""
-        return self._noise(standing, key_B, jnp.ones_like(self.start_B))
+        return self._noise(noise, key_B, jnp.ones_like(self.start_B))
 
-    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+    def update(
+        self, state: Any, context: NoiseContext, proposal: Proposal
+    ) -> tuple[NoiseUpdate, Any]:
+        """The candidate, new noise or the current token, as `_outcome` selects."""
         kind_BL, is_candidate_BL = self._outcome(context, proposal)
-        return context.is_hole_BL & (kind_BL == 0) & is_candidate_BL
+        noise_BL = self._noise(context.noise, context.key_B, self._levels(context)[1])
+        tokens_BL = jnp.where(kind_BL == 1, noise_BL, context.noise.tokens_BL)
+        return NoiseUpdate(tokens_BL, (kind_BL == 0) & is_candidate_BL), state
 
-    def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """New noise where `_outcome` selects it, and the current token elsewhere."""
-        standing = context.standing
-        assert standing is not None, "the rule renews"
-        kind_BL, _ = self._outcome(context, proposal)
-        noise_BL = self._noise(standing, context.key_B, self._levels(context)[1])
-        return jnp.where(kind_BL == 1, noise_BL, standing.tokens_BL)
-
-    def chances(self, context: CommitContext, own_BL: jax.Array) -> Chances:
+    def chances(self, context: NoiseContext, own_BL: jax.Array) -> Chances:
         """Computes the `Chances` of a reverse step from the model's probability of the current
         token.
         """
-        standing = context.standing
-        assert standing is not None, "the rule renews"
+        noise = context.noise
         now, then = (self._shares(level_B) for level_B in self._levels(context))
         ratio_B1 = now.clean / jnp.maximum(then.clean, 1e-9)
         fresh_BL = of_current(
-            standing,
+            noise,
             jnp.maximum(now.mask - ratio_B1 * then.mask, 0.0),
             jnp.maximum(now.text - ratio_B1 * then.text, 0.0),
         )
-        kept_BL = then.clean * own_BL + of_current(standing, then.mask, then.text)
+        kept_BL = then.clean * own_BL + of_current(noise, then.mask, then.text)
         return Chances(fresh_BL * then.clean, fresh_BL * (1.0 - then.clean), ratio_B1 * kept_BL)
 
-    def corrections(self, context: CommitContext) -> Chances:
+    def corrections(self, context: NoiseContext) -> Chances:
         """The `Chances` of a corrector step, which add up to 1.
 
         The bound of the process is lowest if the model predicts the distribution p of a clean token
@@ -248,21 +192,20 @@ class Posterior(Renewing):
         which a Gibbs step redraws it. A token that the noise cannot produce is replaced by noise
         with the probability of noise and otherwise stays, which also satisfies detailed balance.
         """
-        standing = context.standing
-        assert standing is not None, "the rule renews"
+        noise = context.noise
         level = self._shares(self._levels(context)[1])
         moves_BL = self._moving(context).astype(jnp.float32)
-        is_noise_BL = of_current(standing, level.mask, level.text) > 0
+        is_noise_BL = of_current(noise, level.mask, level.text) > 0
         data_BL = moves_BL * jnp.where(is_noise_BL, level.clean, 0.0)
         noise_BL = moves_BL * (1.0 - level.clean)
         return Chances(data_BL, noise_BL, 1.0 - data_BL - noise_BL)
 
-    def _moving(self, context: CommitContext) -> jax.Array:
+    def _moving(self, context: NoiseContext) -> jax.Array:
         """True at the evenly spaced positions that a corrector step draws. The first one is random.
 
         Positions drawn in the same step are independent, but neighbours depend most on each other.
         """
-        is_open_BL = context.is_hole_BL
+        is_open_BL = context.is_open_BL
         open_B = jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
         count_B = jnp.maximum(jnp.round(self.corrector_share_B * open_B).astype(jnp.int32), 1)
         first_B = jnp.floor(uniform(salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
@@ -274,7 +217,7 @@ class Posterior(Renewing):
     def _shares(self, level_B: jax.Array) -> Any:
         return jax.tree.map(lambda share_B: share_B[:, None], self.process.shares(level_B))
 
-    def _turn(self, context: CommitContext) -> StepPlace:
+    def _turn(self, context: NoiseContext) -> StepPlace:
         period_B = 1 + self.corrector_steps_B.astype(jnp.int32)
         last_B = context.steps_B - 1
         rest_B = jnp.maximum(last_B - context.step_B, 0)
@@ -282,7 +225,7 @@ class Posterior(Renewing):
         corrects_B = (context.step_B > 0) & (rest_B % period_B != 0)
         return StepPlace(number_B - 1 - -(-rest_B // period_B), number_B, corrects_B)
 
-    def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
+    def _levels(self, context: NoiseContext) -> tuple[jax.Array, jax.Array]:
         """Noise levels at the start and at the end of the reverse step, ``[B]`` each. A corrector
         step remains at the second level.
         """
@@ -292,7 +235,7 @@ class Posterior(Renewing):
         s_B = self.start_B * jnp.maximum(1.0 - (turn.done + 1) / number_B, 0.0)
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
-    def _outcome(self, context: CommitContext, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
+    def _outcome(self, context: NoiseContext, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
         """The outcome ``[B, L]``: 0 for the clean token, 1 for new noise, 2 for the current token;
         and True where the clean token is the candidate, not the current token.
         """
@@ -300,11 +243,10 @@ class Posterior(Renewing):
         own_BL = proposal.confidence_BL
         is_candidate_BL = jnp.ones(own_BL.shape, bool)
         if context.wrong_BL is not None:
-            assert context.standing is not None, "the rule renews"
             drawn_BL = uniform(salted(context.key_B, _WRONG_SALT), own_BL.shape[1])
             is_candidate_BL = drawn_BL * (1.0 - own_BL) < context.wrong_BL
-            is_candidate_BL |= context.standing.is_mask_BL
-            is_same_BL = proposal.tokens_BL == context.standing.tokens_BL
+            is_candidate_BL |= context.noise.is_mask_BL
+            is_same_BL = proposal.tokens_BL == context.noise.tokens_BL
             own_BL = (is_same_BL | ~is_candidate_BL).astype(jnp.float32)
             is_candidate_BL |= corrects_B1
         chances = jax.tree.map(
@@ -317,16 +259,16 @@ class Posterior(Renewing):
         kind_BL = jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
         return kind_BL, is_candidate_BL
 
-    def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
+    def _noise(self, noise: NoisyCanvas, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
         """Noise ``[B, L]`` at a level: MASK, or random ids that can be written in the row."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
-        is_mask_BL = uniform(salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
-        return jnp.where(is_mask_BL, standing.mask_id, standing.random_BL)
+        is_mask_BL = uniform(salted(key_B, _NOISE_SALT), noise.tokens_BL.shape[1]) < chance_B1
+        return jnp.where(is_mask_BL, noise.mask_id, noise.random_BL)
 
 
-def of_current(standing: Standing, mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
+def of_current(noise: NoisyCanvas, mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
     """The share of each current token in the noise, ``[B, L]``; 0 for tokens that are not noise."""
-    number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
-    text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
-    return jnp.where(standing.is_mask_BL, mask_B1, text_BL)
+    number_B1 = jnp.maximum(noise.num_ids_B, 1)[:, None]
+    text_BL = jnp.where(noise.is_noise_BL, text_B1 / number_B1, 0.0)
+    return jnp.where(noise.is_mask_BL, mask_B1, text_BL)

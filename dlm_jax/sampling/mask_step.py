@@ -1,0 +1,545 @@
+"""One step of the denoising loop of models with MASK.
+
+``step: re-noise -> mask -> forward -> transform logits -> propose -> commit -> edit -> remask``.
+Every published sampler is a selection of rules for these slots. Edits and remasking run at the end
+of a step, not at the start of the next step. The logits therefore need not be stored, and a row
+without remasked tokens ends without another forward pass.
+
+The step is two functions, because a host sampler can change candidates between them: `propose_step`
+leaves the tokens as the forward pass read them, and `commit_step` writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling import rule_state
+from dlm_jax.sampling.blocks import choose
+from dlm_jax.sampling.cache.cache_policy import CacheState
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    DrawnTokens,
+    head_of,
+    preferences,
+)
+from dlm_jax.sampling.edits.edit_rule import EditContext
+from dlm_jax.sampling.edits.moves import (
+    Cells,
+    PositionMap,
+    moved,
+    moved_boundary,
+    moved_cells,
+    position_map_of,
+)
+from dlm_jax.sampling.edits.scores import take_snapshot
+from dlm_jax.sampling.edits.trial import tried
+from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
+from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted, check_filled
+from dlm_jax.sampling.remask.remask_rule import RemaskContext
+from dlm_jax.sampling.remask.renoise import RENOISE_SALT
+from dlm_jax.sampling.row import TIES, Counters, RowParams
+from dlm_jax.sampling.rules import Rules
+from dlm_jax.sampling.state import (
+    EDITED,
+    Records,
+    State,
+    chain_at,
+    end_step,
+    new_state,
+    overwrite,
+    step_keys,
+    token_positions,
+    visible_context,
+)
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.types import Canvas, Params, live_positions
+
+_LOWER = TIES.code("lower")
+
+
+class StepProposal(NamedTuple):
+    """The candidates of a step, before the commit.
+
+    Attributes:
+      is_open_BL: True at positions that receive a candidate.
+      is_read_BL: True at tokens to score for the remask rule: draft tokens, and the whole block if
+        the rule needs ``logprobs``; None without a remask rule.
+      commit: the context of the commit rule.
+      context: the visible tokens, for logit transforms.
+      output: the output of the trunk.
+      cache: the cache after the forward pass; None without a cache.
+      forwards_B: int32, number of forward passes for each row so far in this step.
+      positions_B: int32, number of live positions computed by these passes; 0 without a cache.
+      draw_key_B: key of each row for drawing the tokens of the step.
+      remask_key_B: key of each row for the remask rule.
+      filled: candidates and statistics of the fill.
+    """
+
+    is_open_BL: jax.Array
+    is_read_BL: jax.Array | None
+    commit: CommitContext
+    context: Context
+    output: TrunkOutput
+    cache: CacheState | None
+    forwards_B: jax.Array
+    positions_B: jax.Array
+    draw_key_B: jax.Array
+    remask_key_B: jax.Array
+    filled: Filled
+
+
+def init(
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    row: RowParams,
+    rules: Rules,
+    *,
+    mask_id: int,
+    frozen_BL: jax.Array | None = None,
+    num_traced: int = 0,
+) -> State:
+    """The state before the first step; see `dlm_jax.sampling.state.new_state`."""
+    return new_state(
+        tokens_BL,
+        length_B,
+        row,
+        rules,
+        refines_B=rules.refines(row.resamples_B),
+        mask_id=mask_id,
+        frozen_BL=frozen_BL,
+        num_traced=num_traced,
+    )
+
+
+def step(program: Program, params: Params, state: State) -> State:
+    """The state after one step of every running row.
+
+    Rows that are not running remain bitwise unchanged. For a row whose draft is edited, the first
+    call does not take a step: it only scores and edits the draft.
+    """
+    state, proposed = propose_step(program, params, state)
+    return commit_step(program, params, state, proposed)[0]
+
+
+def propose_step(program: Program, params: Params, state: State) -> tuple[State, StepProposal]:
+    """The state after re-noise, and candidates for the open positions of the step."""
+    if state.rules.renoise is not None:
+        state = apply_renoise(program, state)
+    rules, rule, block = state.rules, state.rules.commit, state.block
+    assert isinstance(rule, CommitRule), "a noise rule has its own step"
+    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
+    shape, num_positions = tokens_BL.shape, tokens_BL.shape[1]
+    draw_key_B, rule_key_B, remask_key_B = step_keys(state)
+
+    # Mask: the holes of the block, and the open positions, which receive a candidate. At the last
+    # step of a block, these include all holes.
+    is_token_BL = token_positions(state, mask_id=program.mask_id)
+    is_free_BL = state.is_free_BL & state.is_stepping_B[:, None]
+    is_last_BL = block.is_last_step_B[:, None]
+    commit = CommitContext(
+        is_hole_BL=is_free_BL & ~(is_token_BL & ~state.row.resamples_B[:, None]),
+        first_holes_B=block.first_holes_B,
+        step_B=block.step_B,
+        steps_B=block.steps_B,
+        key_B=rule_key_B,
+        is_token_BL=is_token_BL,
+        written_BL=jnp.where(is_free_BL & is_token_BL, tokens_BL, -1) if rule.rewrites else None,
+        preference_BL=preferences(rule_key_B, state.row.ties_B == _LOWER, num_positions),
+    )
+    is_open_BL = rule.eligible(state.rule_state, commit)
+    is_open_BL = returned(is_open_BL, rule, "eligible", "B, L", shape, bool)
+    is_open_BL = commit.is_hole_BL & (is_open_BL | (is_last_BL & ~is_token_BL))
+    if commit.written_BL is not None:
+        is_open_BL |= commit.written_BL >= 0
+
+    # Tokens to score for the remask rule and for edits, and positions whose logits edits read.
+    own_BL = is_read_BL = is_scored_BL = None
+    if rules.remask is not None:
+        is_read_BL = is_free_BL & is_token_BL & ~is_open_BL
+        if "logprobs" not in rules.remask.needs:
+            is_read_BL &= state.committed_BL < 0
+        is_read_BL &= rules.remask.is_active()[:, None] & ~is_last_BL
+        own_BL = jnp.where(is_read_BL, tokens_BL, -1)
+    if rules.edit is not None:
+        is_scored_BL = with_neighbors(editable_positions(state))
+        is_scored_BL &= live_positions(length_B, num_positions)
+        is_own_BL = is_scored_BL & is_token_BL & ~is_open_BL
+        own_BL = jnp.where(is_own_BL, tokens_BL, -1 if own_BL is None else own_BL)
+
+    # Forward.
+    output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
+    commit = commit._replace(attention_BLL=output.attention_BLL)
+
+    # Propose. If rows are sharded, each device fills its own rows.
+    def propose(params: Params, rows: tuple[Any, ...]) -> Filled:
+        state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, commit = rows
+        rule, chain, signal = state.rules.commit, step_chain(state), program.network.signal
+        edit = state.rules.edit
+
+        def score(
+            places_N: jax.Array, at: At, logits_NV: jax.Array, drawn: DrawnTokens
+        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            return rule_state.score_positions(
+                rule,
+                state.rule_state,
+                places_N,
+                num_positions,
+                lambda state_N: rule.score(state_N, logits_NV, drawn),
+            )
+
+        writer = CandidateWriter(
+            chain=chain,
+            prepared=chain.prepare(state.chain_state, context),
+            key_B=key_B,
+            own_BL=own_BL,
+            num_positions=num_positions,
+            score=score,
+            method=program.draw,
+            banned_ids=program.banned_ids,
+            signal=None if signal is None else functools.partial(signal, params),
+        )
+        wanted = Wanted(
+            is_open_BL=is_open_BL,
+            is_seen_BL=commit.is_token_BL,
+            tokens_BL=context.tokens_BL,
+            length_B=context.length_B,
+            is_scored_BL=is_scored_BL,
+            keeps_best=edit is not None and "likeliest" in edit.needs,
+            preference_BL=commit.preference_BL,
+            rule_state=rule_state.position_leaves(rule, state.rule_state, num_positions),
+            is_given_BL=state.canvas.frozen_BL,
+            is_traced=program.num_traced > 0,
+            signal_BLD=state.signal_BLD,
+        )
+        # The number of open positions is at most the number of hidden vectors.
+        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
+        filled = state.rules.fill.propose(reader, writer, wanted)
+        return check_filled(state.rules.fill, filled, is_open_BL.shape)
+
+    context = visible_context(state, mask_id=program.mask_id)
+    # The old cache is not used again, so it can be overwritten in place.
+    lean = state._replace(cache=None, records=None)
+    plain = commit._replace(attention_BLL=None)
+    rows = lean, output, is_open_BL, is_scored_BL, own_BL, context, draw_key_B, plain
+    filled = program.by_rows(propose)(params, rows)
+
+    if head := head_of(rule.needs):
+        wrong_BL, extra_B = read_head_with_candidates(
+            program, params, state, head, output, filled.proposal.tokens_BL, is_open_BL
+        )
+        is_known_B = jnp.all(jnp.isfinite(wrong_BL) | ~is_open_BL, axis=1)
+        filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
+        commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + extra_B
+    return state, StepProposal(
+        is_open_BL=is_open_BL,
+        is_read_BL=is_read_BL,
+        commit=commit,
+        context=context,
+        output=output,
+        cache=cache,
+        forwards_B=forwards_B,
+        positions_B=positions_B,
+        draw_key_B=draw_key_B,
+        remask_key_B=remask_key_B,
+        filled=filled,
+    )
+
+
+def commit_step(
+    program: Program, params: Params, state: State, proposed: StepProposal
+) -> tuple[State, jax.Array]:
+    """The state after the step, and the committed positions before edits."""
+    rules, rule = state.rules, state.rules.commit
+    assert isinstance(rule, CommitRule), "a noise rule has its own step"
+    context, is_open_BL, filled = proposed.commit, proposed.is_open_BL, proposed.filled
+    proposal, is_finite_B = filled.proposal, filled.is_finite_B
+    tokens_BL, is_last_B = state.canvas.tokens_BL, state.block.is_last_step_B
+    step_B, steps_B, num_positions = state.step_B, state.is_stepping_B, tokens_BL.shape[1]
+    is_mask_BL = tokens_BL == program.mask_id
+    goes_on_B = steps_B & is_finite_B & ~is_last_B
+
+    # Commit.
+    before = rule_state.with_position_leaves(
+        rule, state.rule_state, filled.rule_state, num_positions
+    )
+    result = rule.select(before, context, proposal)
+    chosen_BL, after = rule_state.check_pair(result, rule, "select")
+    chosen_BL = returned(chosen_BL, rule, "select", "B, L", tokens_BL.shape, bool)
+    rule_state.check_state(after, before, rule, "select")
+    chosen_BL |= is_mask_BL & is_last_B[:, None]
+    is_committed_BL = is_open_BL & chosen_BL & is_finite_B[:, None]
+    is_scored_BL = is_committed_BL
+    if proposed.is_read_BL is not None:
+        is_scored_BL |= proposed.is_read_BL
+    forwards_B, positions_B = proposed.forwards_B + rules.fill.forwards, proposed.positions_B
+    remask_head = "" if rules.remask is None else head_of(rules.remask.needs)
+    if rules.remask is not None and remask_head:
+        reads_B = goes_on_B & rules.remask.is_active()
+        forwards_B += reads_B
+        if rules.cache is not None:
+            positions_B += reads_B * state.canvas.length_B
+    counters = Counters(
+        forwards=state.is_running_B * forwards_B,
+        positions=state.is_running_B * positions_B,
+        filled=jnp.sum(is_open_BL, axis=1),
+        **filled.counts,
+    )
+    state = state._replace(
+        canvas=state.canvas._replace(
+            tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, tokens_BL)
+        ),
+        logprob_BL=jnp.where(is_scored_BL, proposal.logprob_BL, state.logprob_BL),
+        committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
+        chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
+        cache=proposed.cache,
+        counters=state.counters.plus(counters),
+        rule_state=rule_state.choose_rows(steps_B, after, before),
+        signal_BLD=filled.signal_BLD,
+    )
+    choice_B = None
+    if state.records is not None:
+        # The last step of a block fills every hole.
+        chance_B = rule.log_prob(before, context, proposal, is_committed_BL)
+        choice_B = jnp.where(is_last_B, 0.0, chance_B)
+
+    # Edit.
+    candidate_BL = jnp.where(is_open_BL & is_mask_BL, proposal.tokens_BL, -1)
+    is_fresh_BL = is_committed_BL
+    if rules.edit is not None:
+        state, position_map = apply_edits(program, params, state, proposed)
+        candidate_BL = moved(position_map, candidate_BL, -1)
+        context = context._replace(is_hole_BL=moved(position_map, context.is_hole_BL, False))
+        is_fresh_BL = moved(position_map, is_committed_BL, False)
+
+    # Remask.
+    if rules.remask is not None:
+        is_free_BL, tokens_BL = state.is_free_BL, state.canvas.tokens_BL
+        wrong_BL = None
+        if remask_head:
+            # The head reads the canvas with the step's candidates in its holes.
+            is_hole_BL = tokens_BL == program.mask_id
+            full_BL = jnp.where((candidate_BL >= 0) & is_hole_BL, candidate_BL, tokens_BL)
+            wrong_BL = jax.lax.cond(
+                jnp.any(goes_on_B & rules.remask.is_active()),
+                lambda: read_head(
+                    program,
+                    params,
+                    remask_head,
+                    hidden(program.network, params, full_BL, state.canvas.length_B),
+                ),
+                lambda: jnp.zeros(full_BL.shape, jnp.float32),
+            )
+        remask = RemaskContext(
+            step=context,
+            is_open_BL=is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
+            is_fresh_BL=is_fresh_BL,
+            num_free_B=jnp.sum(is_free_BL, axis=1),
+            logprob_BL=state.logprob_BL,
+            wrong_BL=wrong_BL,
+            key_B=proposed.remask_key_B,
+        )
+        result = rules.remask.select(state.remask_state, remask)
+        chosen_BL, after = rule_state.check_pair(result, rules.remask, "select")
+        chosen_BL = returned(chosen_BL, rules.remask, "select", "B, L", tokens_BL.shape, bool)
+        rule_state.check_state(after, state.remask_state, rules.remask, "select")
+        chosen_BL &= remask.is_open_BL
+        if choice_B is not None:
+            choice_B += rules.remask.log_prob(state.remask_state, remask, chosen_BL)
+        after = rule_state.choose_rows(steps_B, after, state.remask_state)
+        state = overwrite(state, chosen_BL, program.mask_id, mask_id=program.mask_id)
+        state = state._replace(
+            rule_state=rule_state.reset_state(rule, state.rule_state, chosen_BL),
+            remask_state=rule_state.reset_state(rules.remask, after, chosen_BL),
+        )
+
+    # Record.
+    if state.records is not None and choice_B is not None:
+        assert filled.drawn is not None, "the program is traced"
+        is_drawn_BL = is_open_BL & is_finite_B[:, None]
+        new = Records(
+            canvas_BSL=proposed.context.tokens_BL,
+            tokens_BSL=jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
+            is_written_BSL=is_committed_BL,
+            logprob_BSL=jnp.where(is_drawn_BL, filled.drawn.logprob_BL, 0.0),
+            entropy_BSL=jnp.where(is_drawn_BL, filled.drawn.entropy_BL, 0.0),
+            confidence_BSL=jnp.where(is_drawn_BL, rule.show_score(proposal.confidence_BL), 0.0),
+            level_BSL=filled.drawn.level_BL,
+            choice_BS=choice_B,
+        )
+        state = state._replace(records=state.records.with_step(step_B, steps_B, new))
+
+    # End of the step, the block and the row. A rule that rewrites keeps a block without holes until
+    # a step rewrites nothing.
+    refines_B = changes_B = rules.refines(state.row.resamples_B)
+    stays_B = rules.goes_on(state.row.resamples_B)
+    if rule.rewrites:
+        assert context.written_BL is not None, "the rule rewrites"
+        had_holes_B = jnp.any(context.is_hole_BL, axis=1)
+        changed_B = jnp.any(is_fresh_BL & (context.written_BL >= 0), axis=1)
+        settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + steps_B)
+        state = state._replace(block=state.block._replace(settled_B=settled_B))
+        stays_B |= (had_holes_B | changed_B) & (settled_B < rule.rewrite_steps_B)
+        changes_B = jnp.ones_like(steps_B)
+    state = end_step(
+        state,
+        steps_B=steps_B,
+        is_finite_B=is_finite_B,
+        stays_B=stays_B,
+        refines_B=refines_B,
+        changes_B=changes_B,
+        mask_id=program.mask_id,
+        eos_ids=program.eos_ids,
+    )
+    return state, is_committed_BL
+
+
+def step_chain(state: State) -> Chain:
+    """The chain with the parameters of the next step of each row.
+
+    A schedule covers the allowed number of steps, or the number of unfrozen positions if that is
+    lower and written tokens do not change.
+    """
+    free_B = jnp.sum(~state.canvas.frozen_BL, axis=1)
+    few_B = jnp.minimum(state.row.steps_B, jnp.maximum(free_B, 1))
+    refines_B = state.rules.refines(state.row.resamples_B)
+    span_B = jnp.where(refines_B, state.row.steps_B, few_B)
+    return chain_at(state.rules.chain, state.step_B, span_B)
+
+
+def apply_renoise(program: Program, state: State) -> State:
+    """The state after re-noise, before the forward pass."""
+    renoise = state.rules.renoise
+    assert renoise is not None
+    banned = {*program.banned_ids, program.mask_id, program.pad_id, *program.eos_ids}
+
+    def write(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        renoise, chain, tokens_BL, *others = rows
+        num_rows, vocab_size = tokens_BL.shape[0], program.network.vocab_size
+
+        def is_text() -> jax.Array:
+            is_banned_BV = chain.banned(num_rows, vocab_size)
+            return ~is_banned_BV.at[:, jnp.array(sorted(banned))].set(True, mode="drop")
+
+        return renoise.write(
+            tokens_BL, *others, mask_id=program.mask_id, space_id=program.space_id, is_text=is_text
+        )
+
+    is_free_BL = state.is_free_BL & state.is_stepping_B[:, None]
+    ratio_B = renoise.ratio(state.step_B, state.row.steps_B)
+    key_B = step_keys(state, salt=RENOISE_SALT)[0]
+    rows = renoise, state.rules.chain, state.canvas.tokens_BL, is_free_BL, ratio_B, key_B
+    new_BL, is_hit_BL = program.by_rows(write)(None, rows)
+    return overwrite(state, is_hit_BL, new_BL, mask_id=program.mask_id)
+
+
+def editable_positions(state: State) -> jax.Array:
+    """True at positions that can be edited after this step."""
+    edit, edits, canvas = state.rules.edit, state.edits, state.canvas
+    assert edit is not None and edits is not None
+    is_row_B = edit.is_active() & state.is_running_B
+    is_row_B &= ~state.block.is_last_step_B | edits.warms_B
+    num_positions = canvas.tokens_BL.shape[1]
+    is_live_BL = live_positions(canvas.length_B, num_positions)
+    return state.block.holds(num_positions) & is_row_B[:, None] & is_live_BL
+
+
+def with_neighbors(is_true_BL: jax.Array) -> jax.Array:
+    """True at each True position and at its direct neighbours."""
+    padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
+    return is_true_BL | padded[:, :-2] | padded[:, 2:]
+
+
+def apply_edits(
+    program: Program, params: Params, state: State, proposed: StepProposal
+) -> tuple[State, PositionMap]:
+    """The state after the edits, and the map of positions.
+
+    Logits must have been read at all positions where edits are possible.
+    """
+    rule, past, block, filled = state.rules.edit, state.edits, state.block, proposed.filled
+    assert rule is not None and past is not None and filled.total_BL is not None
+    is_open_BL = editable_positions(state) & filled.is_finite_B[:, None]
+    before = Cells(
+        state.canvas.tokens_BL,
+        state.canvas.frozen_BL,
+        past.inserted_BL,
+        past.mark_BL,
+        state.canvas.length_B,
+    )
+    is_token_BL = token_positions(state, mask_id=program.mask_id)
+    snapshot = take_snapshot(
+        program,
+        params,
+        proposed.output,
+        filled.total_BL,
+        filled.best_BL,
+        before.tokens_BL,
+        with_neighbors(is_open_BL) & is_token_BL,
+    )
+    context = EditContext(
+        cells=before,
+        snapshot=snapshot,
+        is_open_BL=is_open_BL,
+        step_B=state.step_B + state.is_stepping_B,
+        steps_B=state.row.steps_B,
+        capacity_B=past.capacity_B,
+        target_B=past.target_B,
+        mask_id=program.mask_id,
+        space_id=program.space_id,
+        preference_BL=proposed.commit.preference_BL,
+    )
+    trial_forwards_B = jnp.zeros_like(state.step_B)
+    if rule.num_trials:
+        trials, trial_forwards_B = tried(program, params, context, rule)
+        context = context._replace(tried=trials)
+    edits = rule.select(context)
+    for name in ("insert_gap_BL", "delete_BL"):
+        value = getattr(edits, name)
+        returned(value, rule, f"select(...).{name}", "B, L", is_open_BL.shape, bool)
+    position_map = position_map_of(edits, before, past.capacity_B)
+    inserted = edits.token_BL
+    if inserted is None:
+        inserted = rule.inserted_id(mask_id=program.mask_id, space_id=program.space_id)
+    after = moved_cells(position_map, before, inserted, pad_id=program.pad_id)
+    is_put_BL = position_map.is_new_BL & (after.tokens_BL != program.mask_id)
+    committed_BL = moved(position_map, state.committed_BL, -1)
+    is_running_B, num_positions = state.is_running_B, is_open_BL.shape[1]
+    moved_block = block._replace(
+        begin_B=moved_boundary(position_map, block.begin_B),
+        end_B=moved_boundary(position_map, block.end_B),
+    )
+    counters = Counters(
+        forwards=trial_forwards_B,
+        insertions=jnp.sum(position_map.is_new_BL, axis=1, dtype=jnp.int32),
+        deletions=jnp.sum(edits.delete_BL, axis=1, dtype=jnp.int32),
+        lost=(edits.refused_B + position_map.trimmed_B).astype(jnp.int32),
+    )
+    state = state._replace(
+        canvas=Canvas(after.tokens_BL, after.length_B, after.frozen_BL),
+        block=choose(is_running_B, moved_block, block),
+        logprob_BL=moved(position_map, state.logprob_BL, 0.0),
+        committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
+        rule_state=rule_state.move_state(
+            state.rules.commit, state.rule_state, position_map, num_positions
+        ),
+        remask_state=rule_state.move_state(
+            state.rules.remask, state.remask_state, position_map, num_positions
+        ),
+        edits=past._replace(
+            inserted_BL=after.inserted_BL,
+            # A row that has ended retains the marks of its last edits.
+            mark_BL=jnp.where(is_running_B[:, None], after.mark_BL, past.mark_BL),
+            origin_BL=moved(position_map, past.origin_BL, -1),
+            warms_B=jnp.zeros_like(past.warms_B),
+        ),
+        counters=state.counters.plus(counters),
+    )
+    return state, position_map
