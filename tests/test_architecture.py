@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 _LEAVES = {
     "types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere", "tasks"
 }  # fmt: skip
-_PURE = {*_LEAVES, "sampling", "distributed", "diffusion", "heads"}
+_PURE = {*_LEAVES, "structured", "sampling", "distributed", "diffusion", "heads"}
 _CORE = {*_PURE, "config", "model", "store", "data"}
 _LIBRARY = {*_CORE, "published"}
 MAY_IMPORT = {
@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "elsewhere": set(),
     "tasks": set(),
     "settings": {"pytree", "elsewhere"},
-    "sampling": _LEAVES,
+    "structured": {"settings"},
+    "sampling": {*_LEAVES, "structured"},
     "distributed": _LEAVES,
     "diffusion": {*_LEAVES, "distributed"},
     "heads": {*_LEAVES, "sampling", "distributed", "diffusion"},
