@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import regex
 
+from dlm_jax.structured.json_schema import regex_of_schema
 from dlm_jax.structured.regex import ByteAutomaton, compile_regex
-from dlm_jax.structured.schema import regex_of_schema
 
 ALPHABET = [chr(code) for code in (10, *range(32, 127))] + list("éЖ中ß")
 NAMES = ["name", "age", "tags", "next", "kind", "a b"]

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import schemas
 from benchmarks.structure_masks import SCHEMA
+from dlm_jax.structured.json_schema import regex_of_schema
 from dlm_jax.structured.regex import compile_regex
-from dlm_jax.structured.schema import regex_of_schema
 
 NULL = {"type": "null"}
 PARTS = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": NULL}

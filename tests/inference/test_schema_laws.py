@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.schemas import words
+from dlm_jax.structured.json_schema import regex_of_schema
 from dlm_jax.structured.regex import compile_regex
-from dlm_jax.structured.schema import regex_of_schema
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.sampling.transforms import At, Context
+from dlm_jax.sampling.transforms import At, Context, structure
 from dlm_jax.sampling.transforms.structure import Structure
 from dlm_jax.structured import Structures
 
@@ -58,9 +58,19 @@ def _completing(pattern, given, canvas, place):
     return found
 
 
-@pytest.fixture(scope="module")
-def left():
-    """The ids that are left at each hole of each row, all rows side by side."""
+@pytest.fixture(scope="module", params=["words", "scattered"])
+def left(request):
+    """The ids that are left at each hole of each row, all rows side by side.
+
+    Sets of states are reduced as words, or scattered as in automata of many states.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "scattered":
+            patch.setattr(structure, "_MOST_REDUCED", 0)
+        return _left()
+
+
+def _left():
     longest = max(len(canvas) for _, _, canvas in ROWS) + 1
     tokens = np.full((len(ROWS), longest), PAD, np.int32)
     order = np.full(tokens.shape, -1, np.int32)

@@ -98,7 +98,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
     try:
         for most, any_depth in _SIZES:
             try:
-                pattern = _Writer(schema, depth, most, any_depth).value(schema, "#")
+                pattern = _SchemaWriter(schema, depth, most, any_depth).value(schema, "#")
             except _TooLong:
                 if (most, any_depth) == _SIZES[-1]:
                     raise
@@ -151,7 +151,7 @@ def _shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-class _Writer:
+class _SchemaWriter:
     """Writes expressions for the parts of a schema; None for a part that matches no text within the
     maximum depth. Maximum counts above `most` become `most`, and free values are nested up to
     `any_depth` levels.
