@@ -188,7 +188,10 @@ def _in_rust(pattern: str) -> str:
 
 
 def _class(escape: Token) -> str:
-    return _CLASSES.get(escape.text[1], escape.text)
+    text = escape.text
+    if text[2:4] == "{^":
+        text = f"\\{text[1].swapcase()}{{{text[4:]}"
+    return _CLASSES.get(text[1], text)
 
 
 def _rust(code: int) -> str:
@@ -238,7 +241,7 @@ except ValueError as error:
     sys.exit(str(error))
 arcs = index.get_transitions()
 if len(arcs) > most_states:
-    sys.exit(f"the pattern has more than {most_states} states")
+    sys.exit("too many states")
 made = array.array("I", [index.get_initial_state()])
 for state, nexts in arcs.items():
     for byte, after in nexts.items():
@@ -285,8 +288,12 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         why = done.stderr.decode(errors="replace")
         if "MemoryError" in why:
             raise too_large
+        if "too many states" in why:
+            raise ValueError(f"the pattern has more than {most_states} states")
         if "Found no transitions" in why:
             why = "a part of it matches no text"
+        if "error building NFA" in why:
+            why = "it has an unknown Unicode property, or is too large"
         raise ValueError(why.strip().split("\n")[-1][:200])
     values = np.array(array.array("I", done.stdout), np.int64)
     automaton = _merge(_table(int(values[0]), values[1:]))
