@@ -51,13 +51,13 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.structure import Structures, regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
+from dlm_jax.structured import Structures, regex_of_schema
 from dlm_jax.tasks import RECORD, records
 from dlm_jax.training.plan import torus_of
 from dlm_jax.types import Network, Params

@@ -283,7 +283,7 @@ UNCHECKED = {
     ("structure.md", "Quality"): "trainings: python -m benchmarks.constrained quality",
     ("structure.md", "Over HTTP"): "a clock: python -m benchmarks.constrained http",
     ("structure.md", "On a TPU"): "the compiler for TPUs: python -m benchmarks.constrained tpu",
-    ("structure.md", "Schemas, expressions and grammars"):
+    ("structure.md", "Schemas and expressions"):
         "another project's converter: python -m benchmarks.schemas",
     ("scaling.md", "Compiler options"): "the compiler for TPUs: python -m benchmarks.quantized",
     ("scaling.md", "Matrices in 8 bits"): "the compiler for TPUs: python -m benchmarks.quantized",

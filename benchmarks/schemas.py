@@ -1,4 +1,4 @@
-"""Counts the random schemas, expressions and grammars that become patterns, and checks their texts.
+"""Counts the random schemas and expressions that become patterns, and checks their texts.
 
     python -m benchmarks.schemas
 
@@ -11,17 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import regex
 
-from dlm_jax.inference.grammar import regex_of_grammar
-from dlm_jax.inference.json_schema import regex_of_schema
-from dlm_jax.inference.structure import Characters, characters
+from dlm_jax.structured.json_schema import regex_of_schema
+from dlm_jax.structured.regex import ByteAutomaton, compile_regex
 
 ALPHABET = [chr(code) for code in (10, *range(32, 127))] + list("éЖ中ß")
 NAMES = ["name", "age", "tags", "next", "kind", "a b"]
@@ -113,40 +111,32 @@ def random_expression(rng: random.Random, depth: int = 3) -> str:
     return ways[way]
 
 
-GRAMMARS = {
-    "root ::= [0-9]+ | [0-9]+ [+*-] root": r"[0-9]+([+*-][0-9]+)*",
-    'root ::= "(" root ")" | "x"': r"x|\(x\)|\(\(x\)\)|\(\(\(x\)\)\)",
-    'root ::= pair ("," pair)*\npair ::= name "=" [0-9]{1,2}\nname ::= "a" | "b"':
-        r"[ab]=[0-9]{1,2}(,[ab]=[0-9]{1,2})*",
-    'root ::= list # items\nlist ::= list "," item | item\nitem ::=\n  "yes" |\n  "no"':
-        "(yes|no)(,(yes|no))*",
-}  # fmt: skip
-"""Grammars, and expressions with the same texts."""
-
-
-def words(automaton: Characters, rng: random.Random, number: int) -> list[str]:
+def words(
+    automaton: ByteAutomaton, rng: random.Random, number: int, alphabet: Sequence[str] = ALPHABET
+) -> list[str]:
     """Texts of random walks that end soon after a final state."""
-    next_SK, is_final_S = automaton.next_SK, automaton.is_final_S
+    is_final_S = automaton.is_final_S
+    next_SA = np.array(
+        [[automaton.after(c, s) for c in alphabet] for s in range(len(is_final_S))], np.int32
+    )
     few_S = np.where(is_final_S, 0, np.iinfo(np.int32).max - 1)
     for _ in range(len(few_S)):
-        better_S = np.minimum(few_S, few_S[next_SK].min(1) + 1)
+        better_S = np.minimum(few_S, few_S[next_SA].min(1) + 1)
         if (better_S == few_S).all():
             break
         few_S = better_S
-    of_class: dict[int, list[str]] = {}
-    for character, kind in automaton.class_of.items():
-        of_class.setdefault(kind, []).append(character)
     made = []
     for _ in range(number):
         state, text = automaton.start, ""
-        while not (is_final_S[state] and (rng.random() < 0.3 or not next_SK[state].any())):
-            kinds = [kind for kind in of_class if next_SK[state, kind]]
+        while not (is_final_S[state] and (rng.random() < 0.3 or not next_SA[state].any())):
+            kinds = np.flatnonzero(next_SA[state])
             if len(text) > 30:
-                kinds = [k for k in kinds if few_S[next_SK[state, k]] < few_S[state]] or kinds
+                shorter = kinds[few_S[next_SA[state, kinds]] < few_S[state]]
+                kinds = shorter if shorter.size else kinds
                 if is_final_S[state]:
                     break
-            kind = rng.choice(kinds)
-            text, state = text + rng.choice(of_class[kind]), int(next_SK[state, kind])
+            kind = rng.choice(kinds.tolist())
+            text, state = text + alphabet[kind], int(next_SA[state, kind])
         made.append(text)
     return made
 
@@ -198,19 +188,17 @@ def made_of(number: int, seed: int = 0) -> list[tuple[str, Any]]:
             found.append(("schema", schema | ({"$defs": nodes} if nodes else {})))
         else:
             found.append(("expression", random_expression(rng)))
-    return found + [("grammar", grammar) for grammar in GRAMMARS]
+    return found
 
 
 def checked(kind: str, given: Any, rng: random.Random, number: int) -> list[str]:
-    """Random texts of the automaton that the schema, expression or grammar does not allow.
+    """Random texts of the automaton that the schema or expression does not allow.
 
     Raises:
       ValueError: the input is refused.
     """
-    patterns: dict[str, Callable[[Any], str]] = {
-        "schema": regex_of_schema, "grammar": regex_of_grammar, "expression": str
-    }  # fmt: skip
-    texts = words(characters(patterns[kind](given), ALPHABET, most_states=MOST_STATES), rng, number)
+    pattern = regex_of_schema(given) if kind == "schema" else given
+    texts = words(compile_regex(pattern, most_states=MOST_STATES), rng, number)
 
     def fits(text: str) -> bool:
         if kind == "schema":
@@ -218,8 +206,6 @@ def checked(kind: str, given: Any, rng: random.Random, number: int) -> list[str]
                 return allows(given, json.loads(text), given)
             except ValueError:
                 return False
-        if kind == "grammar":
-            return re.fullmatch(GRAMMARS[given], text) is not None
         return regex.fullmatch(given, text) is not None
 
     return [text for text in texts if not fits(text)]
@@ -247,7 +233,7 @@ def main() -> None:
             print(f"not allowed by {given}: {text!r}")
     print("| kind | accepted | refused | texts | not allowed |")
     print("| --- " * 5 + "|")
-    for kind in ("schema", "expression", "grammar"):
+    for kind in ("schema", "expression"):
         cells = [counts[kind, name] for name in ("accepted", "refused", "texts", "not allowed")]
         print(f"| {kind} | {' | '.join(map(str, cells))} |")
 

@@ -22,8 +22,8 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.structure import regex_of_schema
 from dlm_jax.model.transformer import build
+from dlm_jax.structured import regex_of_schema
 
 SCHEMA = {
     "type": "object",

@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "moved", "tasks"}
-_PURE = {*_LEAVES, "sampling", "distributed", "diffusion", "heads"}
+_PURE = {*_LEAVES, "structured", "sampling", "distributed", "diffusion", "heads"}
 _CORE = {*_PURE, "config", "model", "store", "data"}
 _LIBRARY = {*_CORE, "published"}
 MAY_IMPORT = {
@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "moved": set(),
     "tasks": set(),
     "settings": {"pytree", "moved"},
-    "sampling": _LEAVES,
+    "structured": {"settings"},
+    "sampling": {*_LEAVES, "structured"},
     "distributed": _LEAVES,
     "diffusion": {*_LEAVES, "distributed"},
     "heads": {*_LEAVES, "sampling", "distributed", "diffusion"},

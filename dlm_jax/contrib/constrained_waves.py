@@ -104,7 +104,7 @@ class ConstrainedWaves(Constrained):
         )
         old = found.proposal
         (_, tokens_BL), made = jax.lax.scan(
-            wave, (self.start_B, old.tokens_BL), (index_L, self._messages(places), *by_place)
+            wave, (self.arcs.start, old.tokens_BL), (index_L, self._messages(places), *by_place)
         )
         logprob_BL, sure_BL = (
             jnp.where(is_open_BL, new_LB.T, old_BL)

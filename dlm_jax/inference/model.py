@@ -31,7 +31,6 @@ from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import make_mesh, partition, replicated_by_default
 from dlm_jax.heads import HEADS
-from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
 from dlm_jax.model.quantized import is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
@@ -50,6 +49,7 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.settings import SettingError
 from dlm_jax.store.weights import path_of_model
+from dlm_jax.structured import Structures
 from dlm_jax.types import Network, Params
 
 

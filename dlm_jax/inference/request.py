@@ -19,13 +19,14 @@ from dlm_jax.data import NO_MASK, Tokenizer
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
-from dlm_jax.inference.structure import check_structure, regex_of_schema
+from dlm_jax.inference.structure_checks import check_structure
 from dlm_jax.sampling.noise.noise_rule import NoiseRule
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
 from dlm_jax.settings import UNSET, SettingError
+from dlm_jax.structured import regex_of_schema
 
 HOLE = re.compile(r"<hole(?::(-?\d+))?>")
 """The marker of a gap in a template. ``<hole:12>`` is a gap of 12 tokens, and ``<hole>`` is a gap

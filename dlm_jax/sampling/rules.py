@@ -23,7 +23,7 @@ from dlm_jax.sampling.propose import FILL_RULES, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
-from dlm_jax.sampling.transforms.automaton import Structure
+from dlm_jax.sampling.transforms.structure import Structure
 from dlm_jax.settings import (
     UNSET,
     Rule,

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.inference.structure import regex_of_schema
+from dlm_jax.structured import regex_of_schema
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Pattern of a function name, as in OpenAI's protocol."""

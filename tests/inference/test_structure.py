@@ -1,6 +1,7 @@
 """Structure: every row matches its pattern, in any order, whatever runs beside it."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -15,12 +16,12 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.config import SampleConfig
-from dlm_jax.data import CharacterTokenizer
+from dlm_jax.data import ByteTokenizer, CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.structure import Structures, regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import steps_needed
+from dlm_jax.structured import Structures, regex_of_schema
 
 LETTERS = 'abcxyz0123456789{}[]":,. -\n'
 TOKENIZER = CharacterTokenizer.of(LETTERS)
@@ -173,6 +174,7 @@ def test_equal_ids_share_a_class_and_specials_fit_nowhere():
         ({"structure": "a+", "ignore_eos": True}, "ignore_eos"),
         ({"structure": "a+", "remask": "scheduled"}, "tokens that do not change"),
         ({"structure": 3}, "structure=3"),
+        ({"structure": 'root ::= "a"'}, "is a grammar, which is no longer supported"),
         ({"structure": "a" * 40_000}, "40000 characters"),
     ],
 )
@@ -208,34 +210,47 @@ def test_tokens_that_stand_for_several_characters_are_letters_too():
     assert dataclasses.is_dataclass(toy_model.MODEL)
 
 
+def test_tokens_that_are_a_part_of_a_character_are_letters_too():
+    tokenizer = ByteTokenizer()
+    automaton = Structures(
+        tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,), tokenizer.banned_ids
+    ).automaton("[а-я]{2}|中")
+    for text, is_match in (("да", True), ("中", True), ("д", False), ("дz", False)):
+        assert automaton.accepts(tokenizer.encode(text)) == is_match
+    assert not automaton.accepts(tokenizer.encode("中")[:2])
+    assert automaton.fewest_S[automaton.start] == 3
+
+
+def test_without_outlines_core_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install dlm_jax\[structured\]"):
+        _known().automaton("a")
+
+
 def _known():
     return Structures(TOKENIZER, TOKENIZER.vocab_size, (TOKENIZER.eos_id,), TOKENIZER.banned_ids)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["((?:){4294967294}){4294967294}", "(?:a?b?c?d?){2000}", "(a{0}){4000000000}",
-     'root ::= ("" | ""){4000000000}', "(" + "|".join(["(a|b)*c?"] * 2000) + "){9}"],
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "(a|b)*a(a|b){24}", "(?:a?b?c?d?){2000}"])
 def test_a_pattern_that_takes_too_much_work_is_refused_by_name(pattern):
     began = time.process_time()
-    with pytest.raises(ValueError, match="operations|too large") as told:
+    with pytest.raises(ValueError, match="takes more than 4 seconds or 512 MB") as told:
         _known().automaton(pattern)
     assert f"structure={pattern[:20]!r}"[:-1] in str(told.value)
-    assert time.process_time() - began < 20  # about two seconds on an idle machine
+    assert time.process_time() - began < 20  # it runs in another process
 
 
 def test_nobody_waits_for_the_compilation_of_another_pattern(monkeypatch):
     known, goes_on, compiled = _known(), threading.Event(), []
     cached = known.automaton("[abc]")
-    compile_ = known._compiled
+    compile_ = known._compile
 
     def slow(pattern):
         compiled.append(pattern)
         assert pattern != "slow" or goes_on.wait(60)
         return compile_("a+" if pattern == "slow" else pattern)
 
-    monkeypatch.setattr(known, "_compiled", slow)
+    monkeypatch.setattr(known, "_compile", slow)
     with ThreadPoolExecutor() as threads:
         pair = [threads.submit(known.automaton, "slow") for _ in range(2)]
         while not compiled:

@@ -22,9 +22,9 @@ from serving_cases import EOS, MODEL, client_of, post, serving
 
 import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig
-from dlm_jax.inference.structure import Structures
 from dlm_jax.model.transformer import build
 from dlm_jax.serving.protocol import Completion, Limits, Planner
+from dlm_jax.structured import Structures
 
 BRACED = toy_model.of('The cat sat. A rat ran. {}[]":,-0123456789truefalsn')
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
@@ -580,7 +580,7 @@ def test_a_json_object_is_an_object_by_schema():
 @pytest.fixture
 def compiling(monkeypatch):
     """Counts the compilations of patterns of some "s"; they end with the test."""
-    goes_on, began, compile_ = threading.Event(), threading.Semaphore(0), Structures._compiled
+    goes_on, began, compile_ = threading.Event(), threading.Semaphore(0), Structures._compile
 
     def slow(self, pattern):
         if pattern.startswith("s"):
@@ -588,7 +588,7 @@ def compiling(monkeypatch):
             assert goes_on.wait(60)
         return compile_(self, pattern)
 
-    monkeypatch.setattr(Structures, "_compiled", slow)
+    monkeypatch.setattr(Structures, "_compile", slow)
     yield began, goes_on
     goes_on.set()
 

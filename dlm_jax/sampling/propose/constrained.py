@@ -1,6 +1,6 @@
 """A fill that draws all candidates of a row jointly, so that they match the row's structure.
 
-A structure is an automaton over the tokens (`dlm_jax.inference.structure`). A backward recursion
+A structure is an automaton over the tokens (`dlm_jax.structured`). A backward recursion
 computes, for each state, the probability of completing a match from that state. A forward recursion
 then draws a match or computes the most likely one (Rabiner 1989, section III; Suresh et al. 2025,
 DINGO).
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.commit.commit_rule import Proposal
@@ -27,9 +26,10 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
     no_candidates,
 )
-from dlm_jax.sampling.transforms.automaton import STRUCTURE, Arcs, held
+from dlm_jax.sampling.transforms.structure import STRUCTURE, automaton_of
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import UNSET, SettingError, per_row, rule
+from dlm_jax.structured.automaton import Arcs, stack_arcs
 from dlm_jax.types import left_of, live_positions, right_of
 
 _CUT = 1e4
@@ -74,29 +74,14 @@ class Constrained(FillRule):
     structure use `Parallel`.
 
     Attributes:
-      class_of_BV: int16, see `Automaton`.
-      next_BDS: int32, target of each arc that leaves a state, see `Arcs`; padded with the dead
-        state.
-      label_BDS: int32, label of each arc; padded in the same way.
-      is_member_BCK: bool, True where class c belongs to label k.
-      ids_BJM: int32, blocks of ids; all ids in a block are of the same class.
-      class_BM: int32, the class of each block.
-      is_final_BS: bool, True where a text can end.
-      start_B: int32 state before the text.
+      arcs: the automata of the rows.
     """
 
     about = "jointly, as a match of the row's structure; in parallel in rows without a structure"
     holds_structure = True
     drawn = "together"
 
-    class_of_BV: jax.Array = per_row(STRUCTURE)
-    next_BDS: jax.Array = per_row(STRUCTURE)
-    label_BDS: jax.Array = per_row(STRUCTURE)
-    is_member_BCK: jax.Array = per_row(STRUCTURE)
-    ids_BJM: jax.Array = per_row(STRUCTURE)
-    class_BM: jax.Array = per_row(STRUCTURE)
-    is_final_BS: jax.Array = per_row(STRUCTURE)
-    start_B: jax.Array = per_row(STRUCTURE)
+    arcs: Arcs = per_row(STRUCTURE)
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -131,7 +116,7 @@ class Constrained(FillRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        arcs = held(row).arcs
+        arcs = automaton_of(row).arcs
         if arcs.is_member_CK.size > _MOST_MEMBERS or arcs.next_DS.size > _MOST_ARCS:
             classes, labels = arcs.is_member_CK.shape
             raise SettingError(
@@ -144,29 +129,7 @@ class Constrained(FillRule):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
-        """The automata of the rows, padded to limit the number of compiled programs."""
-        automata = [held(row) for row in rows]
-        arcs = [automaton.arcs for automaton in automata]
-        degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
-        states = _power(arcs, lambda a: a.next_DS.shape[1], 32)
-        classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 16)
-        labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 16)
-        blocks = max(len(a.class_M) for a in arcs)
-        # The largest number of blocks, which depends on the vocabulary, is rounded up by at most a
-        # quarter, or to a multiple of 16.
-        step = max(16, 1 << max(0, blocks.bit_length() - 3))
-        blocks = -(-blocks // step) * step
-        columns: Any = (
-            np.stack([automaton.class_of_V for automaton in automata]),
-            _stacked([a.next_DS for a in arcs], (degree, states), 0),
-            _stacked([a.label_DS for a in arcs], (degree, states), 0),
-            _stacked([a.is_member_CK for a in arcs], (classes, labels), False),
-            _stacked([a.ids_JM for a in arcs], (len(arcs[0].ids_JM), blocks), -1),
-            _stacked([a.class_M for a in arcs], (blocks,), classes - 1),
-            _stacked([automaton.is_final_S for automaton in automata], (states,), False),
-            np.array([automaton.start for automaton in automata], np.int32),
-        )
-        return cls(*columns)
+        return cls(stack_arcs([automaton_of(row) for row in rows]))
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates, with confidence and log-probability under the clean logits."""
@@ -190,15 +153,16 @@ class Constrained(FillRule):
                 put(seen, places_N, is_real_N, now),
             )
 
-        each_BLC = jnp.zeros((*wanted.is_open_BL.shape, self.is_member_BCK.shape[1]), jnp.float32)
+        num_classes = self.arcs.is_member_CK.shape[1]
+        each_BLC = jnp.zeros((*wanted.is_open_BL.shape, num_classes), jnp.float32)
         none = Seen(each_BLC, jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC)
         start = no_candidates(wanted), none
         return fold(is_read_BL, reader.chunk, draw, start)
 
     def _first_blocks(self) -> jax.Array:
         """Index of the first block of each class, ``[B, C]``."""
-        class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
-        return jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
+        class_1C = jnp.arange(self.arcs.is_member_CK.shape[1])[None]
+        return jnp.sum(self.arcs.class_M[:, :, None] < class_1C[:, None], axis=1)
 
     def _seen(
         self,
@@ -217,10 +181,10 @@ class Constrained(FillRule):
             writer.prepared, clean_NV if drawable_NV is None else drawable_NV, at
         )
         is_greedy_N = writer.chain.is_greedy(at)
-        ids_NJM = self.ids_BJM[row_N]
-        left_NJM, class_NM = _of_ids(final_NV, ids_NJM), self.class_BM[row_N]
+        ids_NJM = self.arcs.ids_JM[row_N]
+        left_NJM, class_NM = _of_ids(final_NV, ids_NJM), self.arcs.class_M[row_N]
         weight_NC, block_NC = _by_sums(left_NJM, class_NM, first_BC[row_N], key_N)
-        is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
+        is_class_NC = jnp.any(self.arcs.is_member_CK, axis=2)[row_N]
         is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
         is_small_N &= is_real_N
 
@@ -260,10 +224,10 @@ class Constrained(FillRule):
         """
         peak_BL1 = _finite(jnp.max(weight_BLC, axis=2, keepdims=True))
         share_BLC = jnp.exp(weight_BLC - peak_BL1)
-        member_BCK = self.is_member_BCK.astype(jnp.float32)
+        member_BCK = self.arcs.is_member_CK.astype(jnp.float32)
         sum_BLK = jnp.einsum("blc,bck->blk", share_BLC, member_BCK, precision="highest")
         label_BLK = peak_BL1 + jnp.log(sum_BLK)
-        is_label_B1K = jnp.any(self.is_member_BCK, axis=1, keepdims=True)
+        is_label_B1K = jnp.any(self.arcs.is_member_CK, axis=1, keepdims=True)
         is_small_BL = jnp.any(is_label_B1K & (sum_BLK < math.exp(_LEAST)), axis=2) | takes_best_BL
 
         def small() -> jax.Array:
@@ -272,7 +236,7 @@ class Constrained(FillRule):
                 each_LCK = jnp.where(is_member_CK[None], weight_LC[:, :, None], -jnp.inf)
                 return _total(each_LCK, takes_best_L[:, None])
 
-            exact_BLK = jax.lax.map(of_row, (weight_BLC, self.is_member_BCK, takes_best_BL))
+            exact_BLK = jax.lax.map(of_row, (weight_BLC, self.arcs.is_member_CK, takes_best_BL))
             return jnp.where(is_small_BL[:, :, None], exact_BLK, label_BLK)
 
         return jax.lax.cond(jnp.any(is_small_BL), small, lambda: label_BLK)
@@ -303,13 +267,14 @@ class Constrained(FillRule):
             wait_BLX = wait_PX.reshape(num_rows, num_positions, size)
             return jnp.where(places.takes_best_BL[:, :, None], 0.0, wait_BLX)
 
-        return waits(_ARC, self.next_BDS.shape[1]), waits(_LABEL, self.is_member_BCK.shape[1])
+        degree, num_classes = self.arcs.next_DS.shape[1], self.arcs.is_member_CK.shape[1]
+        return waits(_ARC, degree), waits(_LABEL, num_classes)
 
     def _of_arcs(
         self, seen: Seen, arc_BL: jax.Array, wait_BLC: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A token with the drawn label at each position, its log-probability and confidence."""
-        has_BCL = _take(self.is_member_BCK, arc_BL[:, None, :], axis=2)
+        has_BCL = _take(self.arcs.is_member_CK, arc_BL[:, None, :], axis=2)
         score_BLC = jnp.where(has_BCL.swapaxes(1, 2), seen.weight - wait_BLC, -jnp.inf)
         class_BL1 = place_of_largest(score_BLC)[:, :, None]
         ids_BL, logprob_BL, confidence_BL = (
@@ -331,10 +296,10 @@ class Constrained(FillRule):
         # A token follows the arcs whose label contains its class. A hole that the step does not
         # fill follows all arcs.
         token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
-        token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
-        class_BL = _take(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
-        has_BLK = _take(self.is_member_BCK, class_BL[:, :, None], axis=1)
-        is_label_B1K = jnp.any(self.is_member_BCK, axis=1, keepdims=True)
+        token_BL = jnp.clip(token_BL, 0, self.arcs.class_of_V.shape[1] - 1)
+        class_BL = _take(self.arcs.class_of_V, token_BL, axis=1).astype(jnp.int32)
+        has_BLK = _take(self.arcs.is_member_CK, class_BL[:, :, None], axis=1)
+        is_label_B1K = jnp.any(self.arcs.is_member_CK, axis=1, keepdims=True)
         stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BLK)
         rows_B = jnp.arange(num_rows)
         is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
@@ -349,8 +314,8 @@ class Constrained(FillRule):
 
         The log-weights are defined up to a constant per row and position.
         """
-        num_rows, degree, num_states = self.next_BDS.shape
-        next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS))
+        num_rows, degree, num_states = self.arcs.next_DS.shape
+        next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.arcs.next_DS, self.arcs.label_DS))
 
         def back(behind_BS: jax.Array, at_one: Any) -> tuple[jax.Array, jax.Array]:
             label_BK, takes_best_B, is_text_B = at_one
@@ -360,7 +325,7 @@ class Constrained(FillRule):
             return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
 
         by_place = places.label_BLK.swapaxes(0, 1), places.takes_best_BL.T, places.is_text_BL.T
-        end_BS = jnp.where(self.is_final_BS, 0.0, -jnp.inf)
+        end_BS = jnp.where(self.arcs.is_final_S, 0.0, -jnp.inf)
         return jax.lax.scan(back, end_BS, by_place, reverse=True)[1]
 
     def _walked(
@@ -369,7 +334,7 @@ class Constrained(FillRule):
         """Returns True ``[B]`` where the independent candidates match, and the labels ``[B, L]`` of
         a drawn match.
         """
-        rows_B = jnp.arange(self.start_B.size)
+        rows_B = jnp.arange(self.arcs.start.size)
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
             behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
@@ -377,7 +342,7 @@ class Constrained(FillRule):
             # Independent candidates are followed in the same way, up to the first hole that is not
             # filled.
             arc_BD, next_BD = self._leaving(states.own_B)
-            leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
+            leads_BD = self.arcs.is_member_CK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
             is_known_B = states.is_known_B & ~is_wild_B
             fits_B = jnp.where(is_known_B, behind_BS[rows_B, own_B] > -jnp.inf, ~is_open_B)
@@ -392,14 +357,14 @@ class Constrained(FillRule):
             behind_LBS, wait_BLD.swapaxes(0, 1), places.label_BLK.swapaxes(0, 1),
             places.class_BL.T, places.is_text_BL.T, places.is_open_BL.T, places.is_wild_BL.T,
         )  # fmt: skip
-        begin = _States(self.start_B, self.start_B, rows_B >= 0, rows_B >= 0)
+        begin = _States(self.arcs.start, self.arcs.start, rows_B >= 0, rows_B >= 0)
         end, arc_LB = jax.lax.scan(forth, begin, by_place)
         return end.fits_B, arc_LB.T
 
     def _leaving(self, state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The labels and the target states of the arcs of each row's state, ``[B, D]``."""
         rows_B = jnp.arange(state_B.size)
-        return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
+        return self.arcs.label_DS[rows_B, :, state_B], self.arcs.next_DS[rows_B, :, state_B]
 
     def _next(
         self, state_B: jax.Array, behind_BS: jax.Array, wait_BD: jax.Array, label_BK: jax.Array
@@ -561,16 +526,3 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
     return jnp.log(-jnp.log1p(-jnp.minimum(uniform_NK, 1.0 - 2.0**-24)))
-
-
-def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
-    """The smallest power of two that is at least as large as `least` and every size."""
-    return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
-
-
-def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: Any) -> np.ndarray:
-    """The arrays, padded to `shape` and stacked along a new first axis."""
-    made = np.full((len(arrays), *shape), fill, arrays[0].dtype)
-    for place, array in enumerate(arrays):
-        made[(place, *map(slice, array.shape))] = array
-    return made

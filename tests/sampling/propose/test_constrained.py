@@ -14,9 +14,9 @@ from benchmarks import constrained
 from dlm_jax.config import SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.structure import regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.propose.constrained import _by_sums
+from dlm_jax.structured import regex_of_schema
 
 TOKENIZER = CharacterTokenizer.of('abcxyz0123456789{}[]":,. -\n')
 NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))

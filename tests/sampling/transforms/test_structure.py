@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.inference.structure import Structures
-from dlm_jax.sampling.transforms import At, Context, automaton
-from dlm_jax.sampling.transforms.automaton import Automaton, Structure
+from dlm_jax.sampling.transforms import At, Context, structure
+from dlm_jax.sampling.transforms.structure import Structure
+from dlm_jax.structured import Structures
 
 TOKENIZER = CharacterTokenizer.of("abc")
 MASK, EOS, PAD = TOKENIZER.mask_id, TOKENIZER.eos_id, TOKENIZER.pad_id
@@ -66,7 +66,7 @@ def left(request):
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "scattered":
-            patch.setattr(automaton, "_MOST_REDUCED", 0)
+            patch.setattr(structure, "_MOST_REDUCED", 0)
         return _left()
 
 
@@ -114,9 +114,5 @@ def test_without_an_id_no_hole_becomes_it():
 
 def test_rows_without_structure_and_padding_are_left_alone():
     transform = Structure.pack([_Row("a*")], None)
-    off = Structure(
-        transform.class_of_BV, transform.next_BCS, transform.leads_BSW, transform.is_final_BS,
-        jnp.zeros(1, jnp.int32),
-    )  # fmt: skip
+    off = Structure(transform.arcs._replace(start=jnp.zeros(1, jnp.int32)))
     assert not off.is_active().any() and transform.is_active().all()
-    assert isinstance(_Row("a*").structure, Automaton)
