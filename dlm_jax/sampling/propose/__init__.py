@@ -11,9 +11,14 @@ from dlm_jax.sampling.propose.fill import (
     Parallel,
     Reader,
     Wanted,
+    parallel_fill,
 )
 from dlm_jax.sampling.propose.speculative import Speculative
-from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
+from dlm_jax.sampling.propose.wavefront import (
+    SamplerReadout,
+    Wavefront,
+    wavefront_fill,
+)
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
     rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained, ConstrainedWaves)
@@ -33,4 +38,6 @@ __all__ = [
     "Speculative",
     "Wanted",
     "Wavefront",
+    "parallel_fill",
+    "wavefront_fill",
 ]
