@@ -82,7 +82,7 @@ def chain_program(names: list[str]) -> tuple[Callable[..., Any], tuple[Any, ...]
     chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(vocab_size=VOCAB))
 
     def draw(chain, logits_NV, at):
-        return chain.draw_and_score(chain.prepare(chain.init(ROWS), scene()), logits_NV, at)
+        return chain.draw(chain.prepare(chain.init(ROWS), scene()), logits_NV, at)
 
     logits_NV = jnp.zeros((POSITIONS, VOCAB), jnp.float32)
     return draw, (chain, logits_NV, place(POSITIONS))

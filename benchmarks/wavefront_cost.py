@@ -25,10 +25,8 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed import compiler
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.commit.quotas import sampled
-from dlm_jax.sampling.positions import TrunkOutput, chunk_size
-from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
-from dlm_jax.sampling.transforms import Chain, Context, LogitBias
+from dlm_jax.sampling.propose import wavefront_fill
+from dlm_jax.sampling.propose.wavefront import WavefrontFill
 from dlm_jax.types import Network
 
 
@@ -44,37 +42,21 @@ def median_seconds(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
-    """Compiled ``(params, hidden_BLD, tokens_BL, length_B, is_open_BL) -> Filled``."""
-    mask = network.vocab_size - 1
-    chain = Chain(
-        (LogitBias(jnp.full((rows, 1), mask, jnp.int32), jnp.full((rows, 1), -jnp.inf)),),
-        ("logit_bias",),
-    )
-    none_B, one_B = jnp.zeros(rows, bool), jnp.ones(rows)
-    fill = Wavefront(
-        ratio_B=0.01 * one_B, density_power_B=0 * one_B, is_spread_B=none_B,
-        is_alternating_B=none_B, temperature_B=one_B, is_one_sided_B=none_B,
-    )  # fmt: skip
+def make_fill(network: Network, rows: int) -> Callable[..., WavefrontFill]:
+    """Compiled ``(params, hidden_BLD, tokens_BL, length_B, is_open_BL) -> WavefrontFill``."""
 
-    def run(params: Any, hidden_BLD: Any, tokens_BL: Any, length_B: Any, is_open_BL: Any) -> Filled:
-        context = Context(tokens_BL, jnp.zeros_like(tokens_BL), ~is_open_BL, length_B)
-        keys = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
-        prepared = chain.prepare(chain.init(rows), context)
-        num_positions = is_open_BL.shape[1]
-        writer = CandidateWriter(
-            chain=chain,
-            prepared=prepared,
-            key_B=keys,
-            own_BL=None,
-            num_positions=num_positions,
-            measure=sampled,
-            method="inverse_cdf",
-            banned_ids=(mask,),
+    def run(params: Any, hidden_BLD: Any, tokens_BL: Any, length_B: Any, is_open_BL: Any) -> Any:
+        key_B = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
+        return wavefront_fill(
+            params,
+            hidden_BLD,
+            tokens_BL,
+            key_B,
+            network=network,
+            is_open_BL=is_open_BL,
+            length_B=length_B,
+            banned_ids=(network.vocab_size - 1,),
         )
-        chunk = chunk_size(network.vocab_size)
-        reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
-        return fill.propose(reader, writer, Wanted(is_open_BL, ~is_open_BL, tokens_BL, length_B))
 
     return jax.jit(run, compiler_options=compiler.options("sample"))
 
@@ -148,7 +130,7 @@ def case(vocab: int, depth: int, width: int, rows: int, holes: int, repeats: int
     made = fill(*given)
     number = int(is_open.sum())
     print(
-        f"| {vocab} | {depth} x {width} | {rows} x {holes} | {int(made.counts['waves'].max())} | "
+        f"| {vocab} | {depth} x {width} | {rows} x {holes} | {int(made.waves_B.max())} | "
         f"{seconds['trunk']:.2f} | {seconds['fill']:.2f} | "
         f"{100 * seconds['fill'] / seconds['trunk']:.1f} | "
         f"{100 * seconds['torch'] / seconds['trunk']:.1f} | "

@@ -228,11 +228,11 @@ def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:
     return jnp.arange(num_positions)[None, :] < length_B[:, None]
 
 
-def left_of(x_BL: jax.Array, first: int | bool = 0) -> jax.Array:
-    """The value to the left of each position; `first` at the first position."""
-    return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+def left_of(x: jax.Array, first: int | bool = 0) -> jax.Array:
+    """The value to the left of each position, ``[..., L]``; `first` at the first position."""
+    return jnp.pad(x[..., :-1], [*[(0, 0)] * (x.ndim - 1), (1, 0)], constant_values=first)
 
 
-def right_of(x_BL: jax.Array, last: int | bool = 0) -> jax.Array:
-    """The value to the right of each position; `last` at the last position."""
-    return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)
+def right_of(x: jax.Array, last: int | bool = 0) -> jax.Array:
+    """The value to the right of each position, ``[..., L]``; `last` at the last position."""
+    return jnp.pad(x[..., 1:], [*[(0, 0)] * (x.ndim - 1), (0, 1)], constant_values=last)

@@ -142,7 +142,7 @@ def run(transform: Any, logits_NV: jax.Array, place: tf.At, scene: tf.Context) -
 @jax.jit
 def draw(chain: tf.Chain, logits_NV: jax.Array, place: tf.At, scene: tf.Context) -> jax.Array:
     """The chain's tokens at the first step."""
-    return chain.draw(chain.prepare(chain.init(NUM_ROWS), scene), logits_NV, place)
+    return chain.draw(chain.prepare(chain.init(NUM_ROWS), scene), logits_NV, place)[0]
 
 
 TINY = float(np.finfo(np.float32).tiny)

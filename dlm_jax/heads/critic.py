@@ -17,12 +17,8 @@ from dlm_jax.distributed.partitions import ROWS
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.heads.sampler import SAMPLER
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.commit.commit_rule import preferences
-from dlm_jax.sampling.commit.quotas import sampled
-from dlm_jax.sampling.positions import TrunkOutput, chunk_size
-from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
+from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
 from dlm_jax.sampling.rules import AUTO
-from dlm_jax.sampling.transforms import Chain, Context, LogitBias
 from dlm_jax.settings import setting
 from dlm_jax.types import Network, Params, live_positions
 
@@ -226,41 +222,21 @@ def _fill_rows(
     setup: Any, network: Network, in_waves: bool, params: Params, *rows: jax.Array
 ) -> jax.Array:
     hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
-    num_rows, num_positions = shown_BL.shape
-    is_visible_BL = live_positions(length_B, num_positions) & (shown_BL != setup.mask_id)
-    context = Context(shown_BL, jnp.zeros_like(shown_BL), is_visible_BL, length_B)
-    chain = _bans(setup.banned_ids, num_rows)
-    key_B = jax.vmap(key_of)(seed_B)
-    writer = CandidateWriter(
-        chain=chain,
-        prepared=chain.prepare(chain.init(num_rows), context),
-        key_B=key_B,
-        own_BL=None,
-        num_positions=num_positions,
-        measure=sampled,
-        method="inverse_cdf",
-        banned_ids=setup.banned_ids,
+    shared: dict[str, Any] = {
+        "network": network,
+        "is_open_BL": is_hole_BL,
+        "length_B": length_B,
+        "banned_ids": setup.banned_ids,
+    }
+    canvas = params, hidden_BLD, shown_BL, jax.vmap(key_of)(seed_B)
+    if not in_waves:
+        return parallel_fill(*canvas, **shared).tokens_BL
+    is_live_BL, recommended = live_positions(length_B, shown_BL.shape[1]), setup.config.sample
+    fill = wavefront_fill(
+        *canvas,
+        is_seen_BL=is_live_BL & (shown_BL != setup.mask_id),
+        ratio=recommended.sampler_min_neighbors_ratio,
+        is_alternating=recommended.sampler_even_odd or recommended.fill == AUTO,  # as in sampling
+        **shared,
     )
-    reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk_size(network.vocab_size))
-    preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
-    wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B, preference_BL=preference_BL)
-    rule = _waves(setup, num_rows) if in_waves else Parallel()
-    return rule.propose(reader, writer, wanted).proposal.tokens_BL
-
-
-def _waves(setup: Any, num_rows: int) -> FillRule:
-    recommended = setup.config.sample
-    is_alternating = recommended.sampler_even_odd or recommended.fill == AUTO  # as in sampling
-    never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
-    return Wavefront(
-        ratio_B=one_B * recommended.sampler_min_neighbors_ratio, density_power_B=0 * one_B,
-        is_spread_B=never_B, is_alternating_B=jnp.full(num_rows, is_alternating),
-        temperature_B=one_B, is_one_sided_B=never_B,
-    )  # fmt: skip
-
-
-def _bans(ids: tuple[int, ...], num_rows: int) -> Chain:
-    """A logits chain that only bans `ids`."""
-    shape = (num_rows, len(ids))
-    ids_BK = jnp.broadcast_to(jnp.array(ids, jnp.int32), shape)
-    return Chain((LogitBias(ids_BK, jnp.full(shape, -jnp.inf)),), ("logit_bias",))
+    return fill.draws.tokens_BL

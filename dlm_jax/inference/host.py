@@ -31,7 +31,7 @@ from dlm_jax.sampling.edits.edit_rule import places as all_places
 from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step, step_chain
 from dlm_jax.sampling.positions import at_places, put
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import FillRule, Proposed, Reader
+from dlm_jax.sampling.propose.fill import FillRule, Reader
 from dlm_jax.sampling.rule_state import gather_state
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.transforms.transform import At
@@ -386,20 +386,12 @@ def _drawable(
     fill, drawn = state.rules.fill, inputs.filled.drawn
     if drawn is None:
         return inputs.output.logits(program.network, params, places_P), None
-    is_drawn_BL = inputs.is_open_BL
-    proposed = Proposed(
-        canvas_BL=inputs.context.tokens_BL,
-        tokens_BL=jnp.where(is_drawn_BL, inputs.filled.proposal.tokens_BL, -1),
-        is_read_BL=is_drawn_BL,
-        level_BL=drawn.level_BL,
-        order_BL=inputs.context.order_BL,
-        step_B=state.step_B,
-    )
+    tokens_BL = jnp.where(inputs.is_open_BL, inputs.filled.proposal.tokens_BL, -1)
     chunk = min(program.chunk, inputs.output.num_vectors)
     reader = Reader(program.network, params, inputs.output, chunk)
     found_PV = jnp.zeros((places_P.size, program.network.vocab_size), jnp.float32)
     is_grown_P = jnp.zeros(places_P.size, bool)
-    for source in fill.sources(reader, proposed):
+    for source in fill.sources(reader, inputs.context.tokens_BL, tokens_BL, drawn.level_BL):
         is_from_P = at_places(source.is_from_BL, places_P)
         found_PV = jnp.where(is_from_P[:, None], source.logits(places_P), found_PV)
         is_grown_P |= is_from_P & source.is_grown

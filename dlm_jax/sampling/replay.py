@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import init, step_chain
 from dlm_jax.sampling.positions import TrunkOutput, at_places
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import CandidateWriter, Proposed, Reader, Source
+from dlm_jax.sampling.propose.fill import CandidateWriter, Reader, Source
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, step_keys, visible_context
@@ -121,6 +121,20 @@ _BY_STEP = (
 """The fields with an axis of steps, in the order of `dlm_jax.sampling.state.Records`."""
 
 
+class _Step(NamedTuple):
+    """A recorded step of every row, ``[B, L]`` and ``[B]``: the input of the forward pass, the
+    candidates (-1 where there is none), True at those that are scored, `Drawn.level_BL`,
+    `State.committed_BL` before the step, and the index of the step.
+    """
+
+    canvas_BL: jax.Array
+    tokens_BL: jax.Array
+    is_read_BL: jax.Array
+    level_BL: jax.Array
+    order_BL: jax.Array
+    step_B: jax.Array
+
+
 def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
     """The trace of the current rows in a traced loop."""
     records = state.records
@@ -185,13 +199,13 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
     place_B = jnp.minimum(before.step_B, num_steps - 1)
     now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
     is_read_BL = (now.tokens_BSL >= 0) & steps_B[:, None]
-    one = Proposed(
+    one = _Step(
         now.canvas_BSL, now.tokens_BSL, is_read_BL, now.level_BSL, before.committed_BL,
         before.step_B,
     )  # fmt: skip
     begun = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
 
-    def score(params: Params, seen: tuple[State, Proposed]) -> jax.Array:
+    def score(params: Params, seen: tuple[State, _Step]) -> jax.Array:
         return _of_step(program, params, *seen, is_read_BL.shape[1])
 
     logprob_BL = _as_sampled(score, params, (begun, one), now.logprob_BSL)
@@ -253,7 +267,7 @@ def replayed(
         frozen_BL=trace.is_frozen,
     )  # fmt: skip
 
-    def of_step(params: Params, one: Proposed) -> jax.Array:
+    def of_step(params: Params, one: _Step) -> jax.Array:
         return jax.lax.cond(
             jnp.any(one.is_read_BL),
             lambda: _of_step(program, params, begun, one, width),
@@ -263,7 +277,7 @@ def replayed(
     of_step = jax.checkpoint(of_step, prevent_cse=False)
     by_step = trace.canvas, trace.tokens, is_read_BSL, trace.level, _orders(trace)
     step_BS = jnp.broadcast_to(jnp.arange(num_steps, dtype=jnp.int32), trace.canvas.shape[:2])
-    steps = Proposed(*(jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (*by_step, step_BS)))
+    steps = _Step(*(jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (*by_step, step_BS)))
     _, logprob_SBL = jax.lax.scan(lambda _, one: (None, of_step(params, one)), None, steps)
     return jnp.moveaxis(logprob_SBL, 0, 1)
 
@@ -276,9 +290,7 @@ def _orders(trace: Trace) -> jax.Array:
     return jnp.where(trace.canvas == trace.mask_id, -1, before_BSL)
 
 
-def _of_step(
-    program: Program, params: Params, begun: State, one: Proposed, width: int
-) -> jax.Array:
+def _of_step(program: Program, params: Params, begun: State, one: _Step, width: int) -> jax.Array:
     """The log-probabilities ``[B, L]`` of the tokens of one step."""
     status_B = jnp.where(jnp.any(one.is_read_BL, axis=1), Status.RUNNING, Status.DONE)
     state = begun._replace(
@@ -288,7 +300,7 @@ def _of_step(
         status_B=status_B.astype(jnp.int32),
     )
 
-    def of_rows(params: Params, rows: tuple[State, TrunkOutput, Proposed, Context]) -> jax.Array:
+    def of_rows(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
         return _read(program, params, *rows, width)
 
     with devices.exact():
@@ -302,7 +314,7 @@ def _read(
     params: Params,
     state: State,
     output: TrunkOutput,
-    one: Proposed,
+    one: _Step,
     context: Context,
     width: int,
 ) -> jax.Array:
@@ -335,7 +347,8 @@ def _read(
         is_real_P = at_places(source.is_from_BL & is_read_BL, places_P)
         return _in_chunks(of_chunk, places_P, is_real_P, source.chunk)
 
-    found_P = sum(scored(source) for source in state.rules.fill.sources(reader, one))
+    sources = state.rules.fill.sources(reader, one.canvas_BL, one.tokens_BL, one.level_BL)
+    found_P = sum(scored(source) for source in sources)
     rank_BL = jnp.minimum(jnp.cumsum(is_read_BL, axis=1) - 1, width - 1)
     found_BL = jnp.take_along_axis(jnp.reshape(found_P, places_BM.shape), rank_BL, axis=1)
     return jnp.where(is_read_BL, found_BL, 0.0)

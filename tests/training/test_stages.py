@@ -20,9 +20,8 @@ from dlm_jax.config import Config, HeadsConfig, OptimConfig, SampleConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.distributed.partitions import path_name, shardings
-from dlm_jax.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.heads.critic import _waves
-from dlm_jax.sampling.propose import Parallel, SamplerReadout, Wavefront
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
+from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.store import load_meta
 from dlm_jax.training.optimisers import make_grouped_optimizer, matrices_of
 from dlm_jax.training.train_step import (
@@ -174,24 +173,36 @@ def _trace(loss: StageLoss) -> None:
 
 @pytest.mark.parametrize("groups", [(CRITIC,), (SAMPLER, CRITIC)])
 def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monkeypatch):
-    used = []
-    for fill in (Parallel, Wavefront):
-        propose = fill.propose
-        monkeypatch.setattr(
-            fill, "propose", lambda *a, name=fill.name, to=propose: (used.append(name), to(*a))[1]
-        )
+    used = _spy(monkeypatch)
     _trace(_loss(groups))
-    assert used == ["wavefront" if SAMPLER in groups else "parallel"]
+    assert list(used) == ["wavefront_fill" if SAMPLER in groups else "parallel_fill"]
 
 
-def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends():
+def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends(monkeypatch):
     plain = SampleConfig(fill="wavefront", sampler_min_neighbors_ratio=0.25)
     alternating = dataclasses.replace(plain, sampler_even_odd=True)
+    used = _spy(monkeypatch)
     for given, alternates in ((plain, False), (alternating, True), (SampleConfig(), True)):
         setup = Setup(Config(sample=given), cast(Any, cases.Tokenizer()), cases.mesh())
-        waves = _waves(setup, 3)
-        np.testing.assert_array_equal(waves.is_alternating_B, [alternates] * 3)
-        np.testing.assert_allclose(waves.ratio_B, [given.sampler_min_neighbors_ratio] * 3)
+        shown_BL = jnp.zeros((2, 8), jnp.int32)
+        rows = jnp.zeros((2, 8, 16)), shown_BL, jnp.full(2, 8), shown_BL == 0, jnp.arange(2)
+        fill = functools.partial(critic.filled, setup, toy.network_with_heads(), True)
+        jax.eval_shape(fill, toy.params_with_heads(), *rows)
+        assert used["wavefront_fill"]["is_alternating"] == alternates
+        assert used["wavefront_fill"]["ratio"] == given.sampler_min_neighbors_ratio
+
+
+def _spy(monkeypatch) -> dict[str, dict[str, Any]]:
+    """The keyword arguments of the fills that the critic calls, by name."""
+    used = {}
+    for fill in (critic.parallel_fill, critic.wavefront_fill):
+
+        def spied(*args, fill=fill, **settings):
+            used[fill.__name__] = settings
+            return fill(*args, **settings)
+
+        monkeypatch.setattr(critic, fill.__name__, spied)
+    return used
 
 
 class Outcome(NamedTuple):

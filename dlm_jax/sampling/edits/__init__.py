@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Snapshot, Tried
-from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, delete_at, insert_at_gap
+from dlm_jax.sampling.edits.moves import Cells, Edits, delete_at, insert_at
+from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, token_uncertainty
 from dlm_jax.sampling.edits.trial import Likelihood
 from dlm_jax.sampling.edits.uncertainty import Uncertainty
 
@@ -17,10 +18,12 @@ __all__ = [
     "EditRule",
     "Edits",
     "Likelihood",
-    "PositionMap",
     "Snapshot",
     "Tried",
     "Uncertainty",
     "delete_at",
-    "insert_at_gap",
+    "deletion_scores",
+    "gap_scores",
+    "insert_at",
+    "token_uncertainty",
 ]

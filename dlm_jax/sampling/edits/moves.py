@@ -1,52 +1,78 @@
 """A single position map for all insertions and deletions of a step.
 
 For each new position, the map gives the old position, and every per-position array is gathered
-through the map. The map is the result of applying the shift primitives `insert_at_gap` and
-`delete_at` to the array of indices, one edit at a time.
+through the map. The map is the array of indices after the shifts `delete_at` and `insert_at`, one
+edit at a time.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dlm_jax.types import left_of, live_positions
 
 
-def insert_at_gap(
-    x_BL: jax.Array, gap_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
+def insert_at(
+    x: jax.Array, gap: ArrayLike, fill: ArrayLike, *, end: ArrayLike | None = None
 ) -> jax.Array:
-    """Inserts `fill` into one gap of each row and moves the suffix right by one.
+    """The array with `fill` inserted into one gap of each row and the suffix moved right by one.
 
-    The gap between positions g and g + 1 is denoted by ``g + 1``, the new position of `fill`. The
-    value at ``end - 1`` is dropped. A row whose gap is at or beyond its end is unchanged.
+    The result has the shape and dtype of `x`, so the value at ``end - 1`` is dropped. A row whose
+    gap is negative, or at or beyond its end, is unchanged. The array operations are a ``roll`` and
+    two ``where``, without indices, so the function can be jitted, vmapped and run in loops.
 
     Args:
-      x_BL: any array with one value per position.
-      gap_B: int32, ``g + 1``; 0 inserts `fill` before the row.
-      end_B: int32, first position that does not move; pass the length + 1 if the row grows.
-      fill: one value for all rows, or ``[B, 1]``.
+      x: ``[..., L]``, any dtype; the leading axes are rows.
+      gap: int ``[...]``, the position that `fill` gets: the gap between positions g and g + 1 is
+        ``g + 1``, and 0 is the gap before the row.
+      fill: the inserted value, ``[...]``.
+      end: int ``[...]``, the first position that does not move; None means ``L``. Use the row's
+        length + 1 to let the row grow.
+
+    Source: variable-length refinement, ``right_shift_``, which writes `fill` at its ``start``.
     """
-    place_1L = jnp.arange(x_BL.shape[1])[None]
-    is_moved_BL = (place_1L >= gap_B[:, None]) & (place_1L < end_B[:, None])
-    shifted_BL = jnp.where(place_1L == gap_B[:, None], fill, jnp.roll(x_BL, 1, axis=1))
-    return jnp.where(is_moved_BL, shifted_BL, x_BL)
+    index_L = jnp.arange(x.shape[-1])
+    gap, end, fill = _per_row(x, gap, end, fill)
+    shifted = jnp.where(index_L == gap, fill, jnp.roll(x, 1, axis=-1))
+    return jnp.where((gap >= 0) & (index_L >= gap) & (index_L < end), shifted, x)
 
 
 def delete_at(
-    x_BL: jax.Array, position_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
+    x: jax.Array, position: ArrayLike, fill: ArrayLike, *, end: ArrayLike | None = None
 ) -> jax.Array:
-    """Deletes one position of each row and moves the suffix left by one.
+    """The array with one position of each row deleted and the suffix moved left by one.
 
-    `fill` is written at ``end - 1``. A row whose position is at or beyond its end is unchanged. The
-    arguments are as in `insert_at_gap`.
+    The result has the shape and dtype of `x`; the value at ``end - 1`` is `fill`. A row whose
+    position is negative, or at or beyond its end, is unchanged. The array operations are those of
+    `insert_at`.
+
+    Args:
+      x: ``[..., L]``, any dtype; the leading axes are rows.
+      position: int ``[...]``, the deleted position.
+      fill: the value at ``end - 1``, ``[...]``.
+      end: int ``[...]``, the first position that does not move, usually the row's length; None
+        means ``L``.
+
+    Source: variable-length refinement, ``left_shift_``.
     """
-    place_1L = jnp.arange(x_BL.shape[1])[None]
-    is_moved_BL = (place_1L >= position_B[:, None]) & (place_1L < end_B[:, None])
-    shifted_BL = jnp.where(place_1L == end_B[:, None] - 1, fill, jnp.roll(x_BL, -1, axis=1))
-    return jnp.where(is_moved_BL, shifted_BL, x_BL)
+    index_L = jnp.arange(x.shape[-1])
+    position, end, fill = _per_row(x, position, end, fill)
+    shifted = jnp.where(index_L == end - 1, fill, jnp.roll(x, -1, axis=-1))
+    return jnp.where((position >= 0) & (index_L >= position) & (index_L < end), shifted, x)
+
+
+def _per_row(
+    x: jax.Array, at: ArrayLike, end: ArrayLike | None, fill: ArrayLike
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The values of the rows, ``[..., 1]``."""
+    end = x.shape[-1] if end is None else end
+    values = jnp.asarray(at), jnp.asarray(end), jnp.asarray(fill, x.dtype)
+    at, end, fill = (value[..., None] for value in values)
+    return at, end, fill
 
 
 class Cells(NamedTuple):
@@ -107,8 +133,8 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map for the edits of a step. The result equals that of applying all insertions and then
-    all deletions, one by one.
+    """The map for the edits of a step, made by `delete_at` and `insert_at` from the indices. The
+    result equals that of applying all insertions and then all deletions, one by one.
 
     An insertion and a deletion at the same position replace its token. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
@@ -129,7 +155,8 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
     behind_BL = jax.lax.cumsum(loose_BL + is_put_BL, axis=1, reverse=True) - loose_BL - is_put_BL
     is_kept_BL &= ~is_loose_BL | (behind_BL >= excess_B1)
     is_put_BL &= behind_BL + loose_BL >= excess_B1
-    source_BL, is_new_BL, length_B = _invert(is_put_BL, is_kept_BL)
+    source_BL, is_new_BL = _apply_shifts(is_put_BL, is_live_BL & ~is_kept_BL)
+    length_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
     return PositionMap(
         edits=edits,
         source_BL=source_BL,
@@ -193,18 +220,36 @@ def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Arra
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
 
 
-def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The old position of each new position, True at insertions, and the new length."""
-    num_positions = is_kept_BL.shape[1]
-    until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
-    kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)
-    put_BL = jnp.where(is_put_BL, until_BL - 1 - is_kept_BL, num_positions)
+def _apply_shifts(is_put_BL: jax.Array, is_gone_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The old position of each new position, and True at insertions.
 
-    def one_row(kept_L: jax.Array, put_L: jax.Array) -> tuple[jax.Array, jax.Array]:
-        place_L = jnp.arange(num_positions)
-        source_L = place_L.at[kept_L].set(place_L, mode="drop")
-        is_new_L = jnp.zeros(num_positions, bool).at[put_L].set(True, mode="drop")
-        return source_L.at[put_L].set(place_L, mode="drop"), is_new_L
+    Deletions come first, so that no token is shifted out of the row in between. Edits to the right
+    come first, so that positions to their left stay valid. The number of shifts is that of the row
+    with the most edits.
+    """
+    index_BL = jnp.broadcast_to(jnp.arange(is_put_BL.shape[1], dtype=jnp.int32), is_put_BL.shape)
+    num_gone_BL = jnp.cumsum(is_gone_BL, axis=1) - is_gone_BL
 
-    source_BL, is_new_BL = jax.vmap(one_row)(kept_BL, put_BL)
-    return source_BL, is_new_BL, until_BL[:, -1]
+    def rightmost(is_edit_BL: jax.Array, before_B: jax.Array) -> jax.Array:
+        """The last edit before a position; -1 if there is none."""
+        is_left_BL = is_edit_BL & (index_BL < before_B[:, None])
+        return jnp.max(jnp.where(is_left_BL, index_BL, -1), axis=1)
+
+    def delete(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        code_BL, before_B = carry
+        at_B = rightmost(is_gone_BL, before_B)
+        return delete_at(code_BL, at_B, 1), at_B
+
+    def insert(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        code_BL, before_B = carry
+        at_B = rightmost(is_put_BL, before_B)
+        num_gone_B = jnp.take_along_axis(num_gone_BL, at_B[:, None], axis=1)[:, 0]
+        gap_B = jnp.where(at_B < 0, -1, at_B - num_gone_B)
+        return insert_at(code_BL, gap_B, 2 * at_B), at_B
+
+    # A token from position i is 2 i + 1, and a token that is inserted before it is 2 i.
+    code_BL, whole_B = 2 * index_BL + 1, jnp.full(is_put_BL.shape[0], is_put_BL.shape[1], jnp.int32)
+    for is_edit_BL, shift in ((is_gone_BL, delete), (is_put_BL, insert)):
+        num_shifts = jnp.max(jnp.sum(is_edit_BL, axis=1), initial=0)
+        code_BL, _ = jax.lax.fori_loop(0, num_shifts, shift, (code_BL, whole_B))
+    return code_BL >> 1, code_BL % 2 == 0

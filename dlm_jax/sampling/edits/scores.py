@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dlm_jax.sampling.edits.edit_rule import EditContext, Snapshot
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
@@ -73,22 +74,34 @@ def take_snapshot(
     return program.by_rows(read)(params, (output, total_BL, best_BL, tokens_BL, is_wanted_BL))
 
 
-def uncertainty(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]`` in [0, 1]: ``1 - p`` of each token; 0 at holes and frozen positions."""
-    is_own_BL = is_token(context) & ~context.cells.frozen_BL
-    # 1 - exp(x) would be 0 in float32 for nearly certain tokens, so that no score would exceed 0.
-    return jnp.where(is_own_BL, -jnp.expm1(context.snapshot.own_BL), 0.0)
+def token_uncertainty(logprob: ArrayLike, is_scored: ArrayLike) -> jax.Array:
+    """The probability in [0, 1] that each token is another one, ``1 - p``; 0 where not scored.
 
+    Args:
+      logprob: float32 ``[..., L]``, log-probability in nats of the token at each position, at
+        temperature 1. Values where `is_scored` is False are ignored.
+      is_scored: bool ``[..., L]``, True at tokens that can be wrong: not at holes, given tokens and
+        positions beyond the row.
 
-def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: at g + 1, the larger of the uncertainties at g and g + 1. The score at
-    position 0 is 0.
-
-    A gap between frozen positions or holes has score 0. An insertion directly after the prompt is
-    allowed, because it changes no given token.
+    Source: variable-length refinement, ``uncertainty_from_logprobs``. Given tokens have
+    uncertainty 0, because no token needs to be inserted between them.
     """
-    score_BG = jnp.maximum(uncertainty_BL[:, :-1], uncertainty_BL[:, 1:])
-    return jnp.pad(score_BG, ((0, 0), (1, 0)))
+    # 1 - exp(x) would be 0 in float32 for nearly certain tokens, so that no score would exceed 0.
+    return jnp.where(is_scored, -jnp.expm1(logprob), 0.0)
+
+
+def gap_scores(uncertainty: ArrayLike) -> jax.Array:
+    """The score in [0, 1] of an insertion into each gap, ``[..., L]``: at g + 1, the larger of the
+    uncertainties ``[..., L]`` at g and g + 1. The score at position 0 is 0.
+
+    A gap between given tokens or holes has score 0. An insertion directly after the prompt is
+    allowed, because it changes no given token.
+
+    Source: variable-length refinement, ``score_gaps_for_insertion``, which has entry g for the gap.
+    """
+    value = jnp.asarray(uncertainty)
+    score = jnp.maximum(value[..., :-1], value[..., 1:])
+    return jnp.pad(score, [*[(0, 0)] * (value.ndim - 1), (1, 0)])
 
 
 def may_be_led(context: EditContext) -> jax.Array:
@@ -99,27 +112,50 @@ def may_be_led(context: EditContext) -> jax.Array:
     return is_token_BL & ~context.cells.frozen_BL & ~goes_next_BL
 
 
-def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: the model's preference for the suffix one position to the left.
+def deletion_scores(
+    logprob: ArrayLike,
+    right_logprob: ArrayLike,
+    is_token: ArrayLike,
+    *,
+    margin: ArrayLike,
+    lookahead: ArrayLike,
+) -> jax.Array:
+    """The score of deleting each token, ``[..., L]``, at least 0: how much better the suffix fits
+    one position to the left.
 
-    The score at i is ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 is ``p(i,
+    The score at i is ``max(0, D1 - margin) + lookahead max(0, D2 - margin)``, where D1 is ``p(i,
     x_i+1) - p(i, x_i)`` and D2 is the value of D1 at i + 1. Differences that involve a hole or a
-    position beyond the row are 0.
+    position beyond the row are 0. The last token has no right neighbour and score 0.
+
+    Args:
+      logprob: float32 ``[..., L]``, log-probability in nats, at temperature 1, of the token at each
+        position.
+      right_logprob: float32 ``[..., L]``, log-probability at each position of the token to its
+        right. Values of both arrays where `is_token` is False are ignored.
+      is_token: bool ``[..., L]``, True at live positions that are not holes.
+      margin: ``[...]``, differences of at most the margin do not count, >= 0.
+      lookahead: ``[...]``, the weight of the second difference, >= 0.
+
+    Source: variable-length refinement, ``deletion_scores_from_probs``, with ``lam`` as `lookahead`.
+    ``probs[0, 1:-1, n]`` there is an outer product; here, each position reads its own distribution.
     """
-    is_token_BL = is_token(context)
-    is_pair_BL = is_token_BL & right_of(is_token_BL)
-    lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
-    gain_BL = jnp.where(is_pair_BL, jnp.maximum(lead_BL - margin_B[:, None], 0.0), 0.0)
-    return gain_BL + lambda_B[:, None] * right_of(gain_BL)
+    margin, lookahead = (jnp.asarray(value)[..., None] for value in (margin, lookahead))
+    is_pair, lead = _lead_of_next(logprob, right_logprob, is_token)
+    gain = jnp.where(is_pair, jnp.maximum(lead - margin, 0.0), 0.0)
+    return gain + lookahead * right_of(gain)
 
 
-def fit_of_next(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]`` in [-1, 1]: D1, as defined in `deletion_scores`; -1 where D1 involves a
-    hole.
-    """
-    is_token_BL = is_token(context)
-    lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
-    return jnp.where(is_token_BL & right_of(is_token_BL), lead_BL, -1.0)
+def fit_of_next(logprob: ArrayLike, right_logprob: ArrayLike, is_token: ArrayLike) -> jax.Array:
+    """``[..., L]`` in [-1, 1]: D1, as defined in `deletion_scores`; -1 where D1 involves a hole."""
+    return jnp.where(*_lead_of_next(logprob, right_logprob, is_token), -1.0)
+
+
+def _lead_of_next(
+    logprob: ArrayLike, right_logprob: ArrayLike, is_token: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """True at tokens with a token to the right, and D1."""
+    is_token = jnp.asarray(is_token)
+    return is_token & right_of(is_token), jnp.exp(right_logprob) - jnp.exp(logprob)
 
 
 def is_token(context: EditContext) -> jax.Array:

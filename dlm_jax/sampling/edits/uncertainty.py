@@ -143,7 +143,8 @@ class Uncertainty(EditRule):
         return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
 
     def gap_scores(self, context: EditContext) -> jax.Array:
-        return scores.gap_scores(scores.uncertainty(context))
+        is_scored_BL = scores.is_token(context) & ~context.cells.frozen_BL
+        return scores.gap_scores(scores.token_uncertainty(context.snapshot.own_BL, is_scored_BL))
 
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
@@ -195,12 +196,15 @@ class Uncertainty(EditRule):
         is_exact_B1 = (self.target_mode_B == _EXACT)[:, None]
         is_cool_BL = ~scores.is_near(cells.mark_BL, self.cooldown_B) | is_exact_B1
 
-        misfit_BL = scores.deletion_scores(context, self.delete_margin_B, self.lambda_B)
+        predicted = context.snapshot.own_BL, context.snapshot.right_BL, scores.is_token(context)
+        misfit_BL = scores.deletion_scores(
+            *predicted, margin=self.delete_margin_B, lookahead=self.lambda_B
+        )
         is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
         is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
         may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
         may_go_BL &= is_cool_BL & right_of(is_row_BL)
-        worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(context) - 2)
+        worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(*predicted) - 2)
         num_misfit_B = jnp.sum(may_go_BL & is_misfit_BL, axis=1)
         num_delete_B = jnp.maximum(jnp.minimum(num_delete_B + shrink_B, num_misfit_B), shrink_B)
         delete_BL = most(worth_BL, may_go_BL, num_delete_B, context.preference_BL, 1.0)

@@ -10,8 +10,9 @@ from dlm_jax.sampling.propose.fill import (
     Parallel,
     Reader,
     Wanted,
+    parallel_fill,
 )
-from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
+from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront, wavefront_fill
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
     rule.name: rule for rule in (Parallel, Wavefront, Constrained)
@@ -29,4 +30,6 @@ __all__ = [
     "SamplerReadout",
     "Wanted",
     "Wavefront",
+    "parallel_fill",
+    "wavefront_fill",
 ]

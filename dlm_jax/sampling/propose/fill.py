@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
-from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put, returned
-from dlm_jax.sampling.transforms.chain import Chain
-from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.sampling.positions import TrunkOutput, at_places, chunk_size, fold, put, returned
+from dlm_jax.sampling.transforms.bias import LogitBias
+from dlm_jax.sampling.transforms.chain import Chain, chain
+from dlm_jax.sampling.transforms.default_chain import chain_of, sample_logits
+from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import Rule, SettingError, rule
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, live_positions
 
 
 class Wanted(NamedTuple):
@@ -118,25 +120,10 @@ class Filled(NamedTuple):
     drawn: Drawn | None = None
     signal_BLD: jax.Array | None = None
 
-
-class Proposed(NamedTuple):
-    """Candidates of a recorded step of every row.
-
-    Attributes:
-      canvas_BL: int32 input of the forward pass.
-      tokens_BL: int32 candidates; -1 where no candidate was drawn.
-      is_read_BL: True at the candidates that are scored.
-      level_BL: int32, see `Drawn.level_BL`.
-      order_BL: int32, `State.committed_BL` before the step.
-      step_B: int32, index of the step.
-    """
-
-    canvas_BL: jax.Array
-    tokens_BL: jax.Array
-    is_read_BL: jax.Array
-    level_BL: jax.Array
-    order_BL: jax.Array
-    step_B: jax.Array
+    @property
+    def tokens_BL(self) -> jax.Array:
+        """The candidates."""
+        return self.proposal.tokens_BL
 
 
 class Source(NamedTuple):
@@ -196,9 +183,14 @@ class FillRule(Rule):
         """The candidates. The proposal is undefined at positions that are not open."""
         raise NotImplementedError
 
-    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+    def sources(
+        self, reader: Reader, canvas_BL: jax.Array, tokens_BL: jax.Array, level_BL: jax.Array
+    ) -> tuple[Source, ...]:
         """The logits that recorded candidates were drawn from, for the replay of traces and for
         read-back.
+
+        `canvas_BL` is the input of the forward pass, `tokens_BL` are the candidates (-1 where none
+        was drawn), and `level_BL` is `Drawn.level_BL`; int32 ``[B, L]`` each.
         """
         raise NotImplementedError
 
@@ -210,6 +202,109 @@ def check_filled(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Fill
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
     returned(filled.is_finite_B, fill, "propose(...).is_finite_B", "B", shape[:1], bool)
     return filled
+
+
+def at_of_places(
+    places_N: jax.Array,
+    is_real_N: jax.Array,
+    is_grown_N: jax.Array | None,
+    *,
+    key_B: jax.Array,
+    num_positions: int,
+) -> At:
+    """The positions at the places ``row * L + index``. A position's key is derived from the row's
+    key and the position's index on the canvas.
+    """
+    row_N, index_N = places_N // num_positions, places_N % num_positions
+    key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
+    return At(row_N, index_N, key_N, is_real_N, is_grown_N)
+
+
+class TokenDraws(NamedTuple):
+    """Drawn tokens of a canvas.
+
+    Attributes:
+      tokens_BL: int32, the canvas with a drawn token at each open position.
+      logprob_BL: float32, log-probability in nats of each drawn token under the distribution that
+        it was drawn from, after the chain; 0 elsewhere.
+    """
+
+    tokens_BL: jax.Array
+    logprob_BL: jax.Array
+
+
+def draw_tokens(
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    *,
+    length_B: jax.Array,
+    is_seen_BL: jax.Array,
+    params: Mapping[str, Any] | Chain | None,
+    banned_ids: tuple[int, ...],
+    vocab_size: int,
+) -> tuple[TokenDraws, Callable[..., TokenDraws]]:
+    """The canvas before the first draw, and ``(draws, places_N, is_real_N, clean_NV,
+    drawable_NV=None) -> draws``, which writes tokens drawn by `sample_logits`.
+    """
+    num_rows, num_positions = tokens_BL.shape
+    ids_BK = jnp.broadcast_to(jnp.array(banned_ids, jnp.int32), (num_rows, len(banned_ids)))
+    bans = LogitBias(ids_BK, jnp.full(ids_BK.shape, -jnp.inf))
+    full = chain(bans, chain_of({} if params is None else params, num_rows, vocab_size))
+    context = Context(tokens_BL, jnp.zeros_like(tokens_BL), is_seen_BL, length_B)
+    prepared = full.prepare(full.init(num_rows), context)
+
+    def draw(
+        draws: TokenDraws,
+        places_N: jax.Array,
+        is_real_N: jax.Array,
+        clean_NV: jax.Array,
+        drawable_NV: jax.Array | None = None,
+    ) -> TokenDraws:
+        is_grown_N = None if drawable_NV is None else is_real_N
+        at = at_of_places(places_N, is_real_N, is_grown_N, key_B=key_B, num_positions=num_positions)
+        from_NV = clean_NV if drawable_NV is None else drawable_NV
+        new = TokenDraws(*sample_logits(from_NV, full, at.key_N, at=at, prepared=prepared))
+        return put(draws, places_N, is_real_N, new)
+
+    return TokenDraws(tokens_BL, jnp.zeros(tokens_BL.shape, jnp.float32)), draw
+
+
+def parallel_fill(
+    params: Params,
+    hidden_BLD: jax.Array,
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    *,
+    network: Network,
+    is_open_BL: jax.Array,
+    length_B: jax.Array | None = None,
+    settings: Mapping[str, Any] | Chain | None = None,
+    banned_ids: tuple[int, ...] = (),
+    chunk: int | None = None,
+) -> TokenDraws:
+    """The canvas with a token at each open position, drawn independently from the LM head.
+
+    The arguments are those of `wavefront_fill`. The cost is proportional to the number of open
+    positions, and no ``[B, L, V]`` array exists.
+    """
+    if length_B is None:
+        length_B = jnp.full(tokens_BL.shape[0], tokens_BL.shape[1], jnp.int32)
+    is_seen_BL = live_positions(length_B, tokens_BL.shape[1]) & ~is_open_BL
+    draws, draw = draw_tokens(
+        tokens_BL,
+        key_B,
+        length_B=length_B,
+        is_seen_BL=is_seen_BL,
+        params=settings,
+        banned_ids=banned_ids,
+        vocab_size=network.vocab_size,
+    )
+    output = TrunkOutput(hidden_BLD)
+
+    def draw_chunk(draws: TokenDraws, places_N: jax.Array, is_real_N: jax.Array) -> TokenDraws:
+        return draw(draws, places_N, is_real_N, output.logits(network, params, places_N))
+
+    return fold(is_open_BL, chunk or chunk_size(network.vocab_size), draw_chunk, draws)
 
 
 def no_candidates(wanted: Wanted) -> Filled:
@@ -265,9 +360,9 @@ class CandidateWriter:
         self, places_N: jax.Array, is_real_N: jax.Array, is_grown_N: jax.Array | None = None
     ) -> At:
         """The positions at the places ``row * L + index``, with their keys."""
-        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
-        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
-        return At(row_N, index_N, key_N, is_real_N, is_grown_N)
+        return at_of_places(
+            places_N, is_real_N, is_grown_N, key_B=self.key_B, num_positions=self.num_positions
+        )
 
     def write(
         self,
@@ -288,7 +383,15 @@ class CandidateWriter:
         is_grown_N = None if drawable_NV is None else is_drawn_N
         at = self.at(places_N, is_drawn_N, is_grown_N)
         from_NV = clean_NV if drawable_NV is None else drawable_NV
-        ids_N, final_N = self.chain.draw_and_score(self.prepared, from_NV, at, method=self.method)
+        ids_N, final_N = sample_logits(
+            from_NV,
+            self.chain,
+            at.key_N,
+            at=at,
+            prepared=self.prepared,
+            method=self.method,
+            is_scored=None,
+        )
         if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
@@ -406,5 +509,7 @@ class Parallel(FillRule):
 
         return fold(is_read_BL, reader.chunk, draw, no_candidates(wanted))
 
-    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
-        return (Source(proposed.tokens_BL >= 0, reader.chunk, reader.logits),)
+    def sources(
+        self, reader: Reader, canvas_BL: jax.Array, tokens_BL: jax.Array, level_BL: jax.Array
+    ) -> tuple[Source, ...]:
+        return (Source(tokens_BL >= 0, reader.chunk, reader.logits),)

@@ -7,28 +7,38 @@ is proportional to the number of holes (`docs/readings.md`, readings of the samp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import most, reaches
-from dlm_jax.sampling.positions import at_places, fold, put, returned, wave_chunk
+from dlm_jax.sampling.commit.commit_rule import most, preferences, reaches
+from dlm_jax.sampling.positions import (
+    TrunkOutput,
+    at_places,
+    chunk_size,
+    fold,
+    put,
+    returned,
+    wave_chunk,
+)
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
     FillRule,
-    Proposed,
     Reader,
     Source,
     Wanted,
+    draw_tokens,
     no_candidates,
 )
+from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
-from dlm_jax.types import Network, Params, left_of
+from dlm_jax.types import Network, Params, left_of, live_positions
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""
@@ -171,6 +181,164 @@ class SamplerReadout:
     from_sides: Callable[..., jax.Array] | None = None
 
 
+class WavefrontFill(NamedTuple):
+    """The result of `wavefront_fill`.
+
+    Attributes:
+      draws: the drawn tokens, `TokenDraws`; with an argument `draw`, the last result of it.
+      level_BL: int32, order of the draws: 0 at starting positions, larger in later waves (two
+        levels per wave, for even and odd positions), -1 at visible tokens. A token depends on the
+        tokens of lower levels. Positions that are neither open nor visible have level 2^30.
+      waves_B: int32, number of waves after the starting positions.
+      bootstrapped_B: int32, number of starting positions, which the LM head draws.
+    """
+
+    draws: Any
+    level_BL: jax.Array
+    waves_B: jax.Array
+    bootstrapped_B: jax.Array
+
+
+def wavefront_fill(
+    params: Params,
+    hidden_BLD: jax.Array | TrunkOutput,
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    *,
+    network: Network,
+    is_open_BL: jax.Array,
+    length_B: jax.Array | None = None,
+    ratio: ArrayLike = 0.01,
+    density_power: ArrayLike = 0.0,
+    is_spread: ArrayLike = False,
+    is_alternating: ArrayLike = False,
+    is_one_sided: ArrayLike = False,
+    temperature: ArrayLike = 1.0,
+    settings: Mapping[str, Any] | Chain | None = None,
+    banned_ids: tuple[int, ...] = (),
+    is_seen_BL: jax.Array | None = None,
+    is_read_BL: jax.Array | None = None,
+    preference_BL: jax.Array | None = None,
+    is_joint: bool = False,
+    chunk: int | None = None,
+    draws: Any = None,
+    draw: Callable[..., Any] | None = None,
+) -> WavefrontFill:
+    """The canvas with a token at each open position, drawn in waves given the neighbours.
+
+    `Wavefront` describes the algorithm, and its step calls this function. It can be jitted and
+    vmapped: ``network``, ``banned_ids``, ``is_joint``, ``chunk`` and ``draw`` are static, and
+    everything else is traced. Arguments written ``[B]`` also accept one value for all rows. A row's
+    tokens depend only on its own arguments.
+
+    Args:
+      params: the network's parameters.
+      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`.
+      tokens_BL: int32 canvas. Values at open positions are ignored.
+      key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
+      network: a network with ``heads["sampler"]``, a `SamplerReadout`.
+      is_open_BL: True at the positions to fill, usually ``tokens_BL == mask_id``.
+      length_B: int32, number of live positions in each row; None if all are live.
+      ratio: ``[B]`` in (0, 1], the share of positions without a visible token at either end of
+        their run that start waves, at least one.
+      density_power: ``[B]``, exponent of the row's unfilled share, which scales `ratio`; 0 is off.
+      is_spread: ``[B]``, True to spread starting positions evenly over the row.
+      is_alternating: ``[B]``, True to fill the even positions of a wave before the odd ones.
+      is_one_sided: ``[B]``, True to fill runs between two tokens from the left.
+      temperature: ``[B]``, divisor of the sampler head's logits before the chain, > 0.
+      settings: settings or transforms of both heads' draws: the `params` of `sample_logits`, with
+        ``[B]`` values.
+      banned_ids: ids that are never drawn and that the choice of starting positions ignores,
+        usually those of MASK and PAD.
+      is_seen_BL: True at tokens that are neighbours of open positions; None means all live
+        positions that are not open.
+      is_read_BL: True at other positions for which a given `draw` gets the LM head's logits.
+      preference_BL: uint32, priority of equally confident positions; None derives it from the keys.
+      is_joint: True to draw also the starting positions from the sampler head, without neighbours
+        of a lower level.
+      chunk: number of positions per readout of the LM head; None chooses it for the device.
+      draws: the first argument of the first call to `draw`, with an attribute ``tokens_BL``.
+      draw: ``(draws, places_N, is_real_N, clean_NV, drawable_NV=None) -> draws``, which draws
+        tokens at places ``row * L + index`` where `is_real_N` is True, and returns the canvas with
+        them in ``tokens_BL``. ``clean_NV`` are the logits of the head, and ``drawable_NV`` those
+        after the temperature of the sampler head. None draws with `sample_logits`.
+
+    Raises:
+      KeyError: the network has no sampler head.
+
+    Source: sampler head, section 4, ``sampler_wavefront_fill`` and
+    ``_bootstrap_fill_by_confidence``. The waves are the same, but the row is sorted by wave once,
+    tokens of the same wave are not visible to each other, starting positions are chosen per row and
+    are drawn from the LM head (`docs/readings.md`).
+    """
+    num_rows, num_positions = tokens_BL.shape
+    output = hidden_BLD if isinstance(hidden_BLD, TrunkOutput) else TrunkOutput(hidden_BLD)
+    reader = Reader(network, params, output, chunk or chunk_size(network.vocab_size))
+    if length_B is None:
+        length_B = jnp.full(num_rows, num_positions, jnp.int32)
+    if is_seen_BL is None:
+        is_seen_BL = live_positions(length_B, num_positions)
+    is_seen_BL &= ~is_open_BL
+    ratio_B, power_B, is_spread_B, is_alternating_B, is_one_sided_B, temperature_B = (
+        jnp.broadcast_to(value, (num_rows,))
+        for value in (ratio, density_power, is_spread, is_alternating, is_one_sided, temperature)
+    )
+    if draw is None:
+        if preference_BL is None:
+            preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
+        draws, draw = draw_tokens(
+            tokens_BL,
+            key_B,
+            length_B=length_B,
+            is_seen_BL=is_seen_BL,
+            params=settings,
+            banned_ids=banned_ids,
+            vocab_size=network.vocab_size,
+        )
+
+    # Positions in runs without a visible token: the LM head reads them to choose where waves start.
+    is_far_BL = is_open_BL & (distance(is_open_BL, is_seen_BL) == NEVER)
+    banned = jnp.array(banned_ids, jnp.int32)
+
+    def read(carry: Any, places_N: jax.Array, is_real_N: jax.Array) -> Any:
+        draws, sureness_BL = carry
+        clean_NV = reader.logits(places_N)
+        allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if banned_ids else clean_NV
+        sureness_N = -jnp.log(vocab.max_and_rest(allowed_NV)[1])
+        # Every run needs a starting position, so NaN is replaced. The row ends as non-finite in any
+        # case.
+        sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
+        sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
+        return draw(draws, places_N, is_real_N, clean_NV), sureness_BL
+
+    unread_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
+    is_read_BL = is_far_BL if is_read_BL is None else is_far_BL | is_read_BL
+    draws, sureness_BL = fold(is_read_BL, reader.chunk, read, (draws, unread_BL))
+    ratio_B = by_density(ratio_B, power_B, is_seen_BL, length_B)
+    is_first_BL = jax.lax.cond(
+        jnp.any(is_far_BL),
+        lambda: bootstrap(is_far_BL, sureness_BL, ratio_B, is_spread_B, preference_BL),
+        lambda: jnp.zeros_like(is_far_BL),
+    )
+
+    # Waves: all other open positions, in order of their distance to a filled one.
+    is_grown_BL = is_open_BL & ~is_first_BL
+    wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, is_one_sided_B)
+    is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
+    is_late_BL = is_alternating_B[:, None] & is_odd_1L
+    level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
+    level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
+    grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
+
+    def grow(draws: Any, places_N: jax.Array, is_real_N: jax.Array) -> Any:
+        return draw(draws, places_N, is_real_N, *grown(draws.tokens_BL, places_N))
+
+    is_drawn_BL = is_open_BL if is_joint else is_grown_BL
+    draws = fold(is_drawn_BL, head_chunk(reader), grow, draws, level_BL=level_BL)
+    waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
+    return WavefrontFill(draws, level_BL, waves_B, jnp.sum(is_first_BL, axis=1))
+
+
 @rule
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
@@ -222,80 +390,53 @@ class Wavefront(FillRule):
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates, with log-probability and confidence under the head that drew them."""
-        is_open_BL, own_BL = wanted.is_open_BL, writer.own_BL
-        is_seen_BL = wanted.is_seen_BL & ~is_open_BL
-        is_far_BL = is_open_BL & (distance(is_open_BL, is_seen_BL) == NEVER)
-        is_read_BL = is_far_BL if own_BL is None else is_far_BL | (own_BL >= 0)
+        is_read_BL = None if writer.own_BL is None else writer.own_BL >= 0
         if wanted.is_scored_BL is not None:
-            is_read_BL |= wanted.is_scored_BL & is_open_BL
-        found, sureness_BL = _read(reader, writer, is_read_BL, no_candidates(wanted))
-        ratio_B = by_density(self.ratio_B, self.density_power_B, is_seen_BL, wanted.length_B)
-        is_first_BL = jax.lax.cond(
-            jnp.any(is_far_BL),
-            lambda: bootstrap(
-                is_far_BL, sureness_BL, ratio_B, self.is_spread_B, wanted.preference_BL
-            ),
-            lambda: jnp.zeros_like(is_far_BL),
+            is_asked_BL = wanted.is_scored_BL & wanted.is_open_BL
+            is_read_BL = is_asked_BL if is_read_BL is None else is_read_BL | is_asked_BL
+        fill = wavefront_fill(
+            reader.params,
+            reader.output,
+            wanted.tokens_BL,
+            writer.key_B,
+            network=reader.network,
+            is_open_BL=wanted.is_open_BL,
+            is_seen_BL=wanted.is_seen_BL,
+            is_read_BL=is_read_BL,
+            length_B=wanted.length_B,
+            ratio=self.ratio_B,
+            density_power=self.density_power_B,
+            is_spread=self.is_spread_B,
+            is_alternating=self.is_alternating_B,
+            is_one_sided=self.is_one_sided_B,
+            temperature=self.temperature_B,
+            preference_BL=wanted.preference_BL,
+            banned_ids=writer.banned_ids,
+            is_joint=wanted.is_joint,
+            chunk=reader.chunk,
+            draws=no_candidates(wanted),
+            draw=writer.write,
         )
-        is_grown_BL = is_open_BL & ~is_first_BL
-        wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
-        is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
-        is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
-        level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
-        level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
-        grown = grown_from(reader, level_BL, wanted.tokens_BL, self.temperature_B)
-
-        def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
-            clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
-            return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
-
-        is_drawn_BL = is_open_BL if wanted.is_joint else is_grown_BL
-        found = fold(is_drawn_BL, head_chunk(reader), grow, found, level_BL=level_BL)
-        waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
-        counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
+        found: Filled = fill.draws
         if found.drawn is not None:
-            found = found._replace(drawn=found.drawn._replace(level_BL=level_BL))
-        return found._replace(counts=counts)
+            found = found._replace(drawn=found.drawn._replace(level_BL=fill.level_BL))
+        return found._replace(counts={"waves": fill.waves_B, "bootstrapped": fill.bootstrapped_B})
 
-    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+    def sources(
+        self, reader: Reader, canvas_BL: jax.Array, tokens_BL: jax.Array, level_BL: jax.Array
+    ) -> tuple[Source, ...]:
         """The LM head for starting positions, and the sampler head for all others."""
-        level_BL = proposed.level_BL
-        is_drawn_BL = proposed.tokens_BL >= 0
-        grown = grown_from(reader, level_BL, proposed.canvas_BL, self.temperature_B)
+        is_drawn_BL = tokens_BL >= 0
+        grown = grown_from(reader, level_BL, canvas_BL, self.temperature_B)
 
         def beside(places_N: jax.Array) -> jax.Array:
-            return grown(proposed.tokens_BL, places_N)[1]
+            return grown(tokens_BL, places_N)[1]
 
         chunk = head_chunk(reader)
         return (
             Source(is_drawn_BL & (level_BL == 0), reader.chunk, reader.logits),
             Source(is_drawn_BL & (level_BL > 0), chunk, beside, is_grown=True),
         )
-
-
-def _read(
-    reader: Reader, writer: CandidateWriter, is_read_BL: jax.Array, none: Filled
-) -> tuple[Filled, jax.Array]:
-    """Candidates from the LM head, and the log-odds of its most likely id among the ids that are
-    not banned.
-    """
-    banned = jnp.array(writer.banned_ids, jnp.int32)
-
-    def read(
-        carry: tuple[Filled, jax.Array], places_N: jax.Array, is_real_N: jax.Array
-    ) -> tuple[Filled, jax.Array]:
-        found, sureness_BL = carry
-        clean_NV = reader.logits(places_N)
-        allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
-        sureness_N = -jnp.log(vocab.max_and_rest(allowed_NV)[1])
-        # Every run needs a starting position, so NaN is replaced. The row ends as non-finite in any
-        # case.
-        sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
-        sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
-        return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL
-
-    unread_BL = jnp.zeros(is_read_BL.shape, jnp.float32)
-    return fold(is_read_BL, reader.chunk, read, (none, unread_BL))
 
 
 def head_chunk(reader: Reader) -> int:

@@ -76,27 +76,7 @@ def run_all(
     return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
 
 
-def _chosen(
-    logits_NV: Array, noise: Array, is_greedy_N: Array, is_read: Array, method: str
-) -> tuple[Array, Array]:
-    """Chosen ids, and their log-probabilities if `is_read`; both use the same sums."""
-    is_drawn = ~is_greedy_N.all() & (method == "inverse_cdf")
-    unknown = jnp.ones(logits_NV.shape[:1]), vocab.columns(logits_NV, 1.0)
-    # These are new functions each time, because JAX caches the trace of a branch for the lifetime
-    # of its function.
-    sums = jax.lax.cond(
-        is_drawn | is_read, lambda x: vocab.exp_columns(x), lambda x: unknown, logits_NV
-    )
-    ids_N = drawing.choose_with(logits_NV, noise, is_greedy_N, method=method, weight_NC=sums[1])
-    return ids_N, jnp.where(is_read, drawing.log_prob(logits_NV, ids_N, sums), 0.0)
-
-
 _FEW_SALT = 0x666577
-
-
-_Found = tuple[Array, Array, Array, Array]
-"""At positions with many candidates, the drawn tokens and their log-probabilities. At positions
-with few candidates, the largest logits in descending order and their ids."""
 
 
 @pytree
@@ -184,101 +164,101 @@ class Chain:
         return jax.lax.cond(is_few_N.any(), put_back, lambda x: x, logits_NV)
 
     def draw(
-        self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
-    ) -> Array:
-        """Ids `[N]` (int32); see `draw_and_score`."""
-        return self.draw_and_score(prepared, logits_NV, at, method=method)[0]
-
-    def draw_and_score(
-        self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
+        self,
+        prepared: tuple[Any, ...],
+        logits_NV: Array,
+        at: At,
+        *,
+        method: str = "inverse_cdf",
+        is_scored: Array | bool | None = None,
     ) -> tuple[Array, Array]:
-        """Ids `[N]` (int32), and their log-probabilities `[N]` if needed.
+        """Ids `[N]` (int32), and their log-probabilities `[N]` in nats after the whole chain.
 
-        Greedy rows take the argmax, and other rows sample. The log-probabilities (in nats, after
-        the whole chain) are 0 unless a row in the chunk has a feedback controller, which reads
-        them.
+        Greedy rows take the argmax, and other rows sample. The log-probabilities are 0 unless
+        `is_scored`; None means that they are needed if a row in the chunk has a feedback
+        controller, which reads them.
         """
+        if is_scored is None:
+            is_scored = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
         noise = few_noise = drawing.noise(at.key_N, method=method)
         if method == "gumbel":
             few_noise = salted(at.key_N, _FEW_SALT)
-        cut = self.where_few()
+        zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
+        none = jnp.zeros(at.row_N.shape, jnp.int32), zeros_N
+        cut, is_greedy_N = self.where_few(), self.is_greedy(at)
         is_few_N = jnp.zeros(at.row_N.shape, bool)
         if cut is not None:
             is_few_N = self._is_few(cut, logits_NV.shape[1], at)
-        token_N, score_N, few_NK, ids_NK = self._draw(steps, logits_NV, at, noise, is_few_N, method)
-        if cut is None:
-            return token_N, score_N
+        rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
+        takes_best_N = is_greedy_N | is_few_N
+        found = [(i, t.divisor()) for i, t in enumerate(self.transforms)]
+        divisors = [(i, divisor_B[at.row_N]) for i, divisor_B in found if divisor_B is not None]
+        divisor_N = divisors[0][1] if divisors else zeros_N + 1.0
+        few_divisor_N = divisor_N if divisors and cut is not None and divisors[0][0] < cut else None
 
-        def from_few(noise: Array) -> Array:
-            final_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
-            place_N = drawing.draw_with(final_NK, noise, method=method)
-            return jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
+        # Drawn tokens and their scores in rows with many candidates, and the candidates of all
+        # other rows. Both ways give the same bits. The functions in conditionals are new in each
+        # call, because JAX caches the trace of a branch for the lifetime of its function.
+        def in_place(x_NV: Array) -> tuple[Array, Array, Array, Array]:
+            ids_N = jax.lax.cond(
+                rest.is_real_N.any(),
+                lambda x: drawing.choose_with(x, noise, takes_best_N, divisor_N, method=method),
+                lambda x: none[0],
+                x_NV,
+            )
+            few = jax.lax.cond(
+                is_few_N.any(), lambda x: candidates(x, few_divisor_N), no_candidates, x_NV
+            )
+            return ids_N, zeros_N, *few
 
-        none_N = jnp.zeros_like(token_N)
-        of_few_N = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none_N, few_noise)
-        return jnp.where(is_few_N, of_few_N, token_N), score_N
-
-    def _draw(
-        self,
-        steps: list[tuple[Any, Any]],
-        logits_NV: Array,
-        at: At,
-        noise: Array,
-        is_few_N: Array,
-        method: str,
-    ) -> _Found:
-        """Drawn tokens in rows with many candidates, and the candidates of all other rows.
-
-        Three code paths give bitwise identical results. The logits are read in place if plain
-        temperature is the only active transform, or if all rows have few candidates and no other
-        transform is active before the top-k. Otherwise, a copy of the logits passes through the
-        chain.
-        """
-        cut, is_greedy_N = self.where_few(), self.is_greedy(at)
-        is_read = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
-        none = jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
-
-        def in_full(x_NV: Array) -> _Found:
+        def in_copy(x_NV: Array) -> tuple[Array, Array, Array, Array]:
             # This creates a new array, because XLA would otherwise copy the logits before the
             # branch. The logits in the padding are distinct, because ties need additional passes.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
             x_NV = run_all(steps[:cut], x_NV, at, is_drawn=True)
             few = jax.lax.cond(is_few_N.any(), candidates, no_candidates, x_NV)
-            rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
 
             def draw(x_NV: Array) -> tuple[Array, Array]:
                 later = [] if cut is None else steps[cut:]
                 x_NV = run_all(later, x_NV, rest, is_drawn=True)
-                return _chosen(x_NV, noise, is_greedy_N | is_few_N, is_read, method)
+                needs_sums = ~takes_best_N.all() & (method == "inverse_cdf") | is_scored
+                unknown = zeros_N + 1.0, vocab.columns(x_NV, 1.0)
+                sums = jax.lax.cond(
+                    needs_sums, lambda x: vocab.exp_columns(x), lambda x: unknown, x_NV
+                )
+                ids_N = drawing.choose_with(
+                    x_NV, noise, takes_best_N, method=method, weight_NC=sums[1]
+                )
+                return ids_N, jnp.where(is_scored, drawing.log_prob(x_NV, ids_N, sums), 0.0)
 
             return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
 
-        found = [(i, t.divisor()) for i, t in enumerate(self.transforms)]
-        divisors = [(i, divisor_B) for i, divisor_B in found if divisor_B is not None]
         if len(divisors) > 1:
-            return in_full(logits_NV)
-        divisor_N = divisors[0][1][at.row_N] if divisors else jnp.ones(at.row_N.shape)
-
-        def divided(x_NV: Array) -> _Found:
-            ids_N = drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
-            return ids_N, none[1], *no_candidates(x_NV)
-
-        def lean(x_NV: Array) -> _Found:
-            is_scaled = divisors and cut is not None and divisors[0][0] < cut
-            return *none, *candidates(x_NV, divisor_N if is_scaled else None)
-
-        def is_touched(transforms: Iterable[Any]) -> Array:
-            return any_wanted([t for t in transforms if t.divisor() is None], at)
-
-        touched = is_touched(self.transforms)
+            token_N, score_N, few_NK, ids_NK = in_copy(logits_NV)
+        else:
+            first, later = (
+                [t for t in part if t.divisor() is None]
+                for part in (self.transforms[:cut], self.transforms[cut:])
+            )
+            is_changed = any_wanted(first, at) | any_wanted(later, rest)
+            is_changed |= rest.is_real_N.any() & is_scored
+            token_N, score_N, few_NK, ids_NK = jax.lax.cond(
+                is_changed, in_copy, in_place, logits_NV
+            )
         if cut is None:
-            return jax.lax.cond(touched, in_full, divided, logits_NV)
-        is_lean = (is_few_N | ~at.is_real_N).all() & ~is_touched(self.transforms[:cut])
-        way = jnp.where(touched, jnp.where(is_lean, 2, 1), 0)
-        return jax.lax.switch(way, (divided, in_full, lean), logits_NV)
+            return token_N, score_N
+
+        def from_few(noise: Array) -> tuple[Array, Array]:
+            final_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
+            place_N = drawing.draw_with(final_NK, noise, method=method)
+            of_few_N = jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
+            return of_few_N, jnp.where(is_scored, drawing.log_prob(final_NK, place_N), 0.0)
+
+        of_few = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none, few_noise)
+        return jnp.where(is_few_N, of_few[0], token_N), jnp.where(is_few_N, of_few[1], score_N)
 
     def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
         """True `[N]` for real positions that continue with few candidates.

@@ -1,4 +1,4 @@
-"""The map of a step's edits against lists, and against the shift primitives one edit at a time."""
+"""The map of a step's edits against lists that edit one at a time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from oracles import edits as oracle
 from dlm_jax.sampling.edits.moves import (
     Cells,
     Edits,
-    delete_at,
-    insert_at_gap,
     moved,
     moved_boundary,
     position_map_of,
 )
-from dlm_jax.types import live_positions
 
 ROWS, LENGTH, NEW, PAD = 32, 9, -1, -2
 PLACE = np.arange(LENGTH)
@@ -37,46 +34,6 @@ def _mapped(edits, cells, capacity_B, boundary_B):
         moved(position_map, age_BL, own_B),
         moved_boundary(position_map, boundary_B),
     )
-
-
-@jax.jit
-def _shifted(edits, cells, capacity_B):
-    """Lengths, sources and frozen positions when each edit shifts the canvas by itself.
-
-    From right to left, so that what is to come keeps its place; the deletion at a place before the
-    insertion, so that the insertion stands in front. Twice as wide, so that nothing falls off but
-    what is trimmed.
-    """
-    shape = (ROWS, 2 * LENGTH)
-    source_BL = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    frozen_BL = jnp.pad(cells.frozen_BL, ((0, 0), (0, LENGTH)), constant_values=True)
-    end_B = jnp.full(ROWS, shape[1])
-
-    def at_place(i, carry):
-        source_BL, frozen_BL, length_B = carry
-        place_B = jnp.full(ROWS, LENGTH - 1 - i)
-        is_gone_B, is_put_B = (x[:, LENGTH - 1 - i] for x in edits[:2])
-        gone_B = jnp.where(is_gone_B, place_B, end_B)
-        source_BL = delete_at(source_BL, gone_B, end_B, PAD)
-        frozen_BL = delete_at(frozen_BL, gone_B, end_B, True)
-        put_B = jnp.where(is_put_B, place_B, end_B)
-        source_BL = insert_at_gap(source_BL, put_B, end_B, NEW)
-        frozen_BL = insert_at_gap(frozen_BL, put_B, end_B, False)
-        return source_BL, frozen_BL, length_B - is_gone_B + is_put_B
-
-    def trim(i, carry):
-        source_BL, frozen_BL, length_B = carry
-        is_loose_BL = live_positions(length_B, shape[1]) & ~frozen_BL
-        last_B = shape[1] - 1 - jnp.argmax(is_loose_BL[:, ::-1], axis=1)
-        is_over_B = (length_B > capacity_B) & is_loose_BL.any(axis=1)
-        last_B = jnp.where(is_over_B, last_B, end_B)
-        source_BL = delete_at(source_BL, last_B, end_B, PAD)
-        return source_BL, delete_at(frozen_BL, last_B, end_B, True), length_B - is_over_B
-
-    edits = (edits.delete_BL, edits.insert_gap_BL)
-    carry = (source_BL, frozen_BL, cells.length_B)
-    carry = jax.lax.fori_loop(0, LENGTH, at_place, carry)
-    return jax.lax.fori_loop(0, LENGTH, trim, carry)
 
 
 BYTES = st.binary(min_size=12 * ROWS, max_size=12 * ROWS)
@@ -104,7 +61,6 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
     edits = Edits(put_BL, gone_BL, np.zeros(ROWS, np.int32))
     found = _mapped(edits, cells, capacity_B, boundary_B)
     position_map, after_BL, is_frozen_BL, age_BL, moved_B = jax.tree.map(np.asarray, found)
-    source_BL, shifted_BL, shifted_B = map(np.asarray, _shifted(edits, cells, capacity_B))
     for i in range(ROWS):
         n, boundary = position_map.length_B[i], boundary_B[i]
         row = oracle.row_from(PLACE, frozen_BL[i], length=length_B[i])
@@ -112,10 +68,9 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
         want, trimmed = oracle.apply(row, puts, gone, token=NEW, capacity=capacity_B[i])
         tokens = [cell.token for cell in want]
         assert after_BL[i].tolist() == tokens + [PAD] * (LENGTH - n)
-        assert source_BL[i, :n].tolist() == tokens and shifted_B[i] == n
+        assert n == len(tokens)
         is_kept_frozen = [cell.frozen for cell in want]
         assert is_frozen_BL[i].tolist() == is_kept_frozen + [True] * (LENGTH - n)
-        assert shifted_BL[i, :n].tolist() == is_kept_frozen
         ages = [10.0 + i if token == NEW else token * 0.5 for token in tokens]
         assert age_BL[i].tolist() == ages + [10.0 + i] * (LENGTH - n)
         assert position_map.is_new_BL[i, :n].tolist() == [token == NEW for token in tokens]
@@ -126,14 +81,3 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
         if not trimmed:
             assert moved_B[i] == boundary + sum(puts < boundary) - sum(gone < boundary)
         assert (np.diff(position_map.source_BL[i, :n]) >= 0).all()
-
-
-def test_the_primitives_move_one_stretch_by_one():
-    x_BL = jnp.tile(jnp.arange(5), (4, 1))
-    start_B, end_B = jnp.array([1, 0, 3, 4]), jnp.array([4, 5, 3, 5])
-    assert insert_at_gap(x_BL, start_B, end_B, 9).tolist() == [
-        [0, 9, 1, 2, 4], [9, 0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 9]
-    ]  # fmt: skip
-    assert delete_at(x_BL, start_B, end_B, 9).tolist() == [
-        [0, 2, 3, 9, 4], [1, 2, 3, 4, 9], [0, 1, 2, 3, 4], [0, 1, 2, 3, 9]
-    ]  # fmt: skip

@@ -25,7 +25,12 @@ from dlm_jax.sampling.edits import (
     Uncertainty,
 )
 from dlm_jax.sampling.edits.moves import moved_cells, position_map_of
-from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, uncertainty
+from dlm_jax.sampling.edits.scores import (
+    deletion_scores,
+    gap_scores,
+    is_token,
+    token_uncertainty,
+)
 from dlm_jax.sampling.edits.uncertainty import LENGTH_TARGETS, OVERFLOWS
 
 ROWS = 64
@@ -267,9 +272,15 @@ def test_edits_are_those_of_one_at_a_time():
 
 @jax.jit
 def _scores(cells, snapshot, params):
-    uncertain_BL = uncertainty(_context(cells, snapshot, params))
-    weights = (params.delete_margin_B, params.delete_lambda_B)
-    misfit_BL = deletion_scores(_context(cells, snapshot, params), *weights)
+    is_token_BL = is_token(_context(cells, snapshot, params))
+    uncertain_BL = token_uncertainty(snapshot.own_BL, is_token_BL & ~cells.frozen_BL)
+    misfit_BL = deletion_scores(
+        snapshot.own_BL,
+        snapshot.right_BL,
+        is_token_BL,
+        margin=params.delete_margin_B,
+        lookahead=params.delete_lambda_B,
+    )
     return uncertain_BL, gap_scores(uncertain_BL), misfit_BL
 
 

@@ -88,7 +88,7 @@ def test_a_kernel_keeps_and_draws_the_tokens_of_separate_transforms(monkeypatch)
         prepared = chain.prepare(chain.init(tc.NUM_ROWS), tc.context(0, size))
         steps = list(zip(chain.transforms, prepared, strict=True))
         final_NV = run_all(steps, logits_NV, place, is_drawn=True)
-        return final_NV, chain.draw_and_score(prepared, logits_NV, place)
+        return final_NV, chain.draw(prepared, logits_NV, place)
 
     def compiled():
         shape = jax.ShapeDtypeStruct((tc.NUM_POSITIONS, size), jnp.float32)

@@ -1,0 +1,171 @@
+"""Sampling from logits with per-row settings, as one function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from dlm_jax.sampling.transforms.bias import LogitBias
+from dlm_jax.sampling.transforms.chain import Chain, chain
+from dlm_jax.sampling.transforms.mirostat import MirostatV1, MirostatV2
+from dlm_jax.sampling.transforms.penalties import Dry, Penalties
+from dlm_jax.sampling.transforms.temperature import DynamicTemperature, Temperature
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
+from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP
+from dlm_jax.sampling.transforms.xtc import Xtc
+from dlm_jax.settings import UNSET, Setting, SettingError, nearest
+
+TRANSFORMS: Mapping[str, tuple[type[LogitTransform], ...]] = {
+    "bias": (LogitBias,),
+    "penalties": (Penalties,),
+    "dry": (Dry,),
+    "temperature": (Temperature, DynamicTemperature),
+    "top_n_sigma": (TopNSigma,),
+    "top_k": (TopK,),
+    "typical_p": (TypicalP,),
+    "top_p": (TopP,),
+    "min_p": (MinP,),
+    "xtc": (Xtc,),
+    "mirostat": (MirostatV1, MirostatV2),
+}
+"""Transforms, keyed by their names in a chain, in the order of the default chain."""
+_OF_THE_LOOP = ("temperature_end", "sampler_top_p")
+"""Settings that depend on the step, or on the head that computed the logits."""
+
+
+def sample_logits(
+    logits: Array,
+    params: Mapping[str, ArrayLike] | Chain,
+    key: Array,
+    *,
+    previous: ArrayLike | None = None,
+    prepared: tuple[Any, ...] | None = None,
+    at: At | None = None,
+    method: str = "inverse_cdf",
+    is_scored: Array | bool | None = True,
+) -> tuple[Array, Array]:
+    """Token ids, int32 ``[N]``, drawn after the chain of each row, and their log-probabilities.
+
+    The log-probabilities (float32 ``[N]``) are in nats under the distribution after the chain. A
+    row with temperature 0 takes the most likely token of what its penalties and truncations leave.
+    The token of a row depends only on its own logits, settings and key. The softmax is computed in
+    float32. If all logits of a row are -inf, its id is 0. The function can be jitted and vmapped;
+    settings are traced, so other values do not compile again.
+
+    Args:
+      logits: ``[N, V]``, any float dtype, without NaN and +inf; or ``[V]`` for one row, whose
+        results have no axis.
+      params: settings of the chain by name, such as ``temperature``, ``top_k``, ``top_p``,
+        ``min_p`` or ``repetition_penalty``, each with one value for all rows or ``[N]``. The order
+        is that of the default chain (`TRANSFORMS`). A disabled value (`temperature` 1, `top_k` 0,
+        `top_p` 1, ...) leaves the logits bitwise unchanged. Or a `chain` of transforms with one row
+        per value, in any order.
+      key: typed keys ``[N]``, one per row, each used once; or one key for one row.
+      previous: int ``[N, P]``, the tokens that penalties and DRY read, oldest first, padded with -1
+        at the end; None if there are none.
+      prepared: the values of `Chain.prepare`, instead of `previous`. A step of the loop computes
+        them once for all of its chunks.
+      at: rows and positions of the logits in a step of the loop, where a row of the chain can have
+        several positions. It must come with `prepared`.
+      method: draw method: ``inverse_cdf`` or ``gumbel``; static.
+      is_scored: False returns zeros in place of log-probabilities, which saves a pass over the
+        vocabulary; None returns zeros unless a transform with state reads log-probabilities.
+
+    Raises:
+      ValueError: a setting is unknown, or a concrete value is out of range. Traced values are not
+        checked. Mirostat, the biases of ids and DRY's breakers need a `chain`.
+
+    Source: per-row sampler, section 4. Other than there, ``temperature`` 1 is the neutral value,
+    top-p drops a token if the mass before it equals p, and padding is never penalised.
+    """
+    if logits.ndim == 1:
+        if previous is not None:
+            previous = jnp.asarray(previous)[None]
+        ids_1, logprob_1 = sample_logits(
+            logits[None], params, key[None], previous=previous, method=method, is_scored=is_scored
+        )
+        return ids_1[0], logprob_1[0]
+    num_rows, vocab_size = logits.shape
+    params = chain_of(params, num_rows, vocab_size)
+    if at is None:
+        row_N = jnp.arange(num_rows, dtype=jnp.int32)
+        previous_NP = jnp.asarray(-1 if previous is None else previous, jnp.int32)
+        previous_NP = jnp.broadcast_to(previous_NP, (num_rows, *(previous_NP.shape[1:] or (1,))))
+        is_token_NP = previous_NP >= 0
+        length_N = is_token_NP.sum(1, dtype=jnp.int32)
+        at = At(row_N, length_N, key, jnp.ones(num_rows, bool))
+        if prepared is None:
+            tokens_NP = jnp.maximum(previous_NP, 0)
+            order_NP = jnp.broadcast_to(jnp.arange(previous_NP.shape[1]), previous_NP.shape)
+            context = Context(tokens_NP, order_NP, is_token_NP, length_N)
+            prepared = params.prepare(params.init(num_rows), context)
+    if prepared is None:
+        raise ValueError("at is given without prepared; pass the result of Chain.prepare")
+    at = at._replace(key_N=key)
+    return params.draw(prepared, logits, at, method=method, is_scored=is_scored)
+
+
+def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size: int) -> Chain:
+    """The chain for the `params` of `sample_logits`: the default chain, without the transforms that
+    none of the settings concerns.
+    """
+    if isinstance(params, Chain):
+        return params
+    rules = {
+        name: [cls for cls in classes if cls.init is LogitTransform.init]
+        for name, classes in TRANSFORMS.items()
+    }
+    declared = (s for classes in rules.values() for cls in classes for s in cls.settings())
+    known = {s.name: s for s in declared if not s.is_list and s.name not in _OF_THE_LOOP}
+    columns = {}
+    for name, value in params.items():
+        if name not in known:
+            raise SettingError(
+                name, UNSET, "is not a setting of sample_logits", nearest(name, tuple(known))
+            )
+        columns[name] = _column(known[name], value, num_rows)
+    parts: list[LogitTransform] = []
+    for classes in rules.values():
+        given = [
+            [s for s in cls.settings() if s.activates and s.name in columns] for cls in classes
+        ]
+        # Plain and dynamic temperature share a setting. The one with more settings is meant.
+        most = max(map(len, given), default=0)
+        if most:
+            cls = classes[[len(found) for found in given].index(most)]
+            parts.append(_with_columns(cls, columns, num_rows, vocab_size))
+    return chain(*parts)
+
+
+def _column(setting: Setting, value: ArrayLike, num_rows: int) -> Array:
+    """The values of the rows, ``[N]``; concrete values are checked."""
+    if not isinstance(value, Tracer):
+        for one in np.unique(np.asarray(value)):
+            setting.checked(one.item())
+    dtype = setting.column([setting.default]).dtype
+    return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (num_rows,))
+
+
+def _with_columns(
+    cls: type[LogitTransform], columns: Mapping[str, Array], num_rows: int, vocab_size: int
+) -> LogitTransform:
+    """The transform with the given columns, and defaults for its other settings."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        setting = field.metadata.get("setting")
+        if setting is None:
+            values[field.name] = vocab_size
+        elif setting.name in columns:
+            values[field.name] = columns[setting.name]
+        elif field.default is not None:
+            default = field.metadata["column"]([setting.default] * num_rows)
+            values[field.name] = jax.tree.map(jnp.asarray, default)
+    return cls(**values)

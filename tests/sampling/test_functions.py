@@ -1,0 +1,410 @@
+"""The standalone functions against the formulas of the documents, in NumPy from their text."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import dlm_jax
+from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.model import Model
+from dlm_jax.model.transformer import build
+from dlm_jax.randomness import key_of
+from dlm_jax.sampling.commit.commit_rule import preferences
+from dlm_jax.sampling.edits.moves import moved_cells, position_map_of
+from dlm_jax.sampling.propose import SamplerReadout
+from dlm_jax.types import Network
+
+LENGTH = 7
+
+
+def right_shift(x: np.ndarray, start: int, end: int, fill: float) -> np.ndarray:
+    """Shifts ``x[start:end)`` right by 1, fills ``x[start]``, drops the old ``x[end-1]``."""
+    out = x.copy()
+    if end > start:
+        out[start + 1 : end] = x[start : end - 1]
+        out[start] = fill
+    return out
+
+
+def left_shift(x: np.ndarray, start: int, end: int, fill: float) -> np.ndarray:
+    """Shifts ``x[start:end)`` left by 1 and fills ``x[end-1]``."""
+    out = x.copy()
+    if end > start:
+        out[start : end - 1] = x[start + 1 : end]
+        out[end - 1] = fill
+    return out
+
+
+SHIFTS = [(dlm_jax.insert_at, right_shift), (dlm_jax.delete_at, left_shift)]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), SHIFTS, ids=["insert", "delete"])
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, np.bool_])
+def test_shifts_are_those_of_the_document_in_every_stretch(ours, theirs, dtype):
+    x = (np.arange(LENGTH) * 3 % 5).astype(dtype)
+    stretches = [(a, b) for a in range(LENGTH + 1) for b in range(LENGTH + 1)]
+    start_B, end_B = map(np.array, zip(*stretches, strict=True))
+    fill_B = (np.arange(len(stretches)) % 2).astype(dtype)
+    expected = [theirs(x, *where, fill) for where, fill in zip(stretches, fill_B, strict=True)]
+    x_BL = jnp.tile(x, (len(stretches), 1))
+    batch = jax.jit(lambda *rows: ours(*rows[:3], end=rows[3]))(x_BL, start_B, fill_B, end_B)
+    assert batch.dtype == dtype
+    np.testing.assert_array_equal(batch, expected)
+    rows = jax.vmap(lambda *row: ours(*row[:3], end=row[3]))(x_BL, start_B, fill_B, end_B)
+    np.testing.assert_array_equal(rows, expected)
+
+
+def test_a_row_without_an_edit_is_unchanged_and_the_end_is_the_last_position():
+    x_BL = jnp.arange(10).reshape(2, 5)
+    for shift in (dlm_jax.insert_at, dlm_jax.delete_at):
+        np.testing.assert_array_equal(shift(x_BL, jnp.array([-1, 5]), 9), x_BL)
+    assert dlm_jax.insert_at(x_BL[0], 4, 9).tolist() == [0, 1, 2, 3, 9]
+    assert dlm_jax.delete_at(x_BL[0], 0, 9).tolist() == [1, 2, 3, 4, 9]
+
+
+def _predictions(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    logits_LV = rng.normal(size=(LENGTH, 4)) * 2
+    probs_LV = np.exp(logits_LV) / np.exp(logits_LV).sum(-1, keepdims=True)
+    return probs_LV, rng.integers(0, 4, LENGTH)
+
+
+def deletion_scores(probs: np.ndarray, x: np.ndarray, margin: float, lam: float) -> np.ndarray:
+    """``max(0, D1 - margin) + lam max(0, D2 - margin)``, one position at a time."""
+
+    def lead(i: int) -> float:
+        return probs[i, x[i + 1]] - probs[i, x[i]]
+
+    out = np.zeros(len(x))
+    for i in range(len(x) - 1):
+        out[i] = max(0.0, lead(i) - margin)
+        if i + 2 < len(x):
+            out[i] += lam * max(0.0, lead(i + 1) - margin)
+    return out
+
+
+def test_edit_scores_are_the_formulas_of_the_document():
+    rows = [_predictions(seed) for seed in range(20)]
+    margin_B, lam_B = np.linspace(0, 0.4, 20), np.linspace(1, 0, 20)
+    place_L = np.arange(LENGTH)
+    own_BL = np.array([np.log(p[place_L, x]) for p, x in rows], np.float32)
+    right_BL = np.array([np.log(p[place_L, np.roll(x, -1)]) for p, x in rows], np.float32)
+    every_BL = np.ones(own_BL.shape, bool)
+    uncertain_BL = jax.jit(dlm_jax.token_uncertainty)(own_BL, every_BL)
+    np.testing.assert_allclose(uncertain_BL, 1 - np.exp(own_BL), atol=1e-6)
+    gap_BL = np.asarray(dlm_jax.gap_scores(uncertain_BL))
+    assert not gap_BL[:, 0].any()
+    np.testing.assert_array_equal(
+        gap_BL[:, 1:], np.maximum(uncertain_BL[:, :-1], uncertain_BL[:, 1:])
+    )
+    found_BL = dlm_jax.deletion_scores(own_BL, right_BL, every_BL, margin=margin_B, lookahead=lam_B)
+    one_row = jax.vmap(
+        lambda *row: dlm_jax.deletion_scores(*row[:3], margin=row[3], lookahead=row[4])
+    )
+    np.testing.assert_array_equal(
+        one_row(own_BL, right_BL, every_BL, margin_B.astype(np.float32), lam_B.astype(np.float32)),
+        found_BL,
+    )
+    for row, (probs_LV, x_L) in enumerate(rows):
+        want_L = deletion_scores(probs_LV, x_L, margin_B[row], lam_B[row])
+        np.testing.assert_allclose(found_BL[row], want_L, atol=1e-6)
+
+
+def test_differences_with_holes_and_given_tokens_score_nothing():
+    own_L, right_L = jnp.full(4, -2.0), jnp.zeros(4)
+    is_token_L = jnp.array([True, False, True, True])
+    score_L = dlm_jax.deletion_scores(own_L, right_L, is_token_L, margin=0.0, lookahead=1.0)
+    gain = 1 - np.exp(-2.0)
+    # The hole has only its second difference; a rule never deletes it.
+    np.testing.assert_allclose(score_L, [0, gain, gain, 0], rtol=1e-6)
+    np.testing.assert_array_equal(
+        dlm_jax.token_uncertainty(jnp.array([-jnp.inf, jnp.nan]), jnp.array([True, False])), [1, 0]
+    )
+
+
+def test_edits_of_a_step_are_shifts_in_the_order_of_the_document():
+    """Insertions from right to left, then deletions from left to right, on the tokens."""
+    rng = np.random.default_rng(3)
+    num_rows, num_positions, new, pad = 40, 12, -1, -2
+    length_B = rng.integers(1, 8, num_rows)
+    is_live_BL = np.arange(num_positions) < length_B[:, None]
+    tokens_BL = np.where(is_live_BL, np.arange(num_positions), pad).astype(np.int32)
+    put_BL, gone_BL = (is_live_BL & (rng.random(is_live_BL.shape) < 0.3) for _ in range(2))
+    no_BL, none_B = np.zeros(is_live_BL.shape, bool), np.zeros(num_rows, np.int32)
+    cells = dlm_jax.Cells(tokens_BL, no_BL, no_BL, no_BL, length_B)
+    edits = dlm_jax.Edits(put_BL, gone_BL, none_B)
+    place_map = jax.jit(position_map_of)(edits, cells, np.full(num_rows, num_positions))
+    after = moved_cells(place_map, cells, new, pad_id=pad)
+    for row in range(num_rows):
+        text, place = jnp.asarray(tokens_BL[row]), jnp.arange(num_positions)
+        for gap in np.flatnonzero(put_BL[row])[::-1]:
+            text, place = dlm_jax.insert_at(text, gap, new), dlm_jax.insert_at(place, gap, -1)
+        for position in np.flatnonzero(gone_BL[row]):
+            (now,) = np.flatnonzero(place == position)
+            text, place = dlm_jax.delete_at(text, now, pad), dlm_jax.delete_at(place, now, -2)
+        num_left = length_B[row] + put_BL[row].sum() - gone_BL[row].sum()
+        assert after.length_B[row] == num_left
+        np.testing.assert_array_equal(after.tokens_BL[row], text)
+
+
+VOCAB = 30
+
+
+def filtered_logprobs(x: np.ndarray, previous: list[int], row: dict[str, float]) -> np.ndarray:
+    """Log-probabilities after penalties, temperature, top-k and top-p, in float64."""
+    x = x.astype(np.float64)
+    for token in set(previous):
+        penalty = row["repetition_penalty"]
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    if row["temperature"] != 0:
+        x = x / row["temperature"]
+    order = np.argsort(-x, kind="stable")
+    if row["top_k"] > 0:
+        x[order[row["top_k"] :]] = -np.inf
+    if row["top_p"] < 1:
+        probs = np.exp(x[order] - x.max())
+        before = np.cumsum(probs) - probs
+        x[order[before >= row["top_p"] * probs.sum()]] = -np.inf
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def _rows(num: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    logits_NV = (rng.normal(size=(num, VOCAB)) * 3).astype(np.float32)
+    previous_NP = rng.integers(-1, VOCAB, (num, 5))
+    previous_NP = -np.sort(-previous_NP, axis=1)  # -1 is padding, which comes last
+    params = {
+        "temperature": rng.choice([0.0, 1.0, 0.6, 1.8], num).astype(np.float32),
+        "top_k": rng.choice([0, 3, 12], num).astype(np.int32),
+        "top_p": rng.choice([1.0, 0.7], num).astype(np.float32),
+        "repetition_penalty": rng.choice([1.0, 1.5], num).astype(np.float32),
+    }
+    return logits_NV, previous_NP, params
+
+
+def test_tokens_of_rows_are_draws_from_the_pipeline_of_the_document():
+    logits_NV, previous_NP, params = _rows(200)
+    key_N = jax.random.split(jax.random.key(1), 200)
+    run = jax.jit(lambda x, p, k, q: dlm_jax.sample_logits(x, p, k, previous=q))
+    token_N, logprob_N = run(logits_NV, params, key_N, previous_NP)
+    num_other = 0
+    for row in range(200):
+        settings = {name: value[row] for name, value in params.items()}
+        previous = [token for token in previous_NP[row] if token >= 0]
+        want_V = filtered_logprobs(logits_NV[row], previous, settings)
+        np.testing.assert_allclose(logprob_N[row], want_V[token_N[row]], atol=1e-4)
+        if settings["temperature"] == 0:
+            assert token_N[row] == want_V.argmax()
+        num_other += token_N[row] != want_V.argmax()
+    assert num_other > 20
+    alone = jax.jit(jax.vmap(lambda x, p, k, q: dlm_jax.sample_logits(x, p, k, previous=q)))
+    np.testing.assert_array_equal(alone(logits_NV, params, key_N, previous_NP)[0], token_N)
+
+
+def test_draws_are_in_proportion_to_the_probabilities():
+    x_V = np.array([2.0, 1.0, 0.5, 0.0, -1.0], np.float32)
+    row = {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0}
+    params = {name: jnp.asarray(value) for name, value in row.items()}
+    num = 4000
+    key_N = jax.random.split(jax.random.key(2), num)
+    token_N, _ = dlm_jax.sample_logits(jnp.tile(x_V, (num, 1)), params, key_N)
+    expected = num * np.exp(filtered_logprobs(x_V, [], row))
+    counts = np.bincount(token_N, minlength=5)
+    assert not counts[expected == 0].any()
+    is_kept = expected > 0
+    chi_square = ((counts - expected)[is_kept] ** 2 / expected[is_kept]).sum()
+    assert is_kept.sum() == 3 and chi_square < 18.4  # once in 10,000
+
+
+def test_disabled_settings_change_no_bit_and_a_chain_is_its_settings():
+    logits_NV, _, params = _rows(20)
+    key_N = jax.random.split(jax.random.key(3), 20)
+    plain = dlm_jax.sample_logits(logits_NV, {}, key_N)
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "dry_multiplier": 0.0}
+    for name, value in neutral.items():
+        found = dlm_jax.sample_logits(logits_NV, {name: value}, key_N)
+        jax.tree.map(np.testing.assert_array_equal, found, plain)
+    ones = np.ones(20, np.int32)
+    transforms = dlm_jax.chain(
+        dlm_jax.Temperature(params["temperature"]),
+        dlm_jax.TopK(params["top_k"], ones),
+        dlm_jax.TopP(params["top_p"], ones, np.zeros(20, np.float32)),
+    )
+    named = {name: params[name] for name in ("top_p", "top_k", "temperature")}
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        dlm_jax.sample_logits(logits_NV, transforms, key_N),
+        dlm_jax.sample_logits(logits_NV, named, key_N),
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temprature": 1.0}, "temprature is not a setting of sample_logits; did you mean"),
+        ({"top_p": [0.5, 0.0]}, r"top_p=0.0 is outside \(0, 1\]; use 1.0 to disable it"),
+        ({"temperature": -1.0}, "temperature=-1.0 is outside"),
+        ({"mirostat": 2}, "mirostat is not a setting of sample_logits"),
+    ],
+)
+def test_settings_are_checked_at_the_door(params, message):
+    with pytest.raises(ValueError, match=message):
+        dlm_jax.sample_logits(jnp.zeros((2, 4)), params, jax.random.split(jax.random.key(0), 2))
+
+
+WIDTH, MASK, PAD = 6, 8, 9
+BANNED = (MASK, PAD)
+
+
+def _weights(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {"embed": (10, WIDTH), "lm_head": (WIDTH, 10), "sampler": (3 * WIDTH, WIDTH)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _sampler_head(params, left_NCD, hidden_ND, right_NCD):
+    flat_ND = jnp.concatenate([left_NCD[:, 0], hidden_ND, right_NCD[:, 0]], axis=1)
+    return jnp.tanh(flat_ND @ params["sampler"]) @ params["lm_head"]
+
+
+NETWORK = Network(
+    init=lambda key: {},
+    trunk=lambda params, tokens_BL, length_B, cache: (params["embed"][tokens_BL], cache),
+    embed=lambda params, ids: params["embed"][ids],
+    readout=lambda params, hidden_ND: hidden_ND @ params["lm_head"],
+    vocab_size=10,
+    heads={"sampler": SamplerReadout(_sampler_head)},
+)
+
+
+def greedy_wavefront(params, hidden_LD, tokens_L, ratio: float) -> np.ndarray:
+    """The waves of the document, one at a time: every hole with a neighbour, or else seeds.
+
+    Holes of one wave are filled together. Missing neighbours and holes are zero embeddings. Seeds
+    are the holes where the LM head is most confident, and the LM head fills them.
+    """
+    filled = tokens_L.copy()
+
+    def best(features_D: np.ndarray) -> tuple[int, float]:
+        logits_V = features_D @ params["lm_head"]
+        logits_V[list(BANNED)] = -np.inf
+        probs_V = np.exp(logits_V - logits_V.max())
+        return int(logits_V.argmax()), probs_V.max() / probs_V.sum()
+
+    while (is_hole_L := filled == MASK).any():
+        is_token_L = np.pad(~is_hole_L, 1)
+        eligible = np.flatnonzero(is_hole_L & (is_token_L[:-2] | is_token_L[2:]))
+        new = filled.copy()
+        if not eligible.size:
+            holes = np.flatnonzero(is_hole_L)
+            sure = [best(hidden_LD[i])[1] for i in holes]
+            seeds = holes[np.argsort(sure)[::-1][: max(1, int(ratio * holes.size))]]
+            for i in seeds:
+                new[i] = best(hidden_LD[i])[0]
+        for i in eligible:
+            sides = [
+                params["embed"][filled[j]]
+                if 0 <= j < filled.size and not is_hole_L[j]
+                else np.zeros(WIDTH)
+                for j in (i - 1, i + 1)
+            ]
+            inputs = np.concatenate([sides[0], hidden_LD[i], sides[1]])
+            new[i] = best(np.tanh(inputs @ params["sampler"]))[0]
+        filled = new
+    return filled
+
+
+def test_the_wavefront_is_that_of_the_document_wave_by_wave():
+    rng, params = np.random.default_rng(4), _weights()
+    weights = jax.tree.map(jnp.asarray, params)
+    rows, num_positions = 24, 20
+    length_B = rng.integers(1, num_positions + 1, rows)
+    is_live_BL = np.arange(num_positions) < length_B[:, None]
+    is_hole_BL = is_live_BL & (rng.random(is_live_BL.shape) < rng.choice([0.5, 0.9, 1], (rows, 1)))
+    text_BL = rng.integers(0, 8, is_live_BL.shape)
+    tokens_BL = np.where(is_hole_BL, MASK, np.where(is_live_BL, text_BL, PAD)).astype(np.int32)
+    hidden_BLD = rng.normal(size=(rows, num_positions, WIDTH)).astype(np.float32)
+    ratio_B = rng.choice([0.01, 0.3, 1.0], rows).astype(np.float32)
+    key_B = jax.random.split(jax.random.key(0), rows)
+
+    def fill(hidden_BLD, tokens_BL, key_B, length_B, ratio_B):
+        return dlm_jax.wavefront_fill(
+            weights,
+            hidden_BLD,
+            tokens_BL,
+            key_B,
+            network=NETWORK,
+            is_open_BL=tokens_BL == MASK,
+            length_B=length_B,
+            ratio=ratio_B,
+            settings={"temperature": 0.0},
+            banned_ids=BANNED,
+        )
+
+    batch = hidden_BLD, tokens_BL, key_B, length_B, ratio_B
+    found = jax.jit(fill)(*batch)
+    exact = {name: value.astype(np.float64) for name, value in params.items()}
+    for row in range(rows):
+        n = length_B[row]
+        want_L = greedy_wavefront(exact, hidden_BLD[row, :n], tokens_BL[row, :n], ratio_B[row])
+        np.testing.assert_array_equal(found.draws.tokens_BL[row, :n], want_L)
+        assert (found.draws.tokens_BL[row, n:] == PAD).all()
+        assert not found.draws.logprob_BL[row][~is_hole_BL[row]].any()
+    assert found.bootstrapped_B.max() > 1 and found.waves_B.max() > 3
+    one_row = jax.jit(
+        jax.vmap(lambda *row: jax.tree.map(lambda x: x[0], fill(*(x[None] for x in row))))
+    )
+    np.testing.assert_array_equal(one_row(*batch).draws.tokens_BL, found.draws.tokens_BL)
+
+
+TOKENIZER = CharacterTokenizer.of("The cat sat. A rat ran.")
+
+
+@pytest.mark.parametrize("fill", ["parallel", "wavefront"])
+def test_a_step_of_the_loop_is_the_trunk_and_the_fill(fill):
+    config = toy.config(
+        vocab_size=TOKENIZER.vocab_size, add_sampler_head=True, add_critic_head=True
+    )
+    network = build(config)
+    model = Model(network, toy.random_params(network), TOKENIZER, max_length=64)
+    sampler = dlm_jax.sampler(model, steps=1, fill=fill, temperature=0.8, top_p=0.9, order="random")
+    rng = np.random.default_rng(0)
+    length_B = np.array([40, 64, 13])
+    mask = TOKENIZER.mask_id
+    text_BL = rng.choice(TOKENIZER.encode("The cat sat."), (3, 64))
+    is_hole_BL = rng.random((3, 64)) < np.array([[0.6], [0.9], [1.0]])
+    is_live_BL = np.arange(64) < length_B[:, None]
+    tokens_BL = np.where(is_hole_BL, mask, text_BL).astype(np.int32)
+    seed_B = np.array([5, 6, 7], np.uint32)
+    state = jax.jit(sampler.step)(model.params, sampler.init(tokens_BL, length_B, seed_B))
+
+    def step(params):
+        hidden_BLD, _ = network.trunk(params, tokens_BL, jnp.asarray(length_B), None)
+        key_B3 = jax.vmap(lambda seed: jax.random.split(jax.random.fold_in(key_of(seed), 0), 3))(
+            seed_B
+        )
+        key_B, rule_key_B = key_B3[:, 0], key_B3[:, 1]
+        canvas = params, hidden_BLD, jnp.asarray(tokens_BL), key_B
+        shared = {
+            "network": network,
+            "is_open_BL": jnp.asarray(is_hole_BL & is_live_BL),
+            "length_B": jnp.asarray(length_B),
+            "banned_ids": sampler.program.banned_ids,
+            "settings": {"temperature": 0.8, "top_p": 0.9},
+        }
+        if fill == "parallel":
+            return dlm_jax.parallel_fill(*canvas, **shared)
+        # The positions of an empty canvas are equal, so the row's key for rules chooses the seeds.
+        preference_BL = preferences(rule_key_B, jnp.zeros(3, bool), 64)
+        return dlm_jax.wavefront_fill(*canvas, **shared, preference_BL=preference_BL).draws
+
+    draws = jax.jit(step)(model.params)
+    found_BL = np.asarray(sampler.finish(state).tokens)
+    lengths_B = np.asarray(sampler.finish(state).lengths)
+    is_kept_BL = np.arange(64) < lengths_B[:, None]
+    assert is_kept_BL.sum() > 30
+    np.testing.assert_array_equal(found_BL[is_kept_BL], np.asarray(draws.tokens_BL)[is_kept_BL])
