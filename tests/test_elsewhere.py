@@ -7,7 +7,7 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.batch.request_file import read_requests
+from dlm_jax.batch.request_file import RequestFile
 from dlm_jax.cli import sample, train
 from dlm_jax.config import SampleConfig, from_dict
 from dlm_jax.elsewhere import TABLE, VALUES, named_here
@@ -48,7 +48,7 @@ def _generate(name, value):
 def _request(name, value, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"prompt": "The", name: value}))
-    (line,) = read_requests(path, known=list(SETTINGS))
+    (line,) = RequestFile(path, known=list(SETTINGS))
     raise ValueError(line.error)
 
 

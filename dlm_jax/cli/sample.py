@@ -73,7 +73,8 @@ from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import group
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.inference.scheduler import Entry
+from dlm_jax.inference.slots import Bucket, Slots, Weights, compiled_loop, slot_count
 from dlm_jax.progress import Progress
 from dlm_jax.store.files import own_source, program_facts
 from dlm_jax.types import Params, Status
@@ -136,17 +137,17 @@ def time_line(
         raise ValueError("steps can only be timed in a single process; use one process")
     bucket = Bucket(members, model.facts, canvas_size(max(request.room for request in members)))
     size = slot_count(len(members), batch_size, num_shares(split))
-    loop = loop_of(model, bucket, size)
+    loop, weights = compiled_loop(model, bucket, size), Weights(model.params)
     forwards: list[float] = []
 
     def steps() -> float:
-        slots = Slots(loop, model.params, bucket, size)
-        slots.put({place: Job(place, request) for place, request in enumerate(members)})
+        slots = Slots(loop, weights, bucket, size)
+        slots.put({n: Entry(number=n, request=request) for n, request in enumerate(members)})
         began = time.perf_counter()
-        taken = slots.advance(_STEPS)
+        _, taken_B, counted = slots.advance(_STEPS)
         seconds = time.perf_counter() - began
-        forwards.append(taken.counted.forwards / max(1, int(taken.steps.sum())))
-        return seconds / max(1, int(taken.steps.max()))
+        forwards.append(counted.forwards / max(1, int(taken_B.sum())))
+        return seconds / max(1, int(taken_B.max()))
 
     tokens_BL = np.full((size, bucket.canvas), model.tokenizer.mask_id, np.int32)
     length_B = np.array([(members * size)[slot].tokens.size for slot in range(size)], np.int32)
