@@ -203,7 +203,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "v", "template": "A <hole:99999999999999>"},
         {"id": "w", "max_length": 10_000_000},
         {"id": "x", "top_p": 10**400},
-        {"id": "y", "stop_at_eos": True},
+        {"id": "y", "stop_at_eos": True, "ignore_eos": True},
         {"id": "z", "template": "A <hole:2> <hole 3>"},
         {"id": "q", "top_k": 5, "chain": ["temperature"]},
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
