@@ -111,7 +111,7 @@ def answered(
     ]
     sizes, canvases = (batch_size,), (model.max_length,)
     with dlm_jax.Engine(model, sizes=sizes, canvases=canvases) as engine:
-        rows = dict(engine.results(requests))
+        rows = {row.number: row for row in engine.run(requests)}
     texts = [model.tokenizer.decode(rows[place].tokens) for place in range(len(rows))]
     right = np.array([lists.verify(text) == 1.0 for text in texts])
     forwards = np.array([rows[place].counters.forwards for place in range(len(rows))])

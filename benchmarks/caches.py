@@ -130,8 +130,7 @@ def _reused(
         prompt = {"tokens": np.concatenate([prefix, random(user)])}
         (request,) = make_requests(model, prompt, common)
         began = time.perf_counter()
-        engine.submit(request)
-        list(engine)
+        list(engine.run([request]))
         return time.perf_counter() - began
 
     first = random(system)

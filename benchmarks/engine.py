@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py
 
-The four parts can be run individually with ``--only``:
+The five parts can be run individually with ``--only``:
 
 - occupancy: requests of three kinds that differ in their static settings, with lengths that vary
   tenfold, arrive as a Poisson process at full load (the requested steps equal the capacity of the
@@ -13,17 +13,23 @@ The four parts can be run individually with ``--only``:
 - host: time of an engine outside the compiled loop, per step of the shipped model in all slots.
 - memory: the memory of the process over a large number of requests to a tiny model; some requests
   are cancelled.
+- file: the memory of the process over the first rows of files with ``--lines`` lines, to a tiny
+  model, and the seconds to the first result. The run stops after ``--rows`` results, and is resumed
+  for as many.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
+import json
 import resource
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,8 @@ import jax
 import numpy as np
 
 import dlm_jax
+from dlm_jax.batch import RequestFile, Results, fingerprint
+from dlm_jax.batch.runner import run_requests
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import ModelConfig
 from dlm_jax.data import CharacterTokenizer
@@ -55,6 +63,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=600, help="requests of occupancy")
     parser.add_argument("--slots", type=int, default=64, help="slots of host")
     parser.add_argument("--many", type=int, default=100_000, help="requests of memory")
+    parser.add_argument("--lines", type=int, nargs="+", default=[10_000, 1_000_000])
+    parser.add_argument("--rows", type=int, default=2000, help="results of file")
     args = parser.parse_args()
     start_jax()
     for name in args.only or _PARTS:
@@ -83,7 +93,7 @@ def _at_load(model: Model, count: int, slots: int, load: float) -> tuple[float, 
     idle = submitted = 0
     with Engine(model, sizes=(slots,), canvases=(128,), max_waiting=None) as engine:
         while True:
-            clock = idle + engine.report().work.slot_steps / slots
+            clock = idle + engine.report().slot_steps / slots
             while submitted < count and arrivals[submitted] <= clock:
                 engine.submit(requests[submitted])
                 submitted += 1
@@ -94,12 +104,10 @@ def _at_load(model: Model, count: int, slots: int, load: float) -> tuple[float, 
             else:
                 idle += arrivals[submitted] - clock
         report = engine.report()
-        work = report.work
-        assert work.slot_steps, "nothing ran before the last arrival"
-        waiting = report.occupancy
-        rows = dict(engine)
-    assert len(rows) + work.rows == count
-    return waiting, work.steps / work.slot_steps
+        assert report.slot_steps, "nothing ran before the last arrival"
+        rest = list(engine.run())
+    assert len(rest) + report.rows == count
+    return report.occupancy, report.steps / report.slot_steps
 
 
 def idle(args: argparse.Namespace) -> None:
@@ -115,8 +123,7 @@ def idle(args: argparse.Namespace) -> None:
 
         def through_engine() -> None:
             (request,) = only_chains_in_use(make_requests(model, "ROMEO:", settings))
-            engine.submit(request)
-            ((_, row),) = engine
+            (row,) = engine.run([request])
             model.tokenizer.decode(row.tokens)
 
         seconds = _side_by_side([through_generate, through_engine], rounds=31)
@@ -158,12 +165,12 @@ def host(args: argparse.Namespace) -> None:
                 engine.step(num_steps)
             for request in requests[2 * args.slots :]:
                 engine.submit(request)
-            before, began = engine.report().work, time.perf_counter()
+            before, began = engine.report(), time.perf_counter()
             timed.seconds = 0.0
             while engine.num_waiting:
                 engine.step(num_steps)
             seconds = time.perf_counter() - began
-            steps = (engine.report().work.slot_steps - before.slot_steps) / args.slots
+            steps = (engine.report().slot_steps - before.slot_steps) / args.slots
         spent = seconds - timed.seconds
         print(
             f"| {num_steps} | {timed.seconds / steps * 1e3:.1f} | {spent / steps * 1e3:.2f} | "
@@ -206,24 +213,59 @@ def memory(args: argparse.Namespace) -> None:
 
     print("| requests | called off | memory of the process, MiB |")
     print("| --- | --- | --- |")
-    done = cancelled = 0
-    source = coming()
+    cancelled = 0
     with Engine(model, sizes=(64,), canvases=(8,), max_waiting=256) as engine:
-        is_over = False
-        while not is_over or engine.is_busy:
-            while engine.has_room and not is_over:
-                request = next(source, None)
-                is_over = request is None
-                if request is not None:
-                    ticket = engine.submit(request)
-                    if rng.random() < 0.1:
-                        engine.cancel(ticket)
-                        cancelled += 1
-            before = done
-            done += len(engine.step().finished)
-            if done * 10 // args.many > before * 10 // args.many:
+        for done, row in enumerate(engine.run(coming()), 1):
+            if rng.random() < 0.1 and row.number + 200 < args.many:
+                with contextlib.suppress(ValueError):  # it has ended or is cancelled
+                    engine.cancel(row.number + 200)
+                    cancelled += 1
+            if done % max(1, args.many // 10) == 0:
                 gc.collect()
                 print(f"| {done} | {cancelled} | {_resident():.1f} |", flush=True)
+
+
+def file(args: argparse.Namespace) -> None:
+    """Prints the memory of the process over the first rows of a file of requests."""
+    print(
+        "| lines | MiB of the file | start, MiB | seconds to a result | MiB at the end | resumed |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    for count in args.lines:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "in.jsonl"
+            with source.open("w") as lines:
+                for n in range(count):
+                    steps = 1 + n % 4
+                    line = {"id": f"r{n}", "prompt": "The", "gen_length": steps, "steps": steps}
+                    lines.write(json.dumps(line | {"temperature": 0.5 + n % 3}) + "\n")
+            size, before = source.stat().st_size / 2**20, _resident()
+            first, end = _some_rows(source, args.rows)
+            _, again = _some_rows(source, args.rows)
+        print(
+            f"| {count} | {size:.1f} | {before:.0f} | {first:.1f} | {end:.0f} | {again:.0f} |",
+            flush=True,
+        )
+
+
+def _some_rows(source: Path, number: int) -> tuple[float, float]:
+    """Seconds to the first of so many results, and the resident memory at the end in MiB."""
+    began, seconds = time.perf_counter(), list[float]()
+
+    class Stop(Exception):
+        """Ends the run, as a kill does."""
+
+    def note(result: Mapping[str, Any], num_tokens: int) -> None:
+        seconds.append(time.perf_counter() - began)
+        if len(seconds) == number:
+            raise Stop
+
+    mark = fingerprint(source, model={}, settings={})
+    lines = RequestFile(source, known=["temperature"])
+    common = {"chain": ("temperature",), "ignore_eos": True}
+    with contextlib.suppress(Stop), Results(source.with_name("out"), fingerprint=mark) as results:
+        run_requests(_tiny(8), lines, results, settings=common, on_result=note)
+    return seconds[0], _resident()
 
 
 def _resident() -> float:
@@ -249,7 +291,7 @@ def _tiny(max_length: int) -> Model:
     return Model(network, params, tokenizer, max_length=max_length)
 
 
-_PARTS = {"occupancy": occupancy, "idle": idle, "host": host, "memory": memory}
+_PARTS = {"occupancy": occupancy, "idle": idle, "host": host, "memory": memory, "file": file}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import dlm_jax
-from dlm_jax.batch.request_file import read_requests
+from dlm_jax.batch.request_file import RequestFile
 from dlm_jax.batch.result_file import Results
 from dlm_jax.batch.runner import run_requests
 from dlm_jax.cli.common import start_jax
@@ -41,7 +41,7 @@ def main() -> None:
         source.write_text(
             "".join(json.dumps({"gen_length": int(n), "steps": int(n)}) + "\n" for n in lengths)
         )
-        lines = read_requests(source, known=[])
+        lines = RequestFile(source, known=[])
         began = time.perf_counter()
         with Results(Path(directory) / "out.jsonl", fingerprint="") as results:
             report = run_requests(model, lines, results, batch_size=args.slots,

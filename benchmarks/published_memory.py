@@ -39,7 +39,7 @@ from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.slots import Bucket, loop_of
+from dlm_jax.inference.slots import Bucket, compiled_loop
 from dlm_jax.model.transformer import build
 from dlm_jax.published import family
 from dlm_jax.sampling.forward import with_cache
@@ -128,7 +128,7 @@ def abstract_model(case: Case, mesh: Mesh, cache: str, options: tuple[str, ...])
 
 def abstract_state(model: Model, bucket: Bucket, requests: list[Any], rows: NamedSharding) -> Any:
     """The state of all rows before their first step, as sharded shapes."""
-    program = loop_of(model, bucket, ROWS).program
+    program = compiled_loop(model, bucket, ROWS).program
     packed, rules = bucket.pack(requests * ROWS)
 
     def made() -> Any:
@@ -152,7 +152,7 @@ def measure(
     room = CANVAS - 8
     requests = make_requests(model, {"tokens": [1] * 8}, {"gen_length": room, "steps": room})
     bucket = Bucket(requests, model.facts, CANVAS)
-    loop = loop_of(model, bucket, ROWS)
+    loop = compiled_loop(model, bucket, ROWS).steps
     rows = loop.program.rows
     assert isinstance(loop, Advance) and rows is not None
     state = abstract_state(model, bucket, requests, rows)

@@ -144,10 +144,8 @@ def _by_file(model: Model, asked: list[dict[str, object]], slots: int) -> float:
         ]
         with Engine(model, sizes=(slots,), max_waiting=None) as engine:
             engine.reserve(requests)
-            texts = {
-                place: model.tokenizer.decode(row.tokens)
-                for place, row in engine.results(iter(requests))
-            }
+            rows = engine.run(requests)
+            texts = {row.number: model.tokenizer.decode(row.tokens) for row in rows}
         (Path(folder) / "out.jsonl").write_text(json.dumps(texts))
         return time.perf_counter() - began
 
@@ -174,8 +172,7 @@ def single(model: Model, url: str) -> None:
     with httpx.Client(timeout=600) as http, Engine(model, sizes=(1,)) as engine:
         for _ in range(12):
             began = time.perf_counter()
-            engine.submit(make_requests(model, settings, {})[0])
-            dict(engine)
+            list(engine.run(make_requests(model, settings, {})[:1]))
             middle = time.perf_counter()
             http.post(f"{url}/v1/completions", json=asked).raise_for_status()
             times.append((middle - began, time.perf_counter() - middle))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Generation as Generation
     from dlm_jax.inference.results import Row as Row
-    from dlm_jax.inference.scheduler import Ticket as Ticket
     from dlm_jax.inference.scoring import Score as Score
     from dlm_jax.inference.scoring import corrupted_share as corrupted_share
     from dlm_jax.inference.scoring import score as score
@@ -76,7 +75,6 @@ _NAMES = {
     "inference.pure": "Sampled Sampler inside replay sampler",
     "inference.request": "Request make_requests",
     "inference.results": "Generation Row",
-    "inference.scheduler": "Ticket",
     "inference.scoring": "Score corrupted_share score",
     "inference.token_logprobs": "DecodingRow order_logprobs",
     "published.hub": "push_to_hub",

@@ -38,8 +38,7 @@ def request(number: int) -> Request:
 def alone(number: int) -> Row:
     """What becomes of a request that has an engine for itself."""
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        engine.submit(request(number))
-        ((_, row),) = engine
+        (row,) = engine.run([request(number)])
     return row
 
 

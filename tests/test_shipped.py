@@ -131,9 +131,8 @@ def test_a_seed_gives_the_recorded_ids_in_any_number_of_slots_on_any_canvas(name
         for k in range(slots)
     ]
     with dlm_jax.Engine(model, sizes=(slots,), canvases=(canvas,)) as engine:
-        first, *_ = [engine.submit(one) for one in only_chains_in_use(requests)]
-        rows = dict(engine)
-    assert rows[first].tokens.tolist() == ids
+        rows = {row.number: row for row in engine.run(only_chains_in_use(requests))}
+    assert rows[0].tokens.tolist() == ids
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ import published_cases as cases  # noqa: E402
 import toy  # noqa: E402
 import toy_model  # noqa: E402
 
-from dlm_jax.batch.request_file import Line, read_requests  # noqa: E402
+from dlm_jax.batch.request_file import Line, RequestFile  # noqa: E402
 from dlm_jax.batch.runner import run_requests  # noqa: E402
 from dlm_jax.model.transformer import build  # noqa: E402
 from dlm_jax.published import chat  # noqa: E402
@@ -477,7 +477,7 @@ def _lines(folder: Path) -> Tally:
     found = kept.found
 
     def attempt() -> None:
-        lines = read_requests(path, known=[*BUILT_IN.settings, "infill"])
+        lines = list(RequestFile(path, known=[*BUILT_IN.settings, "infill"]))
         run_requests(_model(), lines, kept, batch_size=8)
         tally.note(len(lines) == len(found) == len(bad) + 2, f"{len(found)} of {len(bad) + 2}")
 

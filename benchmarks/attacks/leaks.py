@@ -137,16 +137,16 @@ def _engines(model: Model, rng: random.Random) -> Iterator[tuple[str, bytes]]:
 
 def _to_its_end(model: Model, requests: list[Any]) -> list[np.ndarray]:
     with Engine(model, sizes=(4,)) as engine:
-        rows = dict(engine.results(requests))
+        rows = {row.number: row for row in engine.run(requests)}
     return [rows[place].tokens for place in sorted(rows)]
 
 
 def _left(model: Model, requests: list[Any]) -> list[np.ndarray]:
     """Cancels one row and closes the engine while the other rows run."""
     engine = Engine(model, sizes=(4,))
-    tickets = [engine.submit(request, is_watched=True) for request in requests]
+    numbers = [engine.submit(request, is_watched=True) for request in requests]
     engine.step(1)
-    engine.cancel(tickets[0])
+    engine.cancel(numbers[0])
     engine.step(1)
     engine.close()
     return []

@@ -7,27 +7,49 @@ sample number.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any
 
-Id = str | int
-Key = Id | tuple[Id, int]
-"""The key of a result: the line's id, with the sample number if there are several samples."""
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from dlm_jax.batch.key_table import Id, Key, KeyTable
 
 _BOM = b"\xef\xbb\xbf"
-_CONTENTS = ("prompt", "template", "tokens")
-_TEXTS = ("prompt", "template", "draft")
-_INTEGERS = ("gen_length", "max_length", "n", "seed", "steps")
-_HTTP = ("stop", "stop_token_ids", "response_format")
-_KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back", *_HTTP)
 _MOST_SAMPLES = 1 << 20
 _LONGEST_LINE = 1 << 24
+_CONTENTS = ("prompt", "template", "tokens")
+
+
+class _Typed(msgspec.Struct):
+    """The settings of a line whose types do not depend on the rules."""
+
+    prompt: str | UnsetType = UNSET
+    template: str | UnsetType = UNSET
+    draft: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    gen_length: int | UnsetType = UNSET
+    max_length: int | UnsetType = UNSET
+    n: Annotated[int, msgspec.Meta(ge=1, le=_MOST_SAMPLES)] = 1
+    seed: int | UnsetType = UNSET
+    steps: int | UnsetType = UNSET
+
+
+_HTTP = ("stop", "stop_token_ids", "response_format")
+_OTHERS = (name for name in _Typed.__struct_fields__ if name not in _CONTENTS)
+_KEYS = ("id", *_CONTENTS, *_OTHERS, "host_sampler", "read_back", *_HTTP)
+_REMEDIES = {
+    "str": "a string; write it in quotes",
+    "array": "a list; for example, write [1, 2, 3]",
+    "int": "an integer; write one without quotes, such as 7",
+}
 
 
 @dataclass(frozen=True)
@@ -63,10 +85,10 @@ class Line:
         return tuple((self.id, sample) for sample in range(self.num_samples))
 
 
-def read_requests(
-    path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
-) -> list[Line]:
-    """The non-blank lines of a file, in order, with unique ids.
+class RequestFile:
+    """The non-blank lines of a file of requests, in order, with unique ids.
+
+    Each iteration reads the file again, one line at a time.
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
     is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
@@ -79,26 +101,51 @@ def read_requests(
         ``read_back``.
       num_samples: number of rows for a line without ``n``.
     """
-    file = Path(path)
-    names = (*_KEYS, *sorted(set(known) - set(_KEYS)))
-    first: dict[Id, int] = {}
-    lines: list[Line] = []
-    extra = 0
-    for number, raw in enumerate(_content(file).split(b"\n"), 1):
-        if not raw.strip():
-            continue
-        line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
-        lines.append(replace(line, extra=extra))
-        # An unreadable line counts as `num_samples` rows, so that fixing it does not renumber other
-        # rows.
-        extra += (num_samples if line.error is not None else line.num_samples) - 1
-    return lines
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
+    ) -> None:
+        self._path, self._num_samples = Path(path), num_samples
+        self._names = (*_KEYS, *sorted(set(known) - set(_KEYS)))
+        kind = "pass a file of requests, one JSON object per line"
+        require(os.path.exists(path), f"{path} does not exist; {kind}")
+        require(os.path.isfile(path), f"{path} is not a file; {kind}")
+        with self._reading():
+            pass
+
+    def __iter__(self) -> Iterator[Line]:
+        ids, extra = KeyTable(), 0
+        with self._reading() as file:
+            for number, (raw, size) in enumerate(_raw_lines(file), 1):
+                if number == 1:
+                    raw = raw.removeprefix(_BOM)
+                if not raw.strip():
+                    continue
+                where = f"{self._path.name} line {number}"
+                line = _read(raw, size, number, where, self._names, ids, self._num_samples)
+                yield replace(line, extra=extra)
+                # An unreadable line counts as `num_samples` rows, so that fixing it does not
+                # renumber other rows.
+                is_bad = line.error is not None
+                extra += (self._num_samples if is_bad else line.num_samples) - 1
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[IO[bytes]]:
+        try:
+            file = self._path.open("rb")
+        except OSError as error:
+            raise ValueError(
+                f"{self._path} cannot be read: {error.strerror}; pass a file of requests, one JSON "
+                "object per line"
+            ) from None
+        with file:
+            yield file
 
 
-def share(lines: Sequence[Line], index: int, count: int) -> list[Line]:
+def share(lines: Iterable[Line], index: int, count: int) -> Iterator[Line]:
     """The lines that process `index` of `count` runs: line numbers equal to `index` mod `count`."""
     check_process(index, count)
-    return [line for line in lines if line.number % count == index]
+    return (line for line in lines if line.number % count == index)
 
 
 def require(condition: bool, message: str) -> None:
@@ -119,32 +166,39 @@ def check_process(index: int, count: int) -> None:
     )
 
 
-def _content(file: Path) -> bytes:
-    kind = "a file of requests, one JSON object per line"
-    require(os.path.exists(file), f"{file} does not exist; pass {kind}")
-    require(os.path.isfile(file), f"{file} is not a file; pass {kind}")
-    try:
-        return file.read_bytes().removeprefix(_BOM)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}; pass {kind}") from None
+def _raw_lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Yields each line and its size in bytes, without its end. Of a line that is too long, only the
+    beginning is yielded.
+    """
+    while raw := file.readline(_LONGEST_LINE + 2):
+        size, part = len(raw), raw
+        while not part.endswith(b"\n") and (part := file.readline(_LONGEST_LINE)):
+            size += len(part)
+        yield raw.removesuffix(b"\n"), size - part.endswith(b"\n")
 
 
 def _read(
     raw: bytes,
+    size: int,
     number: int,
     where: str,
     names: tuple[str, ...],
-    first: dict[Id, int],
+    ids: KeyTable,
     num_samples: int,
 ) -> Line:
-    """Parses one line; `first` maps each id to the line that uses it, and is updated."""
-    own = f"line {number}"
+    """Parses one line. `ids` has the line number of each id, and is updated."""
+    default = f"line {number}"
     try:
-        request = _parse(raw, where)
-        id_ = _id(request.pop("id", own), own, where, first)
+        request = _parse(raw, size, where)
+        id_ = _id(request.pop("id", default), default, where)
+        # The default id is reserved for this line.
+        if id_ != default and not ids.add(id_, (number, 0, 0)):
+            first, *_ = ids.place(id_) or (0,)
+            raise ValueError(
+                f"{where}: id={_show(id_)} is already used by line {first}; use unique ids"
+            )
     except ValueError as error:
-        return Line(number, own, {}, str(error))
-    first[id_] = number
+        return Line(number, default, {}, str(error))
     try:
         _check(request, where, names)
     except ValueError as error:
@@ -152,9 +206,9 @@ def _read(
     return Line(number, id_, request, num_samples=request.pop("n", num_samples))
 
 
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    if len(raw) > _LONGEST_LINE:
-        raise ValueError(f"{where} has {len(raw)} bytes; use at most {_LONGEST_LINE}")
+def _parse(raw: bytes, size: int, where: str) -> dict[str, Any]:
+    if size > _LONGEST_LINE:
+        raise ValueError(f"{where} has {size} bytes; use at most {_LONGEST_LINE}")
     try:
         request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
@@ -175,25 +229,21 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object with these pairs; ValueError for a duplicate key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{_show(twice)} is given twice")
-    return found
+    return settings
 
 
-def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
-    """The id; ValueError if it is invalid or already used."""
+def _id(given: Any, default: str, where: str) -> Id:
+    """The id; ValueError if it is invalid."""
     if isinstance(given, str):
         _check_text(f"{where}: id", given)
     elif type(given) is not int:
         raise ValueError(f"{where}: id={_show(given)} must be a string or an integer")
-    if given in first:
-        raise ValueError(
-            f"{where}: id={_show(given)} is already used by line {first[given]}; use unique ids"
-        )
-    if isinstance(given, str) and given != own and re.fullmatch("line [1-9][0-9]*", given):
+    if isinstance(given, str) and given != default and re.fullmatch("line [1-9][0-9]*", given):
         raise ValueError(f"{where}: id={_show(given)} is reserved for that line; use another id")
     return given
 
@@ -207,20 +257,26 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
     contents = [name for name in _CONTENTS if name in request]
     if len(contents) > 1:
         raise ValueError(f"{where} has {' and '.join(contents)}; keep one of them")
-    for name in _TEXTS:
-        if name in request:
-            _check_kind(f"{where}: {name}", request[name], str, "a string", "write it in quotes")
-            _check_text(f"{where}: {name}", request[name])
-    for name in _INTEGERS:
-        if name in request:
-            _check_integer(f"{where}: {name}", request[name])
-    if not 1 <= request.get("n", 1) <= _MOST_SAMPLES:
-        raise ValueError(f"{where}: n={request['n']} samples must be 1 to {_MOST_SAMPLES}")
-    if "tokens" in request:
-        tokens = request["tokens"]
-        _check_kind(f"{where}: tokens", tokens, list, "a list", "for example, write [1, 2, 3]")
-        for index, token in enumerate(tokens):
-            _check_integer(f"{where}: tokens[{index}]", token)
+    try:
+        typed = msgspec.convert(request, _Typed)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {_explain(str(error), request)}") from None
+    for name in ("prompt", "template", "draft"):
+        if isinstance(text := getattr(typed, name), str):
+            _check_text(f"{where}: {name}", text)
+
+
+def _explain(message: str, request: dict[str, Any]) -> str:
+    """The message of msgspec in the words of this module, with the value."""
+    parts = re.fullmatch(r"Expected `(\w+)`(.*) - at `\$\.(\w+)(?:\[(\d+)\])?`", message)
+    if parts is None:
+        return message
+    kind, bound, name, index = parts.groups()
+    if bound.startswith((" >=", " <=")):
+        return f"{name}={request[name]} samples must be 1 to {_MOST_SAMPLES}"
+    if index is not None:
+        return f"{name}[{index}]={_show(request[name][int(index)])} is not {_REMEDIES[kind]}"
+    return f"{name}={_show(request[name])} is not {_REMEDIES[kind]}"
 
 
 @lru_cache(maxsize=1024)
@@ -230,16 +286,6 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
     from dlm_jax.settings import nearest, renamed
 
     return renamed(name, known, SampleConfig.declared) or nearest(name, known)
-
-
-def _check_integer(where: str, value: Any) -> None:
-    _check_kind(where, value, int, "an integer", "write one without quotes, such as 7")
-
-
-def _check_kind(where: str, value: Any, wanted: type, kind: str, remedy: str) -> None:
-    # `isinstance` would accept bool for int.
-    if type(value) is not wanted:
-        raise ValueError(f"{where}={_show(value)} is not {kind}; {remedy}")
 
 
 def _check_text(where: str, text: str) -> None:

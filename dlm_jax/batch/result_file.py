@@ -1,7 +1,8 @@
 """Files of results on disk: lines, run record, lock and atomic replacement.
 
-A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run
-and a flag that is set once the results of all processes have been merged. A file with lines but no
+A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run,
+what determines its programs, and a flag that is set once the results of all processes have been
+merged. A file with lines but no
 companion is treated as another program's file; an empty file belongs to no run. The lines and the
 run record have checksums.
 
@@ -15,21 +16,20 @@ lines are already in the merged file. Concurrent merges write the same content.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from dlm_jax.batch.request_file import Key, check_process, require
+from dlm_jax.batch.key_table import Key, KeyTable
+from dlm_jax.batch.request_file import check_process, require
 from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
-
-Rows = dict[Key, bytes]
-"""Lines by result key."""
 
 
 def result_key(result: Any) -> Key | None:
@@ -66,35 +66,34 @@ def run_of(file: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def owned(file: Path, fingerprint: str) -> bytes:
-    """The content of a file that belongs to this run; empty if the file is empty or absent."""
+def open_owned(file: Path, fingerprint: str) -> IO[bytes] | None:
+    """Opens a file that belongs to this run or is empty; None if it is absent."""
     # Try twice, because another process may write its first line between reading the record and the
     # file. The record is read before the file, because they are removed in the reverse order.
     for _ in range(2):
         is_ours = run_of(file).get("fingerprint") == fingerprint
         try:
-            content = file.read_bytes()
+            handle = file.open("rb")
         except FileNotFoundError:
-            return b""
+            return None
         except OSError as error:
             raise ValueError(
                 f"{file} cannot be read: {error.strerror}; choose another --output"
             ) from None
-        if is_ours or not content:
-            return content
+        if is_ours or not os.fstat(handle.fileno()).st_size:
+            return handle
+        handle.close()
     raise ValueError(f"{file} belongs to another run: remove it or choose another --output")
 
 
-def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """The complete lines, indexed by key (the first of duplicates), and the byte offset of their
-    end.
-    """
-    content = owned(file, fingerprint)
-    *lines, _ = content.split(b"\n")
-    rows: Rows = {}
-    for number, line in enumerate(lines, 1):
+def scan_lines(handle: IO[bytes], file: Path) -> Iterator[tuple[Key, int, int]]:
+    """Yields the key, offset and size of each complete line that the file has now."""
+    end, offset = os.fstat(handle.fileno()).st_size, 0
+    for number, line in enumerate(handle, 1):
+        if not line.endswith(b"\n") or offset + len(line) > end:
+            return
         try:
-            key = result_key(json.loads(without_crc(line).decode("utf-8")))
+            key = result_key(json.loads(without_crc(line[:-1]).decode("utf-8")))
         except Damaged as error:
             raise ValueError(
                 f"{file} line {number} is damaged: {error}; remove that line or the file"
@@ -103,17 +102,8 @@ def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
             key = None
         if key is None:
             raise ValueError(f"{file} line {number} is not a result; remove that line or the file")
-        rows.setdefault(key, line + b"\n")
-    return rows, content.rfind(b"\n") + 1
-
-
-def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
-    """Replaces `target` atomically, even if power is lost.
-
-    `temporary` is a path in the same directory that no other process uses.
-    """
-    with replacing(target, temporary) as file:
-        file.write(content)
+        yield key, offset, len(line)
+        offset += len(line)
 
 
 def append_line(writer: io.FileIO, line: bytes) -> None:
@@ -157,15 +147,21 @@ def fingerprint(
       settings: everything else that the results depend on; the order does not matter.
     """
     described = json.dumps([model, settings], sort_keys=True).encode()
-    content = hashlib.sha256(Path(requests).read_bytes()).digest()
+    with open(requests, "rb") as file:
+        content = hashlib.file_digest(file, "sha256").digest()
     return hashlib.sha256(content + described).hexdigest()
 
 
 class Results:
     """The results of one process: those already on disk and those that it writes.
 
-    `done` has the keys of finished results. Once `write` has returned, the result survives a crash
-    of the process; once `close` has returned, it survives a power failure.
+    Once `write` has returned, the result survives a crash of the process; once `close` has
+    returned, it survives a power failure. Memory does not grow with the number of results.
+
+    Attributes:
+      path: the file into which the results of all processes are merged.
+      done: the keys of finished results.
+      plan: what determines the programs of the run, as recorded when it began.
     """
 
     def __init__(
@@ -175,26 +171,33 @@ class Results:
         fingerprint: str,
         index: int = 0,
         count: int = 1,
+        plan: Mapping[str, int] | None = None,
     ) -> None:
         """Opens this process's file and removes a partial last line.
 
-        The results of all `count` processes are merged into `path`.
+        The results of all `count` processes are merged into `path`. `plan` is recorded with the
+        first result, so that a resumed run uses the same programs.
         """
         check_process(index, count)
         self.path = Path(os.path.realpath(path))
         is_special = os.path.exists(path) and not os.path.isfile(path)
         require(not is_special, f"{path} is not a file; choose another --output")
-        self.done: set[Key] = set()
+        self.done = KeyTable()
         self._fingerprint, self._count = fingerprint, count
         self._file = self._part(index) if count > 1 else self.path
         self._writer: io.FileIO | None = None
         self._is_closed = False
+        self.plan = dict(plan or {})
+        for record in map(run_of, (self.path, self._file)):
+            if record.get("fingerprint") == fingerprint and isinstance(record.get("plan"), dict):
+                self.plan |= record["plan"]
         is_merged = self._check_others()
         # If the run is already complete, no empty part is created.
         if count == 1 or not is_merged:
             self._open()
-        # Load this after opening, because a merge may have removed the part.
-        self.done |= self._load(self.path).keys()
+        if count > 1:
+            # Scan this after opening, because a merge may have removed the part.
+            self._scan(self.path)
 
     def __enter__(self) -> Results:
         return self
@@ -224,38 +227,53 @@ class Results:
             raise OSError(error.errno, error.strerror, str(self._file)) from None
         self.done.add(key)
 
-    def finish(self, order: Sequence[Key]) -> bool:
+    def finish(self, order: Iterable[Key]) -> bool:
         """Merges the parts into `path` in the given order; returns False while results are missing.
 
         Call this method when this process has written all its results. The last process merges the
         parts. If the results are complete, this method closes them. `order` has the keys of the
-        results of all processes.
+        results of all processes and is iterated twice.
         """
-        rows: Rows = {}
+        places, handles = KeyTable(), list[IO[bytes]]()
         parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []
-        # Read the merged file last, because it contains every part that a concurrent merge removed.
-        for file in (*parts, self.path):
-            rows = self._load(file) | rows
-        lost = next(iter(self.done - rows.keys()), None)
-        if lost is not None:
-            raise ValueError(
-                f"{self._file} has lost the result of {shown(lost)}; run again to repeat it"
-            )
-        if not rows.keys() >= set(order):
-            return False
-        strange = next(iter(rows.keys() - set(order)), None)
-        if strange is not None:
-            raise ValueError(
-                f"{self.path} has a result of {shown(strange)}, which no request has; remove "
-                "its line"
-            )
-        content = b"".join(rows[key] for key in order)
-        self.close()
-        # Write the record first, because a merged file without a record belongs to no run.
-        self._record(self.path, is_complete=True)
-        if not self.path.exists() or self.path.read_bytes() != content:
-            replace_lines(self.path, content, self._temporary)
-        self._tidy()
+        with contextlib.ExitStack() as stack:
+            # Read the merged file last, because it has every part that a concurrent merge removed.
+            for file in (*parts, self.path):
+                handle = open_owned(file, self._fingerprint)
+                if handle is None:
+                    continue
+                handles.append(stack.enter_context(handle))
+                for key, offset, size in scan_lines(handle, file):
+                    places.add(key, (len(handles) - 1, offset, size))
+            lost = next((key for key in self.done if key not in places), None)
+            if lost is not None:
+                raise ValueError(
+                    f"{self._file} has lost the result of {shown(lost)}; run again to repeat it"
+                )
+            # Without parts, the lines can be in their order already.
+            is_sorted, end, count = len(handles) == 1 and self.path.exists(), 0, 0
+            for key in order:
+                place = places.place(key)
+                if place is None:
+                    return False
+                is_sorted &= place[1] == end
+                end, count = end + place[2], count + 1
+            if count < len(places):
+                strange = next(iter(set(places) - set(order)))
+                raise ValueError(
+                    f"{self.path} has a result of {shown(strange)}, which no request has; remove "
+                    "its line"
+                )
+            self.close()
+            # Write the record first, because a merged file without a record belongs to no run.
+            self._record(self.path, is_complete=True)
+            if not is_sorted or self.path.stat().st_size != end:
+                with replacing(self.path, self._temporary) as merged:
+                    for key in order:
+                        number, offset, size = places.place(key) or (0, 0, 0)
+                        handles[number].seek(offset)
+                        merged.write(handles[number].read(size))
+        self._remove_parts()
         return True
 
     def close(self) -> None:
@@ -286,14 +304,19 @@ class Results:
         """Returns whether the results are already merged; ValueError for another run or process
         count.
         """
-        rows = self._load(self.path)
-        if rows and run_of(self.path).get("complete") is True:
-            return True
         counts = {file: count for file, count in self._parts().items() if file.exists()}
-        if rows:
-            counts[self.path] = 1
+        merged = open_owned(self.path, self._fingerprint)
+        if merged is not None:
+            with merged:
+                has_rows = any(True for _ in scan_lines(merged, self.path))
+            if has_rows and run_of(self.path).get("complete") is True:
+                return True
+            if has_rows:
+                counts[self.path] = 1
         for file, count in counts.items():
-            owned(file, self._fingerprint)
+            with contextlib.ExitStack() as stack:
+                if (handle := open_owned(file, self._fingerprint)) is not None:
+                    stack.enter_context(handle)
             require(
                 count == self._count,
                 f"{file} belongs to a run with count={count} processes, not {self._count}; "
@@ -306,7 +329,7 @@ class Results:
         writer = None
         try:
             writer = open_locked(self._file)
-            rows, end = load_lines(self._file, self._fingerprint)
+            end = self._scan(self._file)
             if end < os.fstat(writer.fileno()).st_size:
                 writer.truncate(end)
             if not end:
@@ -316,20 +339,28 @@ class Results:
                 writer.close()
             with refused_unless_full(self._file, "choose another --output"):
                 raise
-        self.done |= rows.keys()
         self._writer = writer
         return writer
 
-    def _load(self, file: Path) -> Rows:
-        return load_lines(file, self._fingerprint)[0]
+    def _scan(self, file: Path) -> int:
+        """Adds the keys of a file to `done` and returns the offset of the end of its lines."""
+        end, handle = 0, open_owned(file, self._fingerprint)
+        if handle is not None:
+            with handle:
+                for key, offset, size in scan_lines(handle, file):
+                    self.done.add(key)
+                    end = offset + size
+        return end
 
     def _record(self, file: Path, *, is_complete: bool) -> None:
         """Writes the run record of a file, unless it is up to date."""
-        record = {"fingerprint": self._fingerprint, "complete": is_complete}
+        record: dict[str, Any] = {"fingerprint": self._fingerprint, "complete": is_complete}
+        record |= {"plan": self.plan} if self.plan else {}
         if run_of(file) != record:
-            replace_lines(run_path(file), line_of(record), self._temporary)
+            with replacing(run_path(file), self._temporary) as record_file:
+                record_file.write(line_of(record))
 
-    def _tidy(self) -> None:
+    def _remove_parts(self) -> None:
         """Removes the parts of this run, but not those of other runs."""
         for part in self._parts():
             if run_of(part).get("fingerprint") == self._fingerprint:

@@ -1,20 +1,22 @@
 """Samples a file of requests and writes a file of results.
 
-Requests are grouped by static settings and canvas size (a power of two), so that few programs
-are compiled. Within a group, a free slot gets the next request.
+Requests are read a bounded number ahead and grouped by static settings and canvas size (a power of
+two), so that few programs are compiled. Within a group, a free slot gets the next request.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import dlm_jax.config as configs
-from dlm_jax.batch.request_file import Key, Line
-from dlm_jax.batch.result_file import result_key
+from dlm_jax.batch.key_table import Key
+from dlm_jax.batch.request_file import Line
 from dlm_jax.distributed.partitions import digest_of, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
@@ -23,23 +25,28 @@ from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.reader import TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
+    chains_in_use,
     make_requests,
-    only_chains_in_use,
     pattern_of_format,
-    static_of,
     structured,
+    with_chain_in_use,
 )
-from dlm_jax.inference.results import Row, canvas_size
+from dlm_jax.inference.results import Row
 from dlm_jax.store.files import own_source
 from dlm_jax.types import Status
 
+READ_AHEAD = 1024
+"""Number of rows that are read before the first step, and that may wait for a slot."""
+
 _HOST = ("host_sampler", "read_back")
+_MOST_SETTINGS = 4096
 
 
 class Sink(Protocol):
     """A store of results; `done` has the keys of the stored results."""
 
-    done: set[Key]
+    @property
+    def done(self) -> Set[Key]: ...
 
     def write(self, result: Mapping[str, Any]) -> None: ...
 
@@ -61,20 +68,6 @@ class RunReport(NamedTuple):
     tokens: int
     occupancy: float
     programs: tuple[str, ...]
-
-
-class BatchPlan(NamedTuple):
-    """The planned work of a run.
-
-    Attributes:
-      work: steps times positions for each unfinished row, by key; 0 for rejected rows.
-      programs: canvas of each program that will run.
-      compiling: returns the name of the program that is being compiled, or an empty string.
-    """
-
-    work: dict[Key, float]
-    programs: tuple[str, ...]
-    compiling: Callable[[], str]
 
 
 def describe_model(model: Model) -> dict[str, Any]:
@@ -103,15 +96,16 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 def run_requests(
     model: Model,
-    lines: Sequence[Line],
+    lines: Iterable[Line],
     results: Sink,
     *,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
+    read_ahead: int = READ_AHEAD,
     host_samplers: Callable[[str], HostSampler] | None = None,
     max_candidates: int = 64,
-    on_plan: Callable[[BatchPlan], Any] | None = None,
+    on_start: Callable[[Engine], Any] | None = None,
     on_result: Callable[[Mapping[str, Any], int], Any] | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
@@ -123,82 +117,185 @@ def run_requests(
     ``read_back`` (see `Written.to_json`) is present if the line requests it. A line's tokens do not
     depend on other lines, on the order of lines or on restarts.
 
+    Lines are read while the rows run, so that memory does not grow with their number. If all rows
+    fit into `read_ahead`, each program has the smallest size that holds its rows; otherwise all
+    have `batch_size` slots. The programs follow from the lines, `batch_size` and `read_ahead`
+    alone, so a resumed run uses those of the interrupted one.
+
     Args:
       model: a model from `load`.
-      lines: all lines of this process, including finished lines, because they determine the shapes
-        of the programs. If the model's devices belong to several processes, pass the lines of all
-        processes; each process runs its part.
+      lines: all lines of this process in order, including finished lines, because they determine
+        the shapes of the programs. If the model's devices belong to several processes, pass the
+        lines of all processes; each process runs its part.
       results: the store to which results are written.
       seed: seed of the first row. Sample i of a line without a seed has the seed ``seed +
         line.first + i``; sample i of a line with a seed has the line's seed plus i.
       settings: default settings for all lines, in the form of a line's settings.
       batch_size: maximum number of slots per program.
+      read_ahead: maximum number of rows that wait for a slot.
       host_samplers: maps a line's ``host_sampler`` to a function; raises ValueError for names that
         are not allowed. If None, host samplers are not allowed.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
-      on_plan: called once with the plan, before anything is compiled.
+      on_start: called once with the engine, before anything is read or compiled.
       on_result: called with each written result and the number of tokens generated for it.
       on_turn: called with the engine after each turn.
     """
-    hosted = functools.partial(_host_settings, model, host_samplers, max_candidates)
-    found, asked, refused = _accepted(model, lines, seed, settings or {}, hosted)
     errors = rows = tokens = 0
-    asked = only_chains_in_use(asked)
-    with Engine(
-        model, batch_size=batch_size, max_waiting=None, max_candidates=max_candidates
-    ) as engine:
-        # Finished lines are included, so that a resumed run uses the same programs.
-        engine.reserve(asked)
+    accepted: dict[int, tuple[Accepted, int]] = {}
+
+    def write(result: dict[str, Any], num_tokens: int) -> None:
+        nonlocal errors, rows, tokens
+        is_error = "error" in result
+        results.write(result)
+        if on_result is not None:
+            on_result(result, 0 if is_error else num_tokens)
+        errors, rows = errors + is_error, rows + (not is_error)
+        tokens += 0 if is_error else num_tokens
+
+    def requests(engine: Engine) -> Iterator[Request | None]:
+        """The rows of this process without a result. None stands for all other rows."""
         index, count = engine.share
-        own = {key for line in lines if line.number % count == index for key in line.keys}
-        own -= results.done
-        if on_plan is not None:
-            on_plan(BatchPlan(*_planned(found, refused, asked, own), lambda: engine.compiling))
-        tell = on_result or (lambda result, new: None)
-        for result in (result for result in refused if result_key(result) in own):
-            results.write(result)
-            tell(result, 0)
-            errors += 1
-        owners = {
-            engine.submit(request, number=row.number): (row, request)
-            for row, request in zip(found, asked, strict=True)
-            if row.key in own
-        }
-        while engine.is_busy:
-            for ticket, row in engine.step().finished.items():
-                asked_row, request = owners.pop(ticket)
-                row, text = _upto_stop(model, asked_row, request, row)
-                result = _result(model, asked_row, row, text)
-                is_error = "error" in result
-                new = 0 if is_error else row.num_generated
-                results.write(result)
-                tell(result, new)
-                errors, rows, tokens = errors + is_error, rows + (not is_error), tokens + new
+        read = functools.partial(_host_settings, model, host_samplers, max_candidates)
+        for line, sample, request in _planned(
+            engine, accept_lines(model, lines, seed, settings or {}, read), read_ahead
+        ):
+            key = line.line.keys[sample]
+            if line.line.number % count != index or key in results.done:
+                yield None
+            elif request is None:
+                write(_identified(line.line, sample) | {"error": line.error}, 0)
+                yield None
+            else:
+                accepted[line.line.first + sample] = line, sample
+                yield request
+
+    with Engine(
+        model,
+        batch_size=batch_size,
+        sizes=[batch_size],
+        max_waiting=read_ahead,
+        max_candidates=max_candidates,
+    ) as engine:
+        if on_start is not None:
+            on_start(engine)
+        for ended in engine.turns(requests(engine)):
+            for row in ended:
+                line, sample = accepted.pop(row.number)
+                row, text = _upto_stop(model, line, row)
+                write(_result(line, sample, row, text), row.num_generated)
             if on_turn is not None:
                 on_turn(engine)
         report = engine.report()
     return RunReport(rows, errors, tokens, report.occupancy, report.programs)
 
 
-class _Asked(NamedTuple):
-    """A row to run: a line, its sample number, the number of candidates to read back, and the stops
-    that end its text.
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A line with the request of its first sample, or the reason why it cannot run.
+
+    Attributes:
+      line: the line.
+      request: the request of the first sample; None if the line cannot run.
+      error: the reason; empty if the line can run.
+      read_back: number of candidates to read back.
+      stops: texts that end the generated text.
+      stop_ids: ids that end the generated text.
     """
 
     line: Line
-    sample: int
-    read_back: int
+    request: Request | None = None
+    error: str = ""
+    read_back: int = 0
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
 
-    @property
-    def key(self) -> Key:
-        return self.line.keys[self.sample]
+    def sample(self, index: int) -> Request | None:
+        """The request of a sample, with its own seed and number."""
+        request = self.request
+        if request is None:
+            return None
+        return replace(request, seed=request.seed + index, number=self.line.first + index)
 
-    @property
-    def number(self) -> int:
-        """Index of the row in the file, regardless of which rows run."""
-        return self.line.first + self.sample
+
+class _Recent(dict[Any, Any]):
+    """A cache that is emptied when it is full."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= _MOST_SETTINGS:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def accept_lines(
+    model: Model,
+    lines: Iterable[Line],
+    seed: int,
+    settings: Mapping[str, Any],
+    hosted: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> Iterator[Accepted]:
+    """Yields each line with its request or its error. `hosted` returns the host settings of a
+    line.
+    """
+    known = _Recent()
+    declared = with_rules(tuple(classes_of(settings.get("rules")))).settings.values()
+    lists = {setting.name for setting in declared if setting.is_list}
+    for line in lines:
+        common = dict(settings) | {"seed": (seed + line.first) % 2**32}
+        try:
+            if line.error is not None:
+                raise ValueError(line.error)
+            given = dict(line.settings)
+            stops, stop_ids = stops_of(
+                model.tokenizer, given.pop("stop", None), given.pop("stop_token_ids", None)
+            )
+            own = _from_json(_with_format(model, common, given), lists)
+            if (stops or stop_ids) and own.get("structure"):
+                raise ValueError("stop can truncate a structure; remove one of them")
+            host = hosted(common | own)
+            size = host["read_back"]
+            own |= host | {"read_back": size > 0}
+            (request,) = make_requests(model, own, common, known=known)
+            if (stops or stop_ids) and TextReader(model, request).is_infill:
+                raise ValueError("stop has no effect on an infill; remove it")
+            accepted = Accepted(
+                line=line, request=request, read_back=size, stops=stops, stop_ids=stop_ids
+            )
+            accepted.sample(line.num_samples - 1)  # checks the last seed
+        except ValueError as error:
+            accepted = Accepted(line=line, error=_error(line, error))
+        yield accepted
+
+
+def _planned(
+    engine: Engine, lines: Iterable[Accepted], read_ahead: int
+) -> Iterator[tuple[Accepted, int, Request | None]]:
+    """Yields each sample with its request, whose program is reserved.
+
+    The first rows determine which parts of the chains are in use. A later row that uses another
+    part keeps the whole chain.
+    """
+    coming = ((line, index) for line in lines for index in range(line.line.num_samples))
+    first = list(itertools.islice(coming, read_ahead))
+    requests = [line.request for line, _ in first if line.request is not None]
+    chains, recent = chains_in_use(requests), _Recent()
+
+    def shorten(request: Request) -> Request:
+        # Requests that share a settings object also share the shortened one, which is kept with it,
+        # because the id of an object that is gone can return.
+        sample = request.sample
+        if id(sample) not in recent:
+            recent[id(sample)] = sample, with_chain_in_use(sample, chains)
+        return replace(request, sample=recent[id(sample)][1])
+
+    is_part = len(first) == read_ahead
+    engine.reserve([shorten(request) for request in requests], is_part=is_part)
+    for place, (line, index) in enumerate(itertools.chain(first, coming)):
+        request = line.sample(index)
+        if request is not None:
+            request = shorten(request)
+            if place >= read_ahead:
+                engine.reserve([request], is_part=True)
+        yield line, index, request
 
 
 def _host_settings(
@@ -235,48 +332,6 @@ def _host_settings(
     return {"host_sampler": sampler, "read_back": int(size or 0)}
 
 
-def _accepted(
-    model: Model,
-    lines: Sequence[Line],
-    seed: int,
-    settings: Mapping[str, Any],
-    hosted: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
-    """The rows that can run, their requests, and error results for all other rows."""
-    found: list[_Asked] = []
-    asked: list[Request] = []
-    refused: list[dict[str, Any]] = []
-    known: dict[Any, Any] = {}
-    declared = with_rules(tuple(classes_of(settings.get("rules")))).settings.values()
-    lists = {setting.name for setting in declared if setting.is_list}
-    for line in lines:
-        common = dict(settings) | {"seed": (seed + line.first) % 2**32}
-        try:
-            if line.error is not None:
-                raise ValueError(line.error)
-            given = dict(line.settings)
-            stops, stop_ids = stops_of(
-                model.tokenizer, given.pop("stop", None), given.pop("stop_token_ids", None)
-            )
-            own = _from_json(_with_format(model, common, given), lists)
-            if (stops or stop_ids) and own.get("structure"):
-                raise ValueError("stop can truncate a structure; remove one of them")
-            host = hosted(common | own)
-            size = host["read_back"]
-            own |= host | {"read_back": size > 0}
-            made = make_requests(model, own, common, num_samples=line.num_samples, known=known)
-            if (stops or stop_ids) and TextReader(model, made[0]).is_infill:
-                raise ValueError("stop has no effect on an infill; remove it")
-            asked += made
-        except ValueError as error:
-            refused += [_identified(line, k) | _error(line, error) for k in range(line.num_samples)]
-        else:
-            found += [
-                _Asked(line, sample, size, stops, stop_ids) for sample in range(line.num_samples)
-            ]
-    return found, asked, refused
-
-
 def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """The settings of a line with its ``response_format`` or ``structure`` as on the server: as a
     structure, with the defaults that it needs.
@@ -295,9 +350,9 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     settings = configs.layered(common, own)
     length = settings.get("gen_length") or settings.get("max_length") or model.max_length
     needed = structured(model, settings, length)
-    return {name: needed[name] for name in needed if name not in common} | own | {
-        "structure": pattern
-    }  # fmt: skip
+    return (
+        {name: needed[name] for name in needed if name not in common} | own | {"structure": pattern}
+    )
 
 
 def _identified(line: Line, sample: int) -> dict[str, Any]:
@@ -316,52 +371,35 @@ def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str,
     return found
 
 
-def _error(line: Line, error: Exception) -> dict[str, str]:
+def _error(line: Line, error: Exception) -> str:
     where, said = f"line {line.number}", " ".join(str(error).split())
-    return {"error": said if where in said else f"{where}: {said}"}
+    return said if where in said else f"{where}: {said}"
 
 
-def _planned(
-    found: Sequence[_Asked],
-    refused: Sequence[Mapping[str, Any]],
-    asked: Sequence[Request],
-    own: set[Key],
-) -> tuple[dict[Key, float], tuple[str, ...]]:
-    """The work of the rows in `own`, which is steps times canvas length, and their programs."""
-    keys = (result_key(result) for result in refused)
-    work = {key: 0.0 for key in keys if key is not None and key in own}
-    programs: dict[Any, str] = {}
-    for row, request in zip(found, asked, strict=True):
-        if row.key in own:
-            canvas = canvas_size(request.room, is_shared=True)
-            work[row.key] = float(request.sample.steps * canvas)
-            programs[static_of(request), canvas] = f"canvas={canvas}"
-    return work, tuple(programs.values())
-
-
-def _upto_stop(model: Model, asked: _Asked, request: Request, row: Row) -> tuple[Row, str]:
+def _upto_stop(model: Model, line: Accepted, row: Row) -> tuple[Row, str]:
     """Truncates a row after its stop, if it has one, and returns it with its text."""
-    if not asked.stops and not asked.stop_ids:
+    if not line.stops and not line.stop_ids:
         return row, model.tokenizer.decode(row.tokens)
-    reader = TextReader(model, request, asked.stops, asked.stop_ids)
+    assert line.request is not None
+    reader = TextReader(model, line.request, line.stops, line.stop_ids)
     text, places, _ = reader.whole(row)
     return row.first(places.stop), model.tokenizer.decode(row.tokens[: reader.start]) + text
 
 
-def _result(model: Model, asked: _Asked, row: Row, text: str) -> dict[str, Any]:
-    named, status = _identified(asked.line, asked.sample), {"status": row.status.name.lower()}
+def _result(line: Accepted, sample: int, row: Row, text: str) -> dict[str, Any]:
+    named, status = _identified(line.line, sample), {"status": row.status.name.lower()}
     error = row.error
     if row.is_lost and error is not None:
         raise error
     if row.status is Status.NON_FINITE:
         error = ValueError(f"the model's logits are not finite after {row.steps} steps")
     if error is not None:
-        return named | _error(asked.line, error) | status
+        return named | {"error": _error(line.line, error)} | status
     always = {"forwards", "waves"}
     always |= {"insertions", "deletions", "lost"} if row.origin is not None else set()
     counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
-    if asked.read_back:
-        counted["read_back"] = [record.to_json(asked.read_back) for record in row.read_back]
+    if line.read_back:
+        counted["read_back"] = [record.to_json(line.read_back) for record in row.read_back]
     return {
         **named,
         "text": text,

@@ -8,18 +8,20 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.request_file import Key, Line, read_requests, share
+from dlm_jax.batch.key_table import Key, KeyTable
+from dlm_jax.batch.request_file import Line, RequestFile, share
 from dlm_jax.batch.result_file import Results, fingerprint, result_key
 from dlm_jax.batch.runner import (
-    BatchPlan,
+    READ_AHEAD,
     RunReport,
     describe_model,
     describe_settings,
@@ -60,7 +62,7 @@ class ProgressMeter:
         self._engine, self._every, self._clock = engine, every, clock
         self._write, self._records = write or _to_standard_error, records
         self._start = self._last = clock()
-        self._before = engine.report().work
+        self._before = engine.report()
 
     def tick(self) -> None:
         if self._clock() - self._last >= self._every:
@@ -70,7 +72,7 @@ class ProgressMeter:
         """Writes a line about the work since the previous line."""
         now, report = self._clock(), self._engine.report()
         figures = self._figures(report, max(now - self._last, 1e-9), now - self._start)
-        self._last, self._before = now, report.work
+        self._last, self._before = now, report
         self._write(_sentence(figures))
         if self._records is not None:
             try:
@@ -86,12 +88,12 @@ class ProgressMeter:
     def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
         rates = {}
         for name in ("rows", "tokens", "forwards"):
-            done = getattr(report.work, name) - getattr(self._before, name)
+            done = _count(report, name) - _count(self._before, name)
             rates[f"{name}_per_second"] = round(done / seconds, 3)
         return {
             "seconds": round(since, 3),
-            "rows": report.work.rows,
-            "tokens": report.work.tokens,
+            "rows": report.rows,
+            "tokens": report.tokens,
             **rates,
             "running": report.running,
             "slots": report.slots,
@@ -101,9 +103,14 @@ class ProgressMeter:
         }
 
 
+def _count(report: Report, name: str) -> int:
+    return report.counters.forwards if name == "forwards" else getattr(report, name)
+
+
 def _sentence(figures: dict[str, Any]) -> str:
-    rates = (f"{figures[f'{name}_per_second']:,.1f} {name}/s"
-             for name in ("rows", "tokens", "forwards"))  # fmt: skip
+    rates = (
+        f"{figures[f'{name}_per_second']:,.1f} {name}/s" for name in ("rows", "tokens", "forwards")
+    )
     return (
         f"engine: {', '.join(rates)}; {figures['running']} of {figures['slots']} slots busy, "
         f"{figures['waiting']} waiting, {figures['programs']} programs"
@@ -117,13 +124,23 @@ def _to_standard_error(line: str) -> None:
 class _NoResults:
     """Replaces `Results` in a process that computes but does not write."""
 
-    def __init__(self, done: set[Key]):
-        self.done = done
+    def __init__(self, done: KeyTable, plan: dict[str, int]):
+        self.done, self.plan = done, plan
 
     def write(self, result: Mapping[str, Any]) -> None:
         key = result_key(result)
         assert key is not None
         self.done.add(key)
+
+
+class _Keys:
+    """The keys of all results, in order; each iteration reads the file again."""
+
+    def __init__(self, lines: Iterable[Line]):
+        self._lines = lines
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for line in self._lines for key in line.keys)
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
@@ -138,14 +155,16 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).request_settings
-        lines = read_requests(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
+        lines = RequestFile(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
         described = describe_settings(settings)
         described |= {"seed": args.seed, "num_samples": args.num_samples}
         described |= {"max_candidates": args.max_candidates}
         modules = sorted(_modules(args))
-        described |= {"modules": [
-            f"{name} {source_digest(sys.modules[name]) or NO_SOURCE}" for name in modules
-        ]}  # fmt: skip
+        described |= {
+            "modules": [
+                f"{name} {source_digest(sys.modules[name]) or NO_SOURCE}" for name in modules
+            ]
+        }
         for name in (*described.get("rules", ()), *described["modules"]):
             if name.endswith(NO_SOURCE):
                 print(f"{name}: changes to its source code are not detected", file=sys.stderr)
@@ -153,18 +172,45 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         if args.distributed:
             check_same_everywhere({"model, file of requests or module": mark})
         index, count, tells = _share(model, args)
-        results = None
+        results: Results | None = None
         if tells:
             results = stack.enter_context(
-                Results(args.output, fingerprint=mark, index=index, count=count)
+                Results(
+                    args.output,
+                    fingerprint=mark,
+                    index=index,
+                    count=count,
+                    plan={
+                        "batch_size": args.batch_size,
+                        "read_ahead": max(READ_AHEAD, 2 * args.batch_size),
+                    },
+                )
             )
-        done = next(found for i, found in gathered((index, results and results.done))
-                    if i == index and found is not None)  # fmt: skip
-        kept = stack.pop_all()
+        store = _same_in_all(results, lines, index, count)
+        open_files = stack.pop_all()
     if jax.process_index() == 0:
         print(heads_line(model, sample), file=sys.stderr)
-    with kept:
-        return _run(model, args, settings, lines, results or _NoResults(done))
+    with open_files:
+        return _run(model, args, settings, lines, store)
+
+
+def _same_in_all(
+    results: Results | None, lines: Iterable[Line], index: int, count: int
+) -> Results | _NoResults:
+    """The results of this process's part, also in a process that does not write them."""
+    if results is not None and jax.process_count() == 1:
+        return results
+    keys = list[Key]() if results is None else _Keys(share(lines, index, count))
+    done = results and np.packbits(np.fromiter((key in results.done for key in keys), bool))
+    told = gathered((index, results and (results.plan, done)))
+    plan, bits = next(value for i, value in told if i == index and value is not None)
+    if results is not None:
+        return results
+    table = KeyTable()
+    for key, is_done in zip(_Keys(share(lines, index, count)), np.unpackbits(bits), strict=False):
+        if is_done:
+            table.add(key)
+    return _NoResults(table, plan)
 
 
 def _modules(args: argparse.Namespace) -> set[str]:
@@ -209,18 +255,24 @@ def _run(
     model: dlm_jax.Model,
     args: argparse.Namespace,
     settings: dict[str, Any],
-    lines: list[Line],
+    lines: RequestFile,
     results: Results | _NoResults,
 ) -> int:
     """Runs the lines that have no result yet, merges the results, and prints a summary."""
-    index, count, tells = _share(model, args)
-    own = share(lines, index, count)
+    index, count, writes = _share(model, args)
     began, compiled = time.perf_counter(), compile_clock().seconds
-    todo = [line for line in own if not results.done.issuperset(line.keys)]
-    if len(todo) < len(own) and tells:
-        print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
+    num_lines = num_done = num_rows = 0
+    for line in share(lines, index, count):
+        missing = sum(key not in results.done for key in line.keys)
+        num_lines, num_done = num_lines + 1, num_done + (not missing)
+        num_rows += missing
+    if num_done and writes:
+        print(f"{num_done} of {num_lines} requests are done", file=sys.stderr)
+    if num_rows and writes:
+        print(f"{num_rows:,} rows", file=sys.stderr)
+    own = lines if args.distributed else share(lines, index, count)
     try:
-        report = _shown(model, args, settings, lines if args.distributed else own, results)
+        report = _run_rows(model, args, settings, own, results, num_rows)
     except KeyboardInterrupt:
         print("stopped; the same command resumes from here", file=sys.stderr)
         if jax.process_count() > 1:  # a process that returns waits for the others
@@ -229,7 +281,7 @@ def _run(
     if not isinstance(results, Results):
         return End.DONE
     with refusals():
-        is_complete = results.finish([key for line in lines for key in line.keys])
+        is_complete = results.finish(_Keys(lines))
     seconds, compiling = time.perf_counter() - began, compile_clock().seconds - compiled
     print(
         f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
@@ -245,47 +297,50 @@ def _run(
     return _end(Path(args.output)) if is_complete else End.PARTLY if report.errors else End.DONE
 
 
-def _shown(
+def _run_rows(
     model: dlm_jax.Model,
     args: argparse.Namespace,
     settings: dict[str, Any],
-    lines: list[Line],
+    lines: Iterable[Line],
     results: Results | _NoResults,
+    num_rows: int,
 ) -> RunReport:
     """Runs the requests, showing progress and the state of the engine."""
-    tells = isinstance(results, Results)
-    tokens = 0
-    work: dict[Key, float] = {}
+    writes, tokens = isinstance(results, Results), 0
     with contextlib.ExitStack() as stack:
         shown: list[Progress] = []
 
-        def begin(planned: BatchPlan) -> None:
-            work.update(planned.work)
-            count, programs = len(work), len(planned.programs)
-            if count and tells:
-                kind = "program" if programs == 1 else "programs"
-                print(f"{count:,} rows in {programs} {kind}", file=sys.stderr)
-            total, idle = sum(work.values()), lambda: compile_clock().seconds
+        def begin(engine: Engine) -> None:
             progress = Progress(
-                "sample", count, "row", work=total, idle=idle, compiling=planned.compiling,
-                is_shown=tells,
-            )  # fmt: skip
+                "sample",
+                num_rows,
+                "row",
+                idle=lambda: compile_clock().seconds,
+                compiling=lambda: engine.compiling,
+                is_shown=writes,
+            )
             shown.append(stack.enter_context(progress))
 
         def show(result: Mapping[str, Any], new: int) -> None:
             nonlocal tokens
             tokens += new
             pace = tokens / max(shown[0].seconds(), 1e-6)
-            key = result_key(result)
-            assert key is not None
-            shown[0].update(work=work[key], note=f"{pace:,.0f} tokens/s")
+            shown[0].update(note=f"{pace:,.0f} tokens/s")
 
-        tick = stack.enter_context(_meter(args, tells=tells))
+        tick = stack.enter_context(_meter(args, tells=writes))
         return run_requests(
-            model, lines, results, seed=args.seed, settings=settings, batch_size=args.batch_size,
-            host_samplers=_allowed_samplers(_modules(args)), max_candidates=args.max_candidates,
-            on_plan=begin, on_result=show, on_turn=tick,
-        )  # fmt: skip
+            model,
+            lines,
+            results,
+            seed=args.seed,
+            settings=settings,
+            **results.plan,
+            host_samplers=_allowed_samplers(_modules(args)),
+            max_candidates=args.max_candidates,
+            on_start=begin,
+            on_result=show,
+            on_turn=tick,
+        )
 
 
 @contextlib.contextmanager
@@ -321,8 +376,13 @@ def _above(line: str) -> None:
 
 def _end(output: Path) -> End:
     """The exit code for all results, including those of earlier runs."""
-    # `splitlines` would also split at characters that may occur unescaped in JSON.
-    rows = [json.loads(row) for row in output.read_bytes().split(b"\n") if row]
-    if any(row.get("status") == "non_finite" for row in rows):
-        return End.NOT_FINITE
-    return End.PARTLY if any("error" in row for row in rows) else End.DONE
+    is_partly = False
+    with output.open("rb") as rows:
+        for row in rows:
+            if b'"error"' not in row and b'"non_finite"' not in row:
+                continue
+            result = json.loads(row)
+            if result.get("status") == "non_finite":
+                return End.NOT_FINITE
+            is_partly |= "error" in result
+    return End.PARTLY if is_partly else End.DONE

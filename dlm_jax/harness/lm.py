@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,12 +35,11 @@ from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
-from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.inference.scoring import compiled
 from dlm_jax.inference.token_logprobs import DecodingRow, order_logprobs
 from dlm_jax.sampling.positions import group_size
 from dlm_jax.settings import SettingError
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, Status
 
 
 class Pair(NamedTuple):
@@ -228,38 +228,36 @@ def texts(
     *,
     common: Mapping[str, Any],
     slots: int,
-    batch_size: int,
     seed: int,
 ) -> list[str]:
-    """Generates texts that do not depend on order or batch size. Programs have `slots` rows."""
+    """Generates texts that do not depend on their order. Programs have `slots` rows."""
     found = {place: "" for place, one in enumerate(asked) if one.length == 0}
-    requests = {
-        place: _request(model, one, common, seed, place)
-        for place, one in enumerate(asked) if place not in found
-    }  # fmt: skip
-    coming = iter(requests.items())
-    running: dict[Ticket, tuple[int, TextReader]] = {}
-    with Engine(model, sizes=(slots,), max_waiting=None) as engine:
-        while len(found) < len(asked):
-            while len(running) < min(batch_size, slots):
-                place, request = next(coming, (-1, None))
-                if request is None:
-                    break
-                ticket = engine.submit(request, is_watched=True)
-                running[ticket] = place, TextReader(model, request, asked[place].until)
-            step = engine.step(2)
-            for ticket, row in (step.progress | step.finished).items():
-                if ticket not in running:
-                    continue
-                place, reader = running[ticket]
-                if row.error is not None:
-                    raise row.error
-                pieces = reader.pieces(row)
-                if pieces and pieces[-1].is_last:
-                    found[place] = reader.whole(row)[0]
-                    del running[ticket]
-                    if ticket not in step.finished:
-                        engine.cancel(ticket)
+    requests = [
+        replace(_request(model, one, common, seed, place), number=place)
+        for place, one in enumerate(asked)
+        if place not in found
+    ]
+    readers: dict[int, TextReader] = {}
+
+    def coming() -> Iterator[Request]:
+        for request in requests:
+            assert request.number is not None
+            readers[request.number] = TextReader(model, request, asked[request.number].until)
+            yield request
+
+    with Engine(model, sizes=(slots,)) as engine:
+        for row in engine.run(coming(), num_steps=2, is_watched=True):
+            reader = readers.get(row.number)
+            if reader is None:  # its text has ended before its row
+                continue
+            if row.error is not None:
+                raise row.error
+            pieces = reader.pieces(row)
+            if pieces and pieces[-1].is_last:
+                found[row.number] = reader.whole(row)[0]
+                del readers[row.number]
+                if row.status is Status.RUNNING:
+                    engine.cancel(row.number)
     return [found[place] for place in range(len(asked))]
 
 
@@ -584,7 +582,7 @@ class Evaluated:
             told = f"{name}={value!r} has no effect on a diffusion model; it is ignored"
             print(told, file=sys.stderr)
         found = texts(
-            self.model, asked, common=self._settings, slots=num_slots(), batch_size=num_slots(),
+            self.model, asked, common=self._settings, slots=num_slots(),
             seed=self._seed,
         )  # fmt: skip
         self._keep("generate_until", requests, found)

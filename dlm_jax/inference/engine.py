@@ -1,8 +1,8 @@
-"""The sampling engine: it accepts requests at any time and returns rows as they end.
+"""The sampling engine: it accepts requests at any time and yields rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
-runs the rows. The engine uses both and coordinates threads and processes. Each call to
-`Engine.step` runs the compiled loop of one queue once.
+runs the rows. The engine uses both and coordinates threads and processes. `Engine.turns` is the
+only loop over `Engine.step`, which runs the compiled loop of one queue once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -28,8 +27,15 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
 from dlm_jax.inference.results import Row, canvas_size, since_shown
-from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
-from dlm_jax.inference.slots import Bucket, Job, Loop, Slots, loop_of, slot_count
+from dlm_jax.inference.scheduler import Entry, Queue, Scheduler
+from dlm_jax.inference.slots import (
+    Bucket,
+    CompiledLoop,
+    Slots,
+    Weights,
+    compiled_loop,
+    slot_count,
+)
 from dlm_jax.sampling.row import Counters
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
@@ -45,20 +51,9 @@ class EngineFullError(ValueError):
     """Raised when the queue is full; retry after some requests have started."""
 
 
-class Step(NamedTuple):
-    """The rows returned by one call to `Engine.step`.
-
-    Attributes:
-      finished: rows that have ended, truncated after their first EOS.
-      progress: current state of watched rows that ran or entered a slot in this call.
-    """
-
-    finished: dict[Ticket, Row]
-    progress: dict[Ticket, Row]
-
-
-class Work(NamedTuple):
-    """Totals over all calls so far. The fields of `counters` are also available as attributes.
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Totals over all calls of an engine, and its current load.
 
     Attributes:
       rows: number of rows that have ended.
@@ -68,29 +63,6 @@ class Work(NamedTuple):
       taken: the part of `steps` taken while requests waited in the same queue.
       offered: number of slot steps that passed while requests waited in the same queue.
       counters: counters, summed over all rows.
-    """
-
-    rows: int = 0
-    tokens: int = 0
-    steps: int = 0
-    slot_steps: int = 0
-    taken: int = 0
-    offered: int = 0
-    counters: Counters = Counters()
-
-    def __getattr__(self, name: str) -> int:
-        return getattr(self.counters, name)
-
-    def plus(self, counters: Counters, **more: int) -> Work:
-        added = {name: getattr(self, name) + n for name, n in more.items()}
-        return self._replace(**added, counters=self.counters.plus(counters))
-
-
-class Report(NamedTuple):
-    """Totals of an engine, and its current load.
-
-    Attributes:
-      work: totals so far.
       waiting: number of requests in the queues.
       running: number of running rows.
       slots: total number of slots in the running programs.
@@ -100,32 +72,39 @@ class Report(NamedTuple):
       prefix_computed: number of prompt positions whose keys and values were computed for reuse.
     """
 
-    work: Work
-    waiting: int
-    running: int
-    slots: int
-    programs: tuple[str, ...]
-    compiled: tuple[str, ...]
+    rows: int = 0
+    tokens: int = 0
+    steps: int = 0
+    slot_steps: int = 0
+    taken: int = 0
+    offered: int = 0
+    counters: Counters = Counters()
+    waiting: int = 0
+    running: int = 0
+    slots: int = 0
+    programs: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     prefix_found: int = 0
     prefix_computed: int = 0
 
     @property
     def occupancy(self) -> float:
         """Fraction of the offered slot steps that rows used; 1 if no request waited."""
-        return self.work.taken / self.work.offered if self.work.offered else 1.0
+        return self.taken / self.offered if self.offered else 1.0
 
 
 class Engine:
-    """Accepts requests at any time, runs them in batches, and returns each row when it ends.
+    """Accepts requests at any time, runs them in batches, and yields each row when it ends.
 
     The tokens of a row depend only on its request, not on the time of submission, other requests,
     cancellations or slots. Programs of the same size produce identical tokens; other programs agree
-    within floating-point tolerance. `step` returns every ticket exactly once.
+    within floating-point tolerance. Every request is returned exactly once.
 
-    `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
-    of the model belong to several processes, each process has an engine and an equal share of the
-    slots. All processes must reserve the same requests. Each process can then submit any of these
-    requests and must call `step` until `is_busy` is False.
+    `run` is the loop: it reads requests from an iterable and yields rows. `submit` and `cancel` are
+    thread-safe and can be called while `run` runs. Only one thread at a time may run the engine. If
+    the devices of the model belong to several processes, each process has an engine and an equal
+    share of the slots. All processes must reserve the same requests. Each process can then submit
+    any of these requests, and all must call `run` together.
 
     Args:
       model: a model from `load`, or a custom one.
@@ -144,6 +123,12 @@ class Engine:
         ``cache="exact"`` and the same prefix reuse them. Rows are bitwise identical with and
         without the cache. The model must be causal or block-causal and in one process. 0 disables
         the cache.
+
+    Attributes:
+      model: the model.
+      share: (index of this process's part of the rows, number of parts).
+      sizes: the allowed slot counts, in ascending order.
+      compiling: name of the program that is being compiled; empty if there is none.
     """
 
     def __init__(
@@ -159,36 +144,39 @@ class Engine:
         prefix_mib: int = 0,
     ):
         sizes = _eighths(batch_size) if sizes is None else sizes
-        for name, values in (
-            ("batch_size", [batch_size]), ("sizes", sizes), ("canvases", canvases or []),
-            ("max_waiting", [1 if max_waiting is None else max_waiting]),
-            ("max_programs", [max_programs]), ("max_candidates", [max_candidates]),
-        ):  # fmt: skip
+        for name, values in {
+            "batch_size": [batch_size],
+            "sizes": sizes,
+            "canvases": canvases or [],
+            "max_waiting": [1 if max_waiting is None else max_waiting],
+            "max_programs": [max_programs],
+            "max_candidates": [max_candidates],
+        }.items():
             _check_counts(name, values)
-        rows = split_rows(model.params)
-        self._prefixes, self._prefix_mib = _prefixes(model, prefix_mib, rows), prefix_mib
-        is_together = spans_processes(rows)
-        self.share = OwnRows(rows, num_shares(rows)).share
-        self._lock = threading.Lock()
+        self.model, self._rows = model, split_rows(model.params)
+        self.share = OwnRows(self._rows, num_shares(self._rows)).share
+        self._weights = Weights(model.params)
+        self._prefix_mib = prefix_mib
+        self._prefixes = _prefixes(model, prefix_mib, self._rows)
         self._scheduler = Scheduler(
-            functools.partial(loop_of, model), max_programs=max_programs,
-            num_processes=self.share[1], is_together=is_together,
-        )  # fmt: skip
+            functools.partial(compiled_loop, model),
+            max_programs=max_programs,
+            num_processes=self.share[1],
+            is_together=spans_processes(self._rows),
+        )
+        self._lock = threading.Lock()
         self._queues: dict[Static, list[Queue]] = {}
-        self._limit = _QUEUES_PER_PROGRAM * max_programs
+        self._max_queues = _QUEUES_PER_PROGRAM * max_programs
         self._batch_size, self.sizes = batch_size, sorted(sizes)
         self._canvases = None if canvases is None else sorted(canvases)
         self._max_waiting, self._max_candidates = max_waiting, max_candidates
-        self._model, self._facts, self._rows = model, model.facts, rows
-        self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
-        self._work = Work()
+        self._report = Report()
         self._compiled: list[str] = []
         self.compiling = ""
-        self._compiling: WeakKeyDictionary[Loop, threading.Lock] = WeakKeyDictionary()
-        self._warm: list[Loop] = []
+        self._warm: list[CompiledLoop] = []
         self._missing: dict[Hashable, tuple[Queue, int]] = {}
         self._errors: dict[Hashable, Exception] = {}
-        self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
+        self._entries: dict[int, tuple[Entry, Queue]] = {}
         self._cancelled: list[tuple[Entry, Queue]] = []
         self._next_number = 0
         self._is_closed = False
@@ -199,10 +187,64 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[tuple[Ticket, Row]]:
-        """Yields rows as they end, until all requests have ended."""
-        while self.is_busy:
-            yield from self.step().finished.items()
+    def run(
+        self,
+        requests: Iterable[Request | None] = (),
+        *,
+        num_steps: int | None = None,
+        is_watched: bool = False,
+    ) -> Iterator[Row]:
+        """Yields rows as they end, until all requests have ended.
+
+        Requests are read lazily, as many as may wait, so the iterable can be arbitrarily long.
+        Requests that are submitted in the meantime run as well. ``Row.number`` is the number of the
+        request: by default, requests are numbered in the order in which they are read.
+
+        Args:
+          requests: the requests. With several processes, all iterables have the same length, and
+            None stands for a request that another process runs.
+          num_steps: as in `step`.
+          is_watched: whether the rows of `requests` are also yielded while they run.
+        """
+        for rows in self.turns(requests, num_steps=num_steps, is_watched=is_watched):
+            yield from rows
+
+    def turns(
+        self,
+        requests: Iterable[Request | None] = (),
+        *,
+        num_steps: int | None = None,
+        is_watched: bool = False,
+        compiles: bool = True,
+    ) -> Iterator[list[Row]]:
+        """Yields the rows of each call of `step`, as `run` does one by one."""
+        coming = iter(requests)
+        has_more = True
+        while True:
+            has_more = has_more and self._read(coming, is_watched=is_watched)
+            if not (has_more or self.is_busy):
+                return
+            yield self.step(num_steps, compiles=compiles)
+
+    def _read(self, coming: Iterator[Request | None], *, is_watched: bool) -> bool:
+        """Submits requests until the queue is full. Returns whether more may come."""
+        limit, is_together = self._max_waiting, self._scheduler.is_together
+        if is_together and limit is not None and self._scheduler.num_waiting >= limit:
+            return True
+        count = 0
+        while count != limit if is_together else self.has_room:
+            try:
+                request = next(coming)
+            except StopIteration:
+                return False
+            count += 1
+            # All processes read the same number of requests, so all are busy.
+            self._scheduler.is_busy = True
+            if request is None:
+                self._next_number += 1
+            else:
+                self._submit(request, is_watched=is_watched)
+        return True
 
     @property
     def is_busy(self) -> bool:
@@ -217,26 +259,14 @@ class Engine:
     def num_waiting(self) -> int:
         return sum(queue.num_waiting for queue in self.queues)
 
-    def results(self, requests: Iterable[Request]) -> Iterator[tuple[int, Row]]:
-        """Yields the index and the row of each request when the row ends.
-
-        Requests are read lazily, up to the queue limit, so the iterable can be arbitrarily long.
-        """
-        places: dict[Ticket, int] = {}
-        coming = enumerate(requests)
-        more = True
-        while more or places:
-            while more and self.has_room:
-                place, request = next(coming, (-1, None))
-                more = request is not None
-                if request is not None:
-                    places[self.submit(request)] = place
-            for ticket, row in self.step().finished.items():
-                if ticket in places:
-                    yield places.pop(ticket), row
-
-    def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
-        """Chooses program sizes for requests that will be submitted later.
+    def reserve(
+        self,
+        requests: Sequence[Request],
+        *,
+        on_one_canvas: bool = False,
+        is_part: bool = False,
+    ) -> None:
+        """Chooses programs for requests that will be submitted later.
 
         Reserving all requests in advance results in fewer and smaller programs.
 
@@ -244,6 +274,8 @@ class Engine:
           requests: the requests that will be submitted.
           on_one_canvas: whether requests with the same static settings share the canvas of the
             longest request. Otherwise each request uses the shortest canvas that fits it.
+          is_part: whether more requests will follow, so that programs have the sizes of the engine
+            instead of the smallest that holds these requests.
         """
         with self._lock:
             for static, members in group(requests).items():
@@ -252,10 +284,16 @@ class Engine:
                     canvas = 0 if on_one_canvas else self._canvas(request)
                     canvases.setdefault(canvas, []).append(request)
                 for canvas, some in canvases.items():
+                    if is_part:
+                        some = [r for r in some if self._find(static, r, canvas) is None]
+                    if not some:
+                        continue
+                    sizes = self._sizes(static)
+                    if not is_part:
+                        sizes = [slot_count(len(some), self._batch_size, self._num_shares(static))]
                     fitted = canvas or canvas_size(max(request.room for request in some))
-                    size = slot_count(len(some), self._batch_size, self._num_shares(static))
-                    bucket = Bucket(some, self._facts, fitted)
-                    queue = self._add(Queue(bucket, [size], is_reserved=True))
+                    bucket = Bucket(some, self.model.facts, fitted)
+                    queue = self._add(Queue(bucket, sizes, is_reserved=True))
                     if self._scheduler.is_together:
                         self._scheduler.enter(queue)
 
@@ -289,7 +327,7 @@ class Engine:
         """
         with self._lock:
             key, (queue, size) = next(iter(self._missing.items()))
-        loop = loop_of(self._model, queue.bucket, size)
+        loop = compiled_loop(self.model, queue.bucket, size)
         known = len(loop.compiled)
         try:
             self._compile(queue, size)
@@ -299,100 +337,103 @@ class Engine:
         with self._lock:
             del self._missing[key]
 
-    def _compile(self, queue: Queue, size: int) -> Loop:
-        """Returns a loop whose program is compiled, with the functions that change its rows."""
-        loop = loop_of(self._model, queue.bucket, size)
+    def _compile(self, queue: Queue, size: int) -> CompiledLoop:
+        """Returns a loop whose functions are compiled."""
         with self._lock:
-            lock = self._compiling.setdefault(loop, threading.Lock())
-        with lock:
-            if loop.has_run:
+            loop = compiled_loop(self.model, queue.bucket, size)
+            others = [
+                (compiled_loop(self.model, queue.bucket, other), other)
+                for other in queue.sizes
+                if other != size
+            ]
+        with loop.lock:
+            if loop.steps.has_run:
                 return loop
             slots = Slots(
-                loop, self._model.params, queue.bucket, size, max_candidates=self._max_candidates,
-                prefixes=_prefixes(self._model, self._prefix_mib, self._rows),
-            )  # fmt: skip
+                loop,
+                self._weights,
+                queue.bucket,
+                size,
+                max_candidates=self._max_candidates,
+                prefixes=_prefixes(self.model, self._prefix_mib, self._rows),
+            )
             request = queue.bucket.example
             if request.host_sampler is not None:
                 request = dataclasses.replace(request, host_sampler=_first)
-            slots.put({0: Job(0, request)})
+            slots.put({0: Entry(number=0, request=request)})
             slots.advance(1)
-            slots.put({0: Job(0, request)})
-            for other in queue.sizes:
-                if other != size:
-                    slots.resized(loop_of(self._model, queue.bucket, other), other)
+            slots.put({0: Entry(number=0, request=request)})
+            for other, num_slots in others:
+                slots.resized(other, num_slots)
         return loop
 
-    def _is_ready(self, loop: Loop) -> bool:
-        lock = self._compiling.get(loop)
-        return loop.has_run and (lock is None or not lock.locked())
-
-    def submit(
-        self,
-        request: Request,
-        *,
-        priority: int = 0,
-        is_watched: bool = False,
-        number: int | None = None,
-    ) -> Ticket:
-        """Queues a request for a slot. An error does not affect other requests.
+    def submit(self, request: Request, *, priority: int = 0, is_watched: bool = False) -> int:
+        """Queues a request for a slot and returns its number. An error does not affect other
+        requests.
 
         Args:
           request: a request from `make_requests`.
           priority: within a queue, requests with higher priority start first.
-          is_watched: whether `step` returns the row while it runs.
-          number: ticket number. It identifies the row in host samplers and errors, and must exceed
-            all earlier ticket numbers. Default: the next number.
+          is_watched: whether the row is also returned while it runs.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
-            it, or the number is too small.
+            it, or its number is too small.
           EngineFullError: the queue is full.
         """
-        check_canvas(request, self._facts, mask_id=self._mask_id)
+        return self._submit(request, priority, is_watched=is_watched, is_limited=True)
+
+    def _submit(
+        self,
+        request: Request,
+        priority: int = 0,
+        *,
+        is_watched: bool = False,
+        is_limited: bool = False,
+    ) -> int:
+        check_canvas(request, self.model.facts, mask_id=self.model.tokenizer.mask_id)
         with self._lock:
             self._check_open()
-            if not self.has_room:
+            if is_limited and not self.has_room:
                 raise EngineFullError(
                     f"max_waiting={self._max_waiting} requests are waiting; retry when some have "
                     "started"
                 )
-            number = self._next_number if number is None else number
+            number = self._next_number if request.number is None else request.number
             if number < self._next_number:
                 raise SettingError(
                     "number", number, "is already used", f"use at least {self._next_number}"
                 )
             queue = self._queue_of(request)
-            ticket = Ticket(number)
-            entry = Entry(ticket, request, priority, is_watched)
+            entry = Entry(number=number, request=request, priority=priority, is_watched=is_watched)
             self._next_number = number + 1
-            self._entries[ticket] = entry, queue
+            self._entries[number] = entry, queue
             queue.push(entry)
             self._scheduler.enter(queue)
-        return ticket
+        return number
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, number: int) -> None:
         """Cancels a request: the next `step` returns its current state with `Status.CANCELLED`.
 
         A request that ends during a running call to `step` is returned as finished.
         """
         with self._lock:
             self._check_open()
-            if ticket not in self._entries:
-                is_known = 0 <= ticket.number < self._next_number
+            if number not in self._entries:
                 raise ValueError(
-                    f"request {ticket.number} has ended; only waiting or running requests can be "
-                    "cancelled"
-                    if is_known
-                    else f"{ticket} is not a ticket of this engine"
+                    f"request {number} has ended; only waiting or running requests can be cancelled"
+                    if 0 <= number < self._next_number
+                    else f"request {number} was not submitted to this engine"
                 )
-            entry, queue = self._entries[ticket]
+            entry, queue = self._entries[number]
             if entry.is_cancelled:
-                raise ValueError(f"request {ticket.number} is already cancelled")
+                raise ValueError(f"request {number} is already cancelled")
             queue.cancel(entry)
             self._cancelled.append((entry, queue))
 
-    def step(self, num_steps: int | None = None, *, compiles: bool = True) -> Step:
-        """Runs the next queue that has a program and returns the rows that have ended.
+    def step(self, num_steps: int | None = None, *, compiles: bool = True) -> list[Row]:
+        """Runs the next queue that has a program. Returns the rows that have ended, truncated after
+        their first EOS, and the watched rows that ran or entered a slot, with `Status.RUNNING`.
 
         The call returns immediately if there is no work.
 
@@ -409,27 +450,29 @@ class Engine:
             self._check_open()
             cancelled, self._cancelled = self._cancelled, []
         ended = [
-            (entry, self._evicted(entry, queue))
+            self._evict(entry, queue)
             for entry, queue in cancelled
-            if entry.ticket in self._entries  # or it has ended in the running call
+            if entry.number in self._entries  # or it has ended in the running call
         ]
         with self._lock:
             if self._scheduler.is_together:
                 self._agree()
-            queue = self._scheduler.next() if compiles else self._scheduler.next(self._is_ready)
+            is_ready = (lambda loop: True) if compiles else (lambda loop: loop.is_ready)
+            queue = self._scheduler.next(is_ready)
             ended += self._without_program()
-        shown = {} if queue is None else self._serve(queue, num_steps, ended)
-        finished = {entry.ticket: row.upto_eos(self._eos_ids) for entry, row in ended}
+        running = [] if queue is None else self._serve(queue, num_steps, ended)
+        eos_ids = self.model.eos_ids
+        rows = [row.upto_eos(eos_ids) for row in ended]
         with self._lock:
-            for ticket in finished:
-                del self._entries[ticket]
-        return Step(finished, shown)
+            for row in rows:
+                del self._entries[row.number]
+        return rows + running
 
     def report(self) -> Report:
         with self._lock:
             queues = list(self.queues)
-            return Report(
-                work=self._work,
+            return dataclasses.replace(
+                self._report,
                 waiting=sum(queue.num_waiting for queue in queues),
                 running=sum(len(queue.running) for queue in queues),
                 slots=sum(queue.size for queue in queues if queue.size is not None),
@@ -463,23 +506,38 @@ class Engine:
     def _queue_of(self, request: Request) -> Queue:
         """Returns the queue of a request and creates it if no bucket fits."""
         static, canvas = static_of(request), self._canvas(request)
-        for queue in self._queues.get(static, ()):
-            is_near = queue.is_reserved or queue.bucket.canvas == canvas
-            if is_near and queue.bucket.holds(request):
-                return queue
+        queue = self._find(static, request, canvas, has_reserved=True)
+        if queue is not None:
+            return queue
         if self._scheduler.is_together:
             raise ValueError(
                 "an engine on the devices of several processes only runs requests that all "
                 "processes have reserved; call `reserve` first with the same requests in every "
                 "process"
             )
-        if sum(map(len, self._queues.values())) >= self._limit:
-            kept = {static: [queue for queue in queues if queue.is_busy or queue.is_reserved]
-                    for static, queues in self._queues.items()}  # fmt: skip
-            self._queues = {static: queues for static, queues in kept.items() if queues}
+        if sum(map(len, self._queues.values())) >= self._max_queues:
+            for key, queues in list(self._queues.items()):
+                self._queues[key] = [q for q in queues if q.is_busy or q.is_reserved]
+                if not self._queues[key]:
+                    del self._queues[key]
+        bucket = Bucket([request], self.model.facts, canvas)
+        return self._add(Queue(bucket, self._sizes(static)))
+
+    def _find(
+        self, static: Static, request: Request, canvas: int, *, has_reserved: bool = False
+    ) -> Queue | None:
+        """Returns the queue on the shortest canvas that holds a request: on its own canvas or, if
+        `has_reserved`, any reserved one.
+        """
+        for queue in self._queues.get(static, ()):
+            is_near = queue.bucket.canvas == canvas or has_reserved and queue.is_reserved
+            if is_near and queue.bucket.holds(request):
+                return queue
+        return None
+
+    def _sizes(self, static: Static) -> list[int]:
         shares = self._num_shares(static)
-        sizes = sorted({-(-size // shares) * shares for size in self.sizes})
-        return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
+        return sorted({-(-size // shares) * shares for size in self.sizes})
 
     def _add(self, queue: Queue) -> Queue:
         """Returns the existing queue of the same bucket, or adds and returns `queue`."""
@@ -519,7 +577,7 @@ class Engine:
         everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
         self._scheduler.agree(everywhere.tolist())
 
-    def _evicted(self, entry: Entry, queue: Queue) -> Row:
+    def _evict(self, entry: Entry, queue: Queue) -> Row:
         """Frees the slot of a cancelled request and returns its row."""
         if entry.slot is None:
             row = self._unstarted(entry, Status.CANCELLED)
@@ -534,76 +592,79 @@ class Engine:
             self._scheduler.leave(queue)
         return row
 
-    def _without_program(self) -> list[tuple[Entry, Row]]:
-        """Notes which programs are missing. Returns the requests that wait for a program that
-        cannot be compiled, with their rows.
+    def _without_program(self) -> list[Row]:
+        """Notes which programs are missing. Returns the rows of requests that wait for a program
+        that cannot be compiled.
         """
-        ended: list[tuple[Entry, Row]] = []
+        ended: list[Row] = []
         for queue, size in self._scheduler.missing:
             key = (queue.bucket.key, size)
             if key not in self._errors:
                 self._missing.setdefault(key, (queue, size))
             elif queue.size is None:
                 error = self._errors.pop(key)
-                ended += [(e, self._unstarted(e, Status.FAILED, error)) for e in queue.drop()]
+                ended += [self._unstarted(e, Status.FAILED, error) for e in queue.drop()]
                 self._scheduler.leave(queue)
         return ended
 
-    def _serve(
-        self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]
-    ) -> dict[Ticket, Row]:
+    def _serve(self, queue: Queue, num_steps: int | None, ended: list[Row]) -> list[Row]:
         """Runs one call of the loop and returns the watched rows. Rows that end are added to
         `ended`, even if other rows fail.
         """
         before = len(ended)
         try:
             self._advance(queue, num_steps, ended)
-            rows = queue.slots.rows(queue.watched())
-            shown = {queue.running[slot].ticket: row for slot, row in rows.items()}
+            rows = queue.slots.rows(queue.watched()).values()
+            shown = [dataclasses.replace(row, status=Status.RUNNING) for row in rows]
         except Exception as error:
             if not queue.running and len(ended) == before:
                 raise
-            entries, shown = list(queue.running.values()), {}
+            entries, shown = list(queue.running.values()), []
             queue.running.clear()
-            ended += [(e, self._unstarted(e, Status.FAILED, error)) for e in entries]
+            ended += [self._unstarted(e, Status.FAILED, error) for e in entries]
         with self._lock:
             self._scheduler.leave(queue)
         return shown
 
-    def _advance(self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]) -> None:
+    def _advance(self, queue: Queue, num_steps: int | None, ended: list[Row]) -> None:
         """Fills slots, advances rows, and refills the slots of ended rows."""
-        slots = self._slots(queue)
-        if not self._scheduler.is_together:
+        slots, is_together = self._slots(queue), self._scheduler.is_together
+        if not is_together:
             queue.totals = queue.counts()
         todo = queue.totals
         # Show a watched row before its first step.
         is_shown_first = todo.fills + todo.evicted > 0 and self._fill(queue)
         if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
             return
-        if not queue.running and not self._scheduler.is_together:
+        if not queue.running and not is_together:
             return  # the request was cancelled after it was counted
         waits = todo.waiting > todo.fills and not queue.is_draining
         if num_steps is None:
             num_steps = 1 if queue.watched() else STEPS_PER_CALL
-        known = len(slots.loop.compiled)
-        self.compiling = "" if slots.loop.has_run else _label(slots.num_slots, queue.bucket)
-        taken = slots.advance(num_steps, max(1, slots.num_slots // _IDLE_SHARE) if waits else None)
+        loop, num_ends = slots.loop, max(1, slots.num_slots // _IDLE_SHARE) if waits else None
+        known = len(loop.compiled)
+        self.compiling = "" if loop.steps.has_run else _label(slots.num_slots, queue.bucket)
+        places, taken_B, counted = slots.advance(num_steps, num_ends)
         self.compiling = ""
-        self._compiled += slots.loop.compiled[known:]
-        rows = slots.rows(taken.ended)
-        steps, slot_steps = int(taken.steps.sum()), taken.steps.size * int(taken.steps.max())
-        self._work = self._work.plus(
-            taken.counted,
-            rows=len(rows),
-            tokens=sum(row.num_generated for row in rows.values()),
-            steps=steps,
-            slot_steps=slot_steps,
-            taken=steps if waits else 0,
-            offered=slot_steps if waits else 0,
+        self._compiled += loop.compiled[known:]
+        rows = slots.rows(places)
+        steps, slot_steps = int(taken_B.sum()), taken_B.size * int(taken_B.max())
+        before = self._report
+        self._report = dataclasses.replace(
+            before,
+            rows=before.rows + len(rows),
+            tokens=before.tokens + sum(row.num_generated for row in rows.values()),
+            steps=before.steps + steps,
+            slot_steps=before.slot_steps + slot_steps,
+            taken=before.taken + steps * waits,
+            offered=before.offered + slot_steps * waits,
+            counters=before.counters.plus(counted),
         )
-        ended += [(queue.running.pop(slot), row) for slot, row in rows.items()]
-        slots.take_out(taken.ended)
-        if not self._scheduler.is_together:
+        for slot, row in rows.items():
+            del queue.running[slot]
+            ended.append(row)
+        slots.take_out(places)
+        if not is_together:
             self._fill(queue)
 
     def _slots(self, queue: Queue) -> Slots:
@@ -612,9 +673,13 @@ class Engine:
         assert size is not None
         if slots is None:
             queue.slots = Slots(
-                queue.program, self._model.params, queue.bucket, size,
-                max_candidates=self._max_candidates, prefixes=self._prefixes,
-            )  # fmt: skip
+                queue.program,
+                self._weights,
+                queue.bucket,
+                size,
+                max_candidates=self._max_candidates,
+                prefixes=self._prefixes,
+            )
         elif slots.num_slots != size:
             slots.put(dict.fromkeys(queue.evicted))
             queue.evicted.clear()
@@ -627,17 +692,16 @@ class Engine:
         with self._lock:
             changes = queue.admit()
         if changes or self._scheduler.is_together:
-            queue.slots.put({
-                slot: e and Job(e.ticket.number, e.request, e.waited) for slot, e in changes.items()
-            })  # fmt: skip
+            queue.slots.put(changes)
         return any(entry is not None and entry.is_watched for entry in changes.values())
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
         """Returns the row of a request before its first step."""
         tokens = entry.request.tokens
         return Row(
+            number=entry.number,
             tokens=tokens.astype(np.int32),
-            is_frozen=~entry.request.is_open(self._mask_id),
+            is_frozen=~entry.request.is_open(self.model.tokenizer.mask_id),
             logprobs=np.zeros(tokens.size, np.float32),
             committed=np.full(tokens.size, -1, np.int32),
             steps=0,
@@ -695,8 +759,7 @@ class AsyncEngine:
     requests.
 
     Args:
-      engine: the engine. Only this object may call `Engine.step`. Leaving the context closes the
-        engine.
+      engine: the engine. Only this object may run it. Leaving the context closes the engine.
       steps_per_call: number of steps between checks for new requests. It bounds the waiting time of
         a new request if a slot is free.
     """
@@ -708,9 +771,8 @@ class AsyncEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")
         self._is_compiling = False
-        self._told: dict[Ticket, asyncio.Queue[Row | Exception]] = {}
-        self._work = asyncio.Event()
-        self._room = asyncio.Condition()
+        self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
+        self._work, self._room = asyncio.Event(), asyncio.Event()
         self._wait_for_room = 0
         self._is_closing = False
         self._driver: asyncio.Task[None] | None = None
@@ -737,8 +799,8 @@ class AsyncEngine:
         Raises:
           ValueError: as for `Engine.submit`, except for a full queue.
         """
-        async with self._submitted(request, priority, is_watched=False) as told:
-            return _row(await told.get())
+        async with self._submitted(request, priority, is_watched=False) as rows:
+            return _row(await rows.get())
 
     async def watch(
         self, request: Request, *, priority: int = 0, every_block: bool = True
@@ -752,10 +814,10 @@ class AsyncEngine:
           priority: as in `Engine.submit`.
           every_block: whether a canvas is yielded after every finished block instead of every step.
         """
-        async with self._submitted(request, priority, is_watched=True) as told:
+        async with self._submitted(request, priority, is_watched=True) as rows:
             origin, block = None, -1
             while True:
-                row = since_shown(_row(await told.get()), origin)
+                row = since_shown(_row(await rows.get()), origin)
                 origin = row.origin
                 if not every_block or row.block != block or row.status != Status.RUNNING:
                     origin, block = None, row.block
@@ -777,87 +839,78 @@ class AsyncEngine:
             for thread in (self._thread, self._compiler):
                 await asyncio.to_thread(thread.shutdown)
             self.engine.close()
-            await self._fail(ValueError("the engine is closed; create a new one"))
+            self._fail(ValueError("the engine is closed; create a new one"))
 
     @contextlib.asynccontextmanager
     async def _submitted(
         self, request: Request, priority: int, *, is_watched: bool
     ) -> AsyncIterator[asyncio.Queue[Row | Exception]]:
-        """Yields a queue with the updates of a request. The request is cancelled if the ``async
-        with`` block exits before the row ends.
+        """Yields a queue with the rows of a request. The request is cancelled if the ``async with``
+        block exits before the row ends.
         """
-        told: asyncio.Queue[Row | Exception] = asyncio.Queue()
-        ticket: Ticket | None = None
-        while ticket is None:
+        rows: asyncio.Queue[Row | Exception] = asyncio.Queue()
+        number: int | None = None
+        while number is None:
             if self._is_closing:
                 raise ValueError("the engine is closed or has failed; create a new one")
-            # The lock is held from a failed `submit` until `wait`, so that no notification is
-            # missed.
-            async with self._room:
+            try:
+                number = self.engine.submit(request, priority=priority, is_watched=is_watched)
+            except EngineFullError:
+                # Requests wait, so that a later turn starts one of them and sets the event.
+                self._room.clear()
+                self._wait_for_room += 1
                 try:
-                    ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
-                except EngineFullError:
-                    self._wait_for_room += 1
-                    try:
-                        await self._room.wait()
-                    finally:
-                        self._wait_for_room -= 1
-        self._told[ticket] = told
+                    await self._room.wait()
+                finally:
+                    self._wait_for_room -= 1
+        self._callers[number] = rows
         self._work.set()
         try:
-            yield told
+            yield rows
         finally:
-            if self._told.pop(ticket, None) is not None:
+            if self._callers.pop(number, None) is not None:
                 with contextlib.suppress(ValueError):
-                    self.engine.cancel(ticket)
+                    self.engine.cancel(number)
                 self._work.set()
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._work.clear()
-            if not self.engine.is_busy:
+            if not self.engine.is_busy or self.engine.is_waiting:
                 await self._work.wait()
-                continue
-            # The call continues in its thread even if this task is cancelled; `close` waits for it.
+            # The thread goes on even if this task is cancelled; `close` waits for it.
             try:
-                turn = loop.run_in_executor(self._thread, self._until_told, loop)
-                step = await asyncio.shield(turn)
+                await asyncio.shield(loop.run_in_executor(self._thread, self._run, loop))
             except Exception as error:
                 _LOGGER.exception("the engine has failed")
                 self._is_closing = True
-                await self._fail(error)
+                self._fail(error)
                 raise
-            for ticket, row in step.progress.items():
-                if ticket in self._told:
-                    self._told[ticket].put_nowait(row)
-            for ticket, row in step.finished.items():
-                told = self._told.pop(ticket, None)
-                if told is not None:
-                    told.put_nowait(row)
-            async with self._room:
-                self._room.notify_all()
-            if self.engine.is_waiting:
-                await self._work.wait()
 
-    def _until_told(self, loop: asyncio.AbstractEventLoop) -> Step:
-        """Calls `Engine.step` repeatedly in the engine thread until one yields an update for a
-        caller.
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs the engine in its thread and passes rows to their callers, until nothing can run.
 
-        Requests submitted or cancelled in the meantime are handled by the next call. Calls without
-        an update avoid the round trip through the event loop. Programs are compiled in another
-        thread, unless all processes must compile together.
+        Programs are compiled in another thread, unless all processes must compile together.
         """
         compiles = self.engine.share[1] > 1
-        while True:
-            step = self.engine.step(self._steps_per_call, compiles=compiles)
+        for rows in self.engine.turns(num_steps=self._steps_per_call, compiles=compiles):
+            if rows or self._wait_for_room:
+                loop.call_soon_threadsafe(self._deliver, rows)
             if self.engine.needs_program and not self._is_compiling and not self._is_closing:
                 self._is_compiling = True
                 self._compiler.submit(self._compile, loop)
-            is_told = step.finished or step.progress or self._wait_for_room
-            is_over = self._is_closing or not self.engine.is_busy or self.engine.is_waiting
-            if is_told or is_over:
-                return step
+            if self._is_closing or self.engine.is_waiting:
+                return
+
+    def _deliver(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            is_running = row.status is Status.RUNNING
+            known = self._callers
+            caller = known.get(row.number) if is_running else known.pop(row.number, None)
+            if caller is not None:
+                caller.put_nowait(row)
+        self._room.set()
 
     def _compile(self, loop: asyncio.AbstractEventLoop) -> None:
         """Compiles the programs for which requests wait."""
@@ -867,16 +920,15 @@ class AsyncEngine:
         self._is_compiling = False
         loop.call_soon_threadsafe(self._work.set)
 
-    async def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """Notifies all callers that wait for a row or for space in the queue."""
-        for told in self._told.values():
-            told.put_nowait(error)
-        self._told.clear()
-        async with self._room:
-            self._room.notify_all()
+        for caller in self._callers.values():
+            caller.put_nowait(error)
+        self._callers.clear()
+        self._room.set()
 
 
-def _row(told: Row | Exception) -> Row:
-    if isinstance(told, Exception):
-        raise told
-    return told
+def _row(received: Row | Exception) -> Row:
+    if isinstance(received, Exception):
+        raise received
+    return received

@@ -21,7 +21,6 @@ from dlm_jax.inference.request import (
     settings_of_call,
 )
 from dlm_jax.inference.results import Generation, Row, assemble, since_shown
-from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 
@@ -110,12 +109,11 @@ def generate(
     with _engine_for(model, requests, batch_size, max_candidates) as engine:
         # Each process generates a share of the texts.
         index, count = engine.share
-        owners = {
-            engine.submit(request): place
-            for place, request in enumerate(requests)
-            if place % count == index
-        }
-        rows = _run(engine, owners, on_commits)
+        rows = _run(
+            engine,
+            (r if place % count == index else None for place, r in enumerate(requests)),
+            on_commits,
+        )
         programs = engine.report().compiled
     if count > 1:
         rows = {place: row for some in gathered(rows) for place, row in some.items()}
@@ -123,21 +121,22 @@ def generate(
 
 
 def _run(
-    engine: Engine, owners: Mapping[Ticket, int], on_commits: Callable[[int], Any] | None
+    engine: Engine,
+    requests: Iterable[Request | None],
+    on_commits: Callable[[int], Any] | None,
 ) -> dict[int, Row]:
-    """Returns the finished rows of an engine, indexed by `owners`."""
+    """Returns the finished rows by number."""
     rows: dict[int, Row] = {}
-    told = ended = 0
-    while engine.is_busy:
-        finished = engine.step().finished
-        _raise_first(finished.values())
-        rows |= {owners[ticket]: row for ticket, row in finished.items()}
+    reported = ended = 0
+    for finished in engine.turns(requests):
+        _raise_first(finished)
+        rows |= {row.number: row for row in finished}
         if on_commits is not None:
-            ended += sum(row.num_generated for row in finished.values())
+            ended += sum(row.num_generated for row in finished)
             now = ended + engine.num_committed()
             # Remasking reduces the count, but a progress bar must not move backwards.
-            on_commits(max(0, now - told))
-            told = max(now, told)
+            on_commits(max(0, now - reported))
+            reported = max(now, reported)
     return rows
 
 
@@ -265,15 +264,11 @@ def _canvases(
         )
     num_steps = 1 if every == "block" else int(every)
     with _engine_for(model, requests, batch_size) as engine:
-        for request in requests:
-            engine.submit(request, is_watched=True)
         blocks: dict[int, int] = {}
         origins: dict[int, np.ndarray | None] = {}
-        step = engine.step(0)
-        while step.progress or step.finished or engine.is_busy:
-            _raise_first(step.finished.values())
-            told = step.progress | step.finished
-            shown = {t.number: since_shown(row, origins.get(t.number)) for t, row in told.items()}
+        for rows in engine.turns(requests, num_steps=num_steps, is_watched=True):
+            _raise_first(rows)
+            shown = {row.number: since_shown(row, origins.get(row.number)) for row in rows}
             origins |= {index: row.origin for index, row in shown.items()}
             is_due = every != "block" or any(
                 row.status != Status.RUNNING or row.block != blocks.get(index)
@@ -283,6 +278,3 @@ def _canvases(
                 blocks |= {index: row.block for index, row in shown.items()}
                 origins |= dict.fromkeys(shown)
                 yield shown
-            if not engine.is_busy:
-                break
-            step = engine.step(num_steps)

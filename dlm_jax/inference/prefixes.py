@@ -117,9 +117,11 @@ def _programs(
             return cached.store(row, piece, None, first_1)
 
     return (
-        jax.jit(init, static_argnums=(1, 2)), jax.jit(piece),
-        jax.jit(add, donate_argnums=0), jax.jit(_in_slot, donate_argnums=0),
-    )  # fmt: skip
+        jax.jit(init, static_argnums=(1, 2)),
+        jax.jit(piece),
+        jax.jit(add, donate_argnums=0),
+        jax.jit(_in_slot, donate_argnums=0),
+    )
 
 
 def _in_slot(kept: Any, row: Any, slot: jax.Array) -> Any:

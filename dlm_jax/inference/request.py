@@ -401,6 +401,8 @@ class Request:
       read_back: whether the candidates of each token are recorded.
       capacity: maximum number of tokens of the row after edits; 0 means its current length.
       trace: whether each step is recorded.
+      number: number of the row for host samplers, errors and results, greater than those of all
+        earlier rows of its engine. Default: the next number.
     """
 
     tokens: np.ndarray
@@ -411,6 +413,7 @@ class Request:
     read_back: bool = False
     capacity: int = 0
     trace: bool = False
+    number: int | None = None
 
     @property
     def room(self) -> int:
@@ -508,27 +511,42 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
     return groups
 
 
-def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
-    """Removes the unused parts from the chains of the requests.
+Chains = dict[tuple[RuleTable, tuple[str, ...]], tuple[str, ...]]
+"""The part of each chain that is in use."""
+
+
+def chains_in_use(requests: Sequence[Request]) -> Chains:
+    """Returns the chains of the requests without unused parts.
 
     A part is unused if no request with the same chain uses it. Unused parts have no effect, and a
     shorter chain compiles faster. Unused transforms that read ids after a truncation to a few
     candidates are kept. Without them, the rest of the chain would process only those candidates and
     draw other tokens, so a row would depend on the other rows of its batch.
     """
-    used: dict[tuple[Any, ...], set[str]] = {}
+    used: dict[tuple[RuleTable, tuple[str, ...]], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
         used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
-    kept = {
+    return {
         (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
+
+
+def with_chain_in_use(sample: SampleConfig, chains: Chains) -> SampleConfig:
+    """Returns the settings with their chain of `chains`, unless they use another part of it."""
+    chain = chains.get((sample.table, sample.chain), sample.chain)
+    others = {*(sample.chain or ())} - {*(chain or ())}
+    return (
+        sample if others.intersection(sample.table.in_use(sample)) else replace(sample, chain=chain)
+    )
+
+
+def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
+    """Removes the unused parts from the chains of the requests; see `chains_in_use`."""
+    chains = chains_in_use(requests)
     # Requests that share a settings object also share the shortened one.
-    shorter = {id(r.sample): r.sample for r in requests}
-    shorter = {
-        place: replace(sample, chain=kept[sample.table, sample.chain])
-        for place, sample in shorter.items()
-    }
+    samples = {id(request.sample): request.sample for request in requests}
+    shorter = {place: with_chain_in_use(one, chains) for place, one in samples.items()}
     return [replace(request, sample=shorter[id(request.sample)]) for request in requests]
 
 

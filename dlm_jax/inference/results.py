@@ -41,6 +41,7 @@ class Row:
       waited: seconds that the row waited for a slot.
       seconds: seconds spent in a slot.
       trace: trace of the ended row, or None.
+      number: number of the row's request in its engine.
     """
 
     tokens: np.ndarray
@@ -58,6 +59,7 @@ class Row:
     waited: float = 0.0
     seconds: float = 0.0
     trace: Trace | None = None
+    number: int = 0
 
     @property
     def num_generated(self) -> int:

@@ -17,46 +17,42 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """The identifier of a submitted request.
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """A submitted request, which waits, or runs in `slot`.
 
     Attributes:
       number: number of the request in its engine, greater than all earlier numbers.
+      request: the request.
+      priority: within a queue, requests with higher priority start first.
+      is_watched: whether the row is returned while it runs.
+      submitted: time of submission.
+      started: time at which the row entered a slot.
+      slot: slot of the row; None while it waits.
+      is_cancelled: whether the request has been cancelled.
     """
 
     number: int
-
-
-@dataclass(eq=False)
-class Entry:
-    """A submitted request, which runs in `slot` or waits if `slot` is None."""
-
-    ticket: Ticket
     request: Any
     priority: int = 0
     is_watched: bool = False
     submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
     slot: int | None = None
     is_cancelled: bool = False
 
     @property
     def waited(self) -> float:
-        return time.perf_counter() - self.submitted
+        """Seconds in the queue."""
+        return (time.perf_counter() if self.started is None else self.started) - self.submitted
 
     def __lt__(self, other: Entry) -> bool:
-        ours, theirs = (-self.priority, self.ticket.number), (-other.priority, other.ticket.number)
-        return ours < theirs
+        return (-self.priority, self.number) < (-other.priority, other.number)
 
 
 class Counts(NamedTuple):
-    """Numbers of requests and slots of a queue.
-
-    Attributes:
-      waiting: number of waiting requests.
-      running: number of running requests.
-      fills: number of slots to be filled by waiting requests.
-      evicted: number of slots whose request was cancelled.
+    """The work of a queue: numbers of waiting and of running requests, of slots that waiting
+    requests will fill, and of slots whose request was cancelled.
     """
 
     waiting: int = 0
@@ -203,6 +199,11 @@ class Scheduler:
         self._programs: OrderedDict[Hashable, tuple[Any, Any, int]] = OrderedDict()
         self._served, self.is_busy = 0, False
         self.missing: list[tuple[Queue, int]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting requests in all processes, as of the last call of `agree`."""
+        return sum(queue.totals.waiting for queue in self._order)
 
     @property
     def programs(self) -> list[tuple[Any, int]]:

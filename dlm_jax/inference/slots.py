@@ -7,11 +7,11 @@ computed once per model.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import Row, canvas_size
+from dlm_jax.inference.scheduler import Entry
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program
@@ -36,32 +37,8 @@ from dlm_jax.sampling.rules import ModelFacts, Rules
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
 
-Loop = Advance | HostLoop
-
 _ALONE = 4
 """Traces are copied row by row if at most one row in four has ended."""
-_loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
-_keep = functools.lru_cache(maxsize=64)(lambda loop: loop)
-"""References the most recently used loops."""
-
-
-def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
-    """Returns the loop for requests of a bucket with this number of slots.
-
-    Calls with equal arguments return the same loop while it is referenced or is among the 64 most
-    recently used loops, so its program is not recompiled.
-    """
-    static = bucket.static
-    rows = None if static.needs_host else split_rows(model.params)
-    program = model.program(static.draw, static.is_guided, rows=rows, num_traced=bucket.num_traced)
-    key = (program, bucket.key, num_slots, model.compiler_options)
-    loop = _loops.get(key)
-    if loop is None:
-        options = compiler.options("sample", rows, model.compiler_options)
-        make = HostLoop if static.needs_host else Advance
-        loop = _loops[key] = make(program, compiler_options=options)
-    return _keep(loop)
-
 
 _REMEMBERED = 512
 
@@ -172,36 +149,26 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
     return -(-slots // shares) * shares
 
 
-class Layout:
-    """Parameters and the layout that `CachedTrunk.ready` computes from them.
+class Weights:
+    """The parameters of a model, and their layout for steps with a KV cache, computed once."""
 
-    Each pair of network and parameter dict has a single `Layout` while the `Layout` is referenced.
-    """
+    def __init__(self, params: Params):
+        self.params = params
+        self._cached: Params | None = None
 
-    def __init__(self, plain: Params, ready: Params):
-        self.plain, self.ready = plain, ready
-
-
-_layouts: WeakValueDictionary[Hashable, Layout] = WeakValueDictionary()
-
-
-def layout_of(program: Program, params: Params) -> Layout:
-    """Returns the parameter layout for the steps of a program with a cache."""
-    cached = program.network.cached
-    assert cached is not None, "the request was checked"
-    if cached.ready is None:
-        return Layout(params, params)
-    # The layout references the parameters, so that their ids are not reused.
-    key = (cached.ready, id(params))
-    layout = _layouts.get(key)
-    if layout is None:
-        is_local = all(map(devices.is_on_one_cpu, jax.tree.leaves(params)))
-        with devices.used(program.rows):
-            # On one CPU device, the layout is views of the parameters, without a compiled copy.
-            ready = cached.ready if is_local else _added(cached.ready)
-            layout = Layout(params, params | ready(params))
-        _layouts[key] = layout
-    return layout
+    def for_cache(self, program: Program) -> Params:
+        """Returns the parameters in the layout of `CachedTrunk.ready`."""
+        if self._cached is None:
+            cached = program.network.cached
+            assert cached is not None, "the request was checked"
+            self._cached = self.params
+            if cached.ready is not None:
+                is_local = all(map(devices.is_on_one_cpu, jax.tree.leaves(self.params)))
+                # On one CPU device, the layout is views of the parameters, without a compiled copy.
+                ready = cached.ready if is_local else _added(cached.ready)
+                with devices.used(program.rows):
+                    self._cached = self.params | ready(self.params)
+        return self._cached
 
 
 @functools.lru_cache(maxsize=64)
@@ -222,24 +189,26 @@ always fit.
 """
 
 
-def require_working_room(loop: Loop, params: Any, state: State) -> None:
+def require_working_room(loop: CompiledLoop, params: Any, state: State) -> None:
     """Raises MemoryError if a device has too little free memory for the temporaries of a step."""
     rows, positions = state.canvas.tokens_BL.shape
     if rows * positions < _LARGE:
         return
     require_room(
-        loop.working_bytes(params, state),
+        loop.steps.working_bytes(params, state),
         state.status_B.devices(),
         f"a step of {rows} rows on a canvas of {positions}",
         "lower max_length or batch_size",
     )
 
 
-class RowFunctions:
-    """Compiled functions that change the rows of a state. Their programs live as long as this
-    object.
+class CompiledLoop:
+    """The compiled functions of one program. The programs live as long as this object.
 
     Attributes:
+      steps: runs steps of all rows; a `HostLoop` for host samplers and read-back.
+      program: static part of all functions.
+      lock: held while the functions are compiled in advance.
       begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
         operations.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
@@ -249,7 +218,9 @@ class RowFunctions:
       trace: ``(state, slot) -> trace`` of the row in this slot, for a traced loop.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, steps: Advance | HostLoop):
+        self.steps, self.program, self.lock = steps, steps.program, threading.Lock()
+        program = self.program
         mask_id, num_traced = program.mask_id, program.num_traced
 
         # JAX caches compiled code for the lifetime of a function, so each loop has new functions.
@@ -284,42 +255,36 @@ class RowFunctions:
         self.begin, self.refill = jax.jit(begin), jax.jit(refill, donate_argnums=0)
         self.move, self.trace = jax.jit(move), jax.jit(trace)
 
+    @property
+    def compiled(self) -> list[str]:
+        """The compiled shapes."""
+        return self.steps.compiled
 
-_of_loop: WeakKeyDictionary[Loop, RowFunctions] = WeakKeyDictionary()
+    @property
+    def is_ready(self) -> bool:
+        """True if a call compiles nothing and no other thread compiles."""
+        return self.steps.has_run and not self.lock.locked()
 
 
-def changes_of(loop: Loop) -> RowFunctions:
-    if loop not in _of_loop:
-        _of_loop[loop] = RowFunctions(loop.program)
-    return _of_loop[loop]
+def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
+    """Returns the loop for requests of a bucket with this number of slots.
 
-
-class Job(NamedTuple):
-    """The request that a slot runs.
-
-    Attributes:
-      name: number of the request, used by host samplers and in errors.
-      request: the request.
-      waited: seconds that the request waited for a slot.
+    The 64 most recently used loops are shared by all engines of the process.
     """
+    static = bucket.static
+    rows = None if static.needs_host else split_rows(model.params)
+    program = model.program(static.draw, static.is_guided, rows=rows, num_traced=bucket.num_traced)
+    kind = HostLoop if static.needs_host else Advance
+    return _compiled_loop(program, kind, model.compiler_options, (bucket.key, num_slots))
 
-    name: int
-    request: Request
-    waited: float = 0.0
 
-
-class Taken(NamedTuple):
-    """The outcome of one call of the loop.
-
-    Attributes:
-      ended: the slots whose rows have ended.
-      steps: int32 ``[B]``, number of steps taken by the row in each slot.
-      counted: counters summed over the rows.
-    """
-
-    ended: tuple[int, ...]
-    steps: np.ndarray
-    counted: Counters
+@functools.lru_cache(maxsize=64)
+def _compiled_loop(
+    program: Program, kind: type[Advance | HostLoop], options: tuple[str, ...], shapes: Hashable
+) -> CompiledLoop:
+    # A loop runs arrays of one shape only, so that its programs are freed with it.
+    given = compiler.options("sample", program.rows, options)
+    return CompiledLoop(kind(program, compiler_options=given))
 
 
 class Slots:
@@ -329,8 +294,8 @@ class Slots:
     any slot and with any neighbours. A slot can run another request without recompilation.
 
     Args:
-      loop: the compiled loop, or the single-step loop for host samplers and read-back.
-      params: parameters of the loop's network.
+      loop: the compiled loop of the bucket.
+      weights: parameters of the loop's network.
       bucket: bucket to which all requests in these slots belong.
       num_slots: number of rows that run together, a multiple of the number of devices over which
         the rows are sharded. If the devices belong to several processes, the slots are divided
@@ -341,150 +306,152 @@ class Slots:
 
     def __init__(
         self,
-        loop: Loop,
-        params: Params,
+        loop: CompiledLoop,
+        weights: Weights,
         bucket: Bucket,
         num_slots: int,
         *,
         max_candidates: int = 64,
         prefixes: Prefixes | None = None,
     ):
-        if bucket.static.needs_host and not isinstance(loop, HostLoop):
+        if bucket.static.needs_host and not isinstance(loop.steps, HostLoop):
             raise ValueError("rows that need the host require a HostLoop; create one")
         self.loop, self.bucket, self.num_slots = loop, bucket, num_slots
-        self._params, self._max_candidates, self._prefixes = params, max_candidates, prefixes
-        self._own = OwnRows(placement(loop.program.rows, params), num_slots)
-        num_own = self._own.count
+        self._weights, self._max_candidates, self._prefixes = weights, max_candidates, prefixes
+        self._local = OwnRows(placement(loop.program.rows, weights.params), num_slots)
+        count = self._local.count
         self._state: State | None = None
-        self._layout: Layout | None = None
-        self._jobs: list[Job | None] = [None] * num_own
-        self._began = [0.0] * num_own
-        self._read_back: list[list[Written]] = [[] for _ in range(num_own)]
-        self._failed: dict[int, Exception] = {}
-        self._steps = np.zeros(num_own, np.int32)
-        self._counted = np.zeros((len(Counters._fields), num_own), np.int32)
+        self._entries: list[Entry | None] = [None] * count
+        self._read_back: list[list[Written]] = [[] for _ in range(count)]
+        self._errors: dict[int, Exception] = {}
+        self._steps = np.zeros(count, np.int32)
+        self._counters = np.zeros((len(Counters._fields), count), np.int32)
 
     @property
     def held(self) -> tuple[int, ...]:
-        return tuple(slot for slot, job in enumerate(self._jobs) if job is not None)
+        return tuple(slot for slot, entry in enumerate(self._entries) if entry is not None)
 
     @property
     def free(self) -> tuple[int, ...]:
-        return tuple(slot for slot, job in enumerate(self._jobs) if job is None)
+        return tuple(slot for slot, entry in enumerate(self._entries) if entry is None)
 
-    def put(self, new: Mapping[int, Job | None]) -> None:
-        """Assigns new requests to slots; None clears a slot."""
-        for slot, job in new.items():
-            self._jobs[slot], self._read_back[slot] = job, []
-            self._steps[slot] = self._counted[:, slot] = 0
-            self._failed.pop(slot, None)
-        arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
-        changes = changes_of(self.loop)
+    def put(self, changes: Mapping[int, Entry | None]) -> None:
+        """Assigns requests to slots; None clears a slot."""
+        new = {slot: entry for slot, entry in changes.items() if entry is not None}
+        for slot in changes:
+            self._entries[slot], self._read_back[slot] = new.get(slot), []
+            self._steps[slot] = self._counters[:, slot] = 0
+            self._errors.pop(slot, None)
+        arguments = self._arguments(new)
         if self._state is None:
             # Each process packs only its own rows; `place` then combines the rows of all processes.
-            state = changes.begin(arguments)
-            state = with_cache(self.loop.program, self._params, state)
-            state = self._own.place(state)
-            require_working_room(self.loop, self._params_read(state), state)
+            state = self.loop.begin(arguments)
+            state = with_cache(self.loop.program, self._weights.params, state)
+            state = self._local.place(state)
+            require_working_room(self.loop, self._params_for(state), state)
         else:
-            is_new = np.zeros(len(self._jobs), bool)
-            is_new[list(new)] = True
-            arguments, is_new_B = self._own.passed((arguments, is_new))
-            state = changes.refill(self._state, arguments, is_new_B)
-        self._state = self._with_prefixes(state, new)
+            is_new = np.zeros(len(self._entries), bool)
+            is_new[list(changes)] = True
+            arguments, is_new_B = self._local.passed((arguments, is_new))
+            state = self.loop.refill(self._state, arguments, is_new_B)
+        self._state = self._prefill(state, new)
         now = time.perf_counter()
-        for slot in new:
-            self._began[slot] = now
+        for entry in new.values():
+            entry.started = now
 
-    def advance(self, num_steps: int, num_ends: int | None = None) -> Taken:
+    def advance(
+        self, num_steps: int, num_ends: int | None = None
+    ) -> tuple[tuple[int, ...], np.ndarray, Counters]:
         """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
         The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
         with `Status.FAILED`. If `accept` failed, the row keeps the state after that step; otherwise
         it keeps the state before it.
+
+        Returns:
+          The slots whose rows have ended, the number of steps that the row in each slot took, and
+          the counters of these steps, summed over the rows.
         """
-        state = self._state
+        state, steps = self._state, self.loop.steps
         assert state is not None
-        if isinstance(self.loop, Advance):
+        if isinstance(steps, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
-            if self._own.share[1] > 1:
+            if self._local.share[1] > 1:
                 # A NumPy number is replicated, whereas a JAX array would be on one device.
                 limits = [np.int32(limit) for limit in limits]
-            state = self.loop(self._params_read(state), state, *limits)
+            state = steps(self._params_for(state), state, *limits)
         else:
-            state = self._step_on_host(self.loop, state)
+            state = self._step_on_host(steps, state)
         self._state = state
-        counted = (state.step_B, list(state.counters), state.status_B)
-        steps, counted, status = self._own.fetch(counted)
-        taken, more = steps - self._steps, np.stack(counted) - self._counted
-        self._steps, self._counted = np.array(steps), np.stack(counted)
-        has_ended = (status != Status.RUNNING).tolist()
-        ended = tuple(slot for slot in self.held if has_ended[slot])
-        return Taken(ended, taken, Counters(*more.sum(1).tolist()))
+        fetched = self._local.fetch((state.step_B, list(state.counters), state.status_B))
+        step_B, counters, status_B = np.array(fetched[0]), np.stack(fetched[1]), fetched[2]
+        taken_B, counted = step_B - self._steps, (counters - self._counters).sum(1)
+        self._steps, self._counters = step_B, counters
+        is_over = (status_B != Status.RUNNING).tolist()
+        ended = tuple(slot for slot in self.held if is_over[slot])
+        return ended, taken_B, Counters(*counted.tolist())
 
     def take_out(self, slots: Iterable[int]) -> None:
         """Removes the requests of slots whose rows have ended."""
         for slot in slots:
-            self._jobs[slot], self._read_back[slot] = None, []
+            self._entries[slot], self._read_back[slot] = None, []
 
-    def resized(self, loop: Loop, num_slots: int) -> Slots:
+    def resized(self, loop: CompiledLoop, num_slots: int) -> Slots:
         """Moves the running rows to `num_slots` slots, which must be enough for all running rows.
 
         The old `Slots` object must not be used afterwards.
         """
-        made = Slots(
-            loop, self._params, self.bucket, num_slots, max_candidates=self._max_candidates,
+        new = Slots(
+            loop,
+            self._weights,
+            self.bucket,
+            num_slots,
+            max_candidates=self._max_candidates,
             prefixes=self._prefixes,
-        )  # fmt: skip
-        made._layout = self._layout
+        )
         held = self.held
-        index = np.zeros(num_slots, np.int32)
-        index[: len(held)] = held
         if self._state is not None:
+            index = np.zeros(num_slots, np.int32)
+            index[: len(held)] = held
             is_held = np.arange(num_slots) < len(held)
-            move = changes_of(self.loop).move
-            state = move(self._state, jnp.asarray(index), jnp.asarray(is_held))
-            made._state = made._own.place(state)
+            state = self.loop.move(self._state, jnp.asarray(index), jnp.asarray(is_held))
+            new._state = new._local.place(state)
         for place, slot in enumerate(held):
-            made._jobs[place], made._began[place] = self._jobs[slot], self._began[slot]
-            made._read_back[place] = self._read_back[slot]
-            if slot in self._failed:
-                made._failed[place] = self._failed[slot]
-            made._steps[place] = self._steps[slot]
-            made._counted[:, place] = self._counted[:, slot]
-        return made
+            new._entries[place], new._read_back[place] = self._entries[slot], self._read_back[slot]
+            if slot in self._errors:
+                new._errors[place] = self._errors[slot]
+            new._steps[place] = self._steps[slot]
+            new._counters[:, place] = self._counters[:, slot]
+        return new
 
     def num_committed(self) -> int:
         if self._state is None:
             return 0
-        return int((self._own.fetch(self._state.committed_BL)[list(self.held)] >= 0).sum())
-
-    def job(self, slot: int) -> Job:
-        job = self._jobs[slot]
-        assert job is not None
-        return job
+        return int((self._local.fetch(self._state.committed_BL)[list(self.held)] >= 0).sum())
 
     def rows(self, slots: Sequence[int]) -> dict[int, Row]:
         if not slots:
             return {}
         state = self._state
         assert state is not None
-        edits = state.edits
-        tokens, frozen, logprobs, committed, length, steps, block, status, origin, counters = (
-            self._own.fetch(
-                (
-                    state.canvas.tokens_BL, state.canvas.frozen_BL, state.logprob_BL,
-                    state.committed_BL, state.canvas.length_B, state.step_B, state.block.index_B,
-                    state.status_B, None if edits is None else edits.origin_BL, state.counters,
-                )
-            )
-        )  # fmt: skip
+        canvas, edits = state.canvas, state.edits
+        token_arrays = (canvas.tokens_BL, canvas.frozen_BL, state.logprob_BL, state.committed_BL)
+        row_arrays = (canvas.length_B, state.step_B, state.block.index_B, state.status_B)
+        origin_BL = None if edits is None else edits.origin_BL
+        (
+            (tokens, frozen, logprobs, committed),
+            (length, steps, block, status),
+            origin,
+            counters,
+        ) = self._local.fetch((token_arrays, row_arrays, origin_BL, state.counters))
         traces = self._traces(state, slots, status)
         now = time.perf_counter()
         rows = {}
         for slot in slots:
-            n, error = int(length[slot]), self._failed.get(slot)
+            n, error, entry = int(length[slot]), self._errors.get(slot), self._entries[slot]
+            assert entry is not None and entry.started is not None
             rows[slot] = Row(
+                number=entry.number,
                 tokens=tokens[slot, :n].copy(),
                 is_frozen=frozen[slot, :n].copy(),
                 logprobs=logprobs[slot, :n].copy(),
@@ -496,8 +463,8 @@ class Slots:
                 origin=None if origin is None else origin[slot, :n].copy(),
                 read_back=tuple(self._read_back[slot]),
                 error=error,
-                waited=self.job(slot).waited,
-                seconds=now - self._began[slot],
+                waited=entry.waited,
+                seconds=now - entry.started,
                 trace=traces.get(slot),
             )
         return rows
@@ -510,51 +477,49 @@ class Slots:
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
             return {}
-        if len(ended) * _ALONE <= self._own.count and self._own.share[1] == 1:
-            of_row = changes_of(self.loop).trace
-            return {slot: jax.device_get(of_row(state, np.int32(slot))) for slot in ended}
-        whole = self._own.fetch(trace_of(self.loop.program, state))
+        if len(ended) * _ALONE <= self._local.count and self._local.share[1] == 1:
+            return {slot: jax.device_get(self.loop.trace(state, np.int32(slot))) for slot in ended}
+        whole = self._local.fetch(trace_of(self.loop.program, state))
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
-    def _with_prefixes(self, state: State, new: Mapping[int, Job | None]) -> State:
-        """Adds the keys and values of the new rows' prompts to the state, from the cache if
-        possible.
+    def _prefill(self, state: State, new: Mapping[int, Entry]) -> State:
+        """Adds the keys and values of the new rows' prompts to the state, from the cache of
+        prefixes if possible.
         """
         prefixes, rule, program = self._prefixes, state.rules.cache, self.loop.program
         if prefixes is None or rule is None or state.cache is None or program.is_guided:
             return state
-        kept, valid_B = state.cache.kept, state.cache.valid_B
-        for slot, job in new.items():
-            is_open = np.ones(1, bool) if job is None else job.request.is_open(program.mask_id)
+        kv, valid_B = state.cache.kept, state.cache.valid_B
+        for slot, entry in new.items():
+            is_open = entry.request.is_open(program.mask_id)
             count = rule.prefix(int(is_open.argmax()) if is_open.any() else 0)
-            if job is None or count < prefixes.size:
+            if count < prefixes.size:
                 continue
-            tokens = job.request.tokens[:count]
-            kept = prefixes.fill(self._params_read(state), kept, slot, tokens, self.bucket.canvas)
+            tokens = entry.request.tokens[:count]
+            kv = prefixes.fill(self._params_for(state), kv, slot, tokens, self.bucket.canvas)
             valid_B = valid_B.at[slot].set(count)
-        return state._replace(cache=state.cache._replace(kept=kept, valid_B=valid_B))
+        return state._replace(cache=state.cache._replace(kept=kv, valid_B=valid_B))
 
-    def _params_read(self, state: State) -> Any:
+    def _params_for(self, state: State) -> Params:
         """Returns the parameters for the loop, in the cache layout if the loop has a cache."""
         if state.cache is None:
-            return self._params
-        self._layout = self._layout or layout_of(self.loop.program, self._params)
-        return self._layout.ready
+            return self._weights.params
+        return self._weights.for_cache(self.loop.program)
 
-    def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
+    def _arguments(self, new: Mapping[int, Entry]) -> dict[str, Any]:
         """Returns the arguments of `start` as host arrays. Slots without a new request are idle."""
-        num_slots, size = len(self._jobs), self.bucket.canvas
+        num_slots, size = len(self._entries), self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)
         length = np.zeros(num_slots, np.int32)
-        for slot, job in new.items():
-            request = job.request
+        for slot, entry in new.items():
+            request = entry.request
             length[slot] = n = request.tokens.size
             tokens[slot, :n] = request.tokens
             if request.is_draft is not None:
                 is_frozen[slot, :n] = ~request.is_draft
         # Idle slots have the parameters of an arbitrary request and a length of 0.
-        packed = self.bucket.pack([job.request for job in new.values()])
+        packed = self.bucket.pack([entry.request for entry in new.values()])
         index = {slot: place for place, slot in enumerate(new)}
         places = np.array([index.get(slot, 0) for slot in range(num_slots)])
         row, rules = jax.tree.map(lambda leaf: leaf[places], packed)
@@ -562,18 +527,18 @@ class Slots:
         return arrays | {"row": row, "rules": rules}
 
     def _step_on_host(self, loop: HostLoop, state: State) -> State:
-        held = [(slot, self.job(slot)) for slot in self.held]
-        requests = [(slot, job.request) for slot, job in held]
+        held = {slot: entry for slot, entry in enumerate(self._entries) if entry is not None}
+        samplers = {slot: entry.request.host_sampler for slot, entry in held.items()}
         state, written = loop.step(
-            self._params_read(state),
+            self._params_for(state),
             state,
-            {slot: r.host_sampler for slot, r in requests if r.host_sampler is not None},
-            read_back=[slot for slot, r in requests if r.read_back],
+            {slot: sampler for slot, sampler in samplers.items() if sampler is not None},
+            read_back=[slot for slot, entry in held.items() if entry.request.read_back],
             max_candidates=self._max_candidates,
-            names=[-1 if job is None else job.name for job in self._jobs],
-            failed=self._failed,
+            names=[-1 if entry is None else entry.number for entry in self._entries],
+            failed=self._errors,
         )
-        slots = {job.name: slot for slot, job in held}
+        slots = {entry.number: slot for slot, entry in held.items()}
         for record in written:
             self._read_back[slots[record.candidates.row]].append(record)
         if state.edits is not None:

@@ -268,8 +268,8 @@ class Rollouts:
             ) as engine:
                 if jax.process_count() > 1:
                     engine.reserve(requests)
-                owners = {engine.submit(requests[place]): place for place in own}
-                made = {owners[ticket]: row for ticket, row in engine}
+                rows_of_part = engine.run(requests[place] for place in own)
+                made = {own[row.number]: row for row in rows_of_part}
         except ValueError as error:
             raise RewardError(f"samples of step {step + 1} cannot be generated: {error}") from None
         for row in made.values():

@@ -117,7 +117,7 @@ class _EngineFigures(prometheus_client.registry.Collector):
             yield GaugeMetricFamily(f"dlm_jax_{name}", text, value)
         counts = {"rows": "Finished rows.", "steps": "Steps of rows.", **Counters.helps()}
         for name, text in counts.items():
-            value = getattr(report.work, name)
+            value = getattr(report if name in ("rows", "steps") else report.counters, name)
             yield CounterMetricFamily(f"dlm_jax_{name}", text, value)
         prefix = CounterMetricFamily(
             "dlm_jax_prefix_positions", "Prompt positions in reusable prefixes.", labels=["how"]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.batch import Line, read_requests, request_file, share
+from dlm_jax.batch import Line, RequestFile, request_file, share
+from dlm_jax.batch.key_table import KeyTable
 
 KNOWN = ("temperature", "top_k", "logit_bias")
 
@@ -40,7 +41,7 @@ def path(tmp_path_factory):
 
 def read(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    return read_requests(path, known=KNOWN)
+    return list(RequestFile(path, known=KNOWN))
 
 
 @given(
@@ -173,16 +174,16 @@ def test_a_file_of_blank_lines_has_no_requests(path, content):
 def test_a_missing_file_and_a_folder_are_refused_at_once(tmp_path):
     kind = "pass a file of requests, one JSON object per line"
     with pytest.raises(ValueError, match=f"nothing.jsonl does not exist; {kind}$"):
-        read_requests(tmp_path / "nothing.jsonl", known=KNOWN)
+        RequestFile(tmp_path / "nothing.jsonl", known=KNOWN)
     with pytest.raises(ValueError, match=f" is not a file; {kind}$"):
-        read_requests(tmp_path, known=KNOWN)
+        RequestFile(tmp_path, known=KNOWN)
 
 
 @given(st.sets(st.integers(1, 60)), st.integers(1, 9))
 @settings(deadline=None, max_examples=30)
 def test_every_line_is_in_the_share_of_exactly_one_process(numbers, count):
     lines = [Line(number, number, {}) for number in sorted(numbers)]
-    shares = [share(lines, index, count) for index in range(count)]
+    shares = [list(share(lines, index, count)) for index in range(count)]
     assert sorted((line for part in shares for line in part), key=lambda x: x.number) == lines
     assert all(line.number % count == index for index in range(count) for line in shares[index])
 
@@ -212,6 +213,19 @@ def test_ten_thousand_lines_half_of_them_bad_take_little_time(path):
     lines = read(path, content)
     assert time.process_time() - start < 3
     assert len(lines) == 10_000
+
+
+@given(st.lists(st.tuples(IDS | st.tuples(IDS, st.integers(0, 9)), st.integers(0, 99))))
+@settings(deadline=None, max_examples=30)
+def test_a_table_on_disk_is_the_dict_that_keeps_the_first_place_of_a_key(pairs):
+    table, plain = KeyTable(), {}
+    for key, number in pairs:
+        assert table.add(key, (number, 2, 3)) == (key not in plain)
+        plain.setdefault(key, (number, 2, 3))
+        assert key in table
+    assert table == plain.keys() and len(table) == len(plain)
+    assert all(table.place(key) == place for key, place in plain.items())
+    assert table.place("line 1") is None
 
 
 def test_a_line_that_is_too_long_is_refused_unread_and_others_are_read(path, monkeypatch):

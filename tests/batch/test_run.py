@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from serving_cases import post, serving
 
 import dlm_jax
 from dlm_jax.batch import runner
-from dlm_jax.batch.request_file import read_requests, share
+from dlm_jax.batch.request_file import RequestFile, share
 from dlm_jax.batch.result_file import Results
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SampleConfig
@@ -90,7 +91,7 @@ def _run(
 ):  # fmt: skip
     """The rows of the output file after a run, which may be stopped after some results."""
     source = _write(directory / "in.jsonl", requests)
-    lines = read_requests(source, known=KNOWN, num_samples=num_samples)
+    lines = list(RequestFile(source, known=KNOWN, num_samples=num_samples))
     target = directory / "out.jsonl"
     seen = []
 
@@ -124,6 +125,11 @@ def _untimed(rows):
 
 def _hosted(max_candidates: int):
     return functools.partial(runner._host_settings, MODEL, None, max_candidates)
+
+
+def _requests(path, hosted):
+    lines = RequestFile(path, known=KNOWN)
+    return [line.request for line in runner.accept_lines(MODEL, lines, 0, {}, hosted)]
 
 
 def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
@@ -238,17 +244,16 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     }
     given = dict.fromkeys(shared, [3]) | {
         "logit_bias": [[3, -1.0]], "chain": ["bias", "temperature", "favour"], "favoured": [3, 4],
-        "order": "low_confidence", "common_ids": [[3, 0.5]],
+        "order": "low_confidence",
     }  # fmt: skip
     path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
-    lines = read_requests(path, known=[*table.settings])
-    _, (request,), (refused,) = runner._accepted(MODEL, lines, 0, {"rules": [Favour]}, _hosted(8))
-    made = {name: getattr(request.sample, name) for name in given}
+    lines = RequestFile(path, known=[*table.settings])
+    accepted, refused = runner.accept_lines(MODEL, lines, 0, {"rules": [Favour]}, _hosted(8))
+    made = {name: getattr(accepted.request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
-        "logit_bias": ((3, -1.0),), "common_ids": ((3, 0.5),), "chain": tuple(given["chain"]),
-        "favoured": (3, 4),
+        "logit_bias": ((3, -1.0),), "chain": tuple(given["chain"]), "favoured": (3, 4),
     }  # fmt: skip
-    assert "favoured=3 is no tuple" in refused["error"]
+    assert "favoured=3 is no tuple" in refused.error
 
 
 def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, monkeypatch):
@@ -266,10 +271,8 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
         for n in range(60)
     ]
     path = _write(tmp_path / "in.jsonl", requests)
-    found, asked, refused = runner._accepted(
-        MODEL, read_requests(path, known=KNOWN), 0, {}, _hosted(64)
-    )
-    assert (len(found), len(asked), refused) == (60, 60, [])
+    asked = _requests(path, _hosted(64))
+    assert len(asked) == 60
     # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
     assert len({id(one.sample) for one in asked}) == 3
     assert [one.sample.temperature for one in asked[:3]] == [0.5, 1, 1.0]
@@ -279,20 +282,34 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
     assert len({id(one.sample) for one in kept}) == len({id(one.sample) for one in asked})
 
 
-def test_what_is_planned_is_what_is_done(tmp_path):
-    requests = [{"gen_length": 5, "steps": 3}, {"gen_length": 70, "steps": 2}, {"stepz": 1}]
-    path = _write(tmp_path / "in.jsonl", requests)
-    lines = read_requests(path, known=KNOWN)
-    plans, seen = [], []
-    with Results(tmp_path / "out.jsonl", fingerprint="same") as results:
-        report = run_requests(
-            MODEL, lines, results, on_plan=plans.append,
-            on_result=lambda result, new: seen.append(result["id"]),
-        )  # fmt: skip
-    (plan,) = plans
-    assert set(plan.work) == set(seen) == {"line 1", "line 2", "line 3"}
-    assert [plan.work[f"line {n}"] for n in (1, 2, 3)] == [3 * 64, 2 * 128, 0]
-    assert len(plan.programs) == len(report.programs) == 2
+def test_a_long_file_runs_in_programs_of_one_size_and_is_read_as_rows_start(tmp_path):
+    """Of which a resumed run chooses the same."""
+    requests = [{"gen_length": (5, 70)[n % 9 == 8], "steps": 3} for n in range(40)] + [{"stepz": 1}]
+    lines = list(RequestFile(_write(tmp_path / "in.jsonl", requests), known=KNOWN))
+    read, seen = [], []
+
+    def coming():
+        for line in lines:
+            read.append(line.number)
+            yield line
+
+    def on_result(result, new):
+        seen.append(result["id"])
+        # The rows that wait, and those in the slots of two programs.
+        assert len(read) <= len(seen) + 6 + 2 * 4
+
+    plan = {"batch_size": 4, "read_ahead": 6}
+    reports = []
+    for stop in (7, None):
+        with Results(tmp_path / "out.jsonl", fingerprint="same", plan=plan) as results:
+            assert results.plan == {"batch_size": 4, "read_ahead": 6}
+            some = itertools.islice(coming(), stop)
+            reports.append(run_requests(MODEL, some, results, **results.plan, on_result=on_result))
+        read.clear()
+        plan = {"batch_size": 8, "read_ahead": 1000}  # that of the first run stays
+    assert sorted(seen) == sorted(line.id for line in lines)
+    assert set(reports[1].programs) == {"rows=4 canvas=64", "rows=4 canvas=128"}
+    assert set(reports[0].programs) == {"rows=4 canvas=64"}
 
 
 @pytest.mark.slow
@@ -568,23 +585,22 @@ def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypat
     )  # fmt: skip
     requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
     path = _write(tmp_path / "in.jsonl", requests)
-    hosts = _hosted(64)
-    _, asked, _ = runner._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
+    asked = _requests(path, _hosted(64))
     assert [one.needs_host for one in asked[:3]] == [False, True, False]
     assert len(asked) == 40 and len(resolved) == 2
 
 
-def test_the_plan_names_the_program_that_is_compiled_and_only_while_it_is(tmp_path, monkeypatch):
-    advance, seen, plans = Slots.advance, [], []
+def test_the_engine_names_the_program_that_is_compiled_and_only_while_it_is(tmp_path, monkeypatch):
+    advance, seen, engines = Slots.advance, [], []
 
     def noted(slots, *arguments):
-        seen.append((slots.loop.has_run, plans[0].compiling()))
+        seen.append((slots.loop.steps.has_run, engines[0].compiling))
         return advance(slots, *arguments)
 
     monkeypatch.setattr(Slots, "advance", noted)
     requests = [{"gen_length": 11, "steps": 9}, {"gen_length": 90, "steps": 9}]
-    _run(tmp_path, requests, batch_size=3, on_plan=plans.append)
-    assert len(seen) > 2 and plans[0].compiling() == ""
+    _run(tmp_path, requests, batch_size=3, on_start=engines.append)
+    assert len(seen) > 2 and engines[0].compiling == ""
     for has_run, name in seen:
         assert bool(name) == (not has_run) and (has_run or name.startswith("rows=1 canvas="))
 
@@ -669,7 +685,6 @@ def test_a_line_with_a_structure_and_a_wrong_setting_ends_no_other_line(tmp_path
     file = tmp_path / "in.jsonl"
     rows = [{"structure": "A+", name: value}, {"prompt": "A "}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    found, _, refused = runner._accepted(
-        MODEL, read_requests(file, known=KNOWN), 0, {}, lambda own: {"read_back": 0}
-    )
-    assert len(found) == 1 and name in refused[0]["error"]
+    lines = RequestFile(file, known=KNOWN)
+    refused, accepted = runner.accept_lines(MODEL, lines, 0, {}, lambda own: {"read_back": 0})
+    assert accepted.request is not None and name in refused.error

@@ -16,8 +16,8 @@ MODEL = dataclasses.replace(
 CONTEXTS = ["The cat", "A rat", "", "The", "A"]
 
 
-def _texts(asked, batch_size=4, **more):
-    return texts(MODEL, asked, common={}, slots=4, batch_size=batch_size, seed=0, **more)
+def _texts(asked, **more):
+    return texts(MODEL, asked, common={}, slots=4, seed=0, **more)
 
 
 def _asked(**given):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import dlm_jax
 from dlm_jax.inference.engine import Engine, EngineFullError
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.scheduler import Queue, Ticket
+from dlm_jax.inference.scheduler import Queue
 from dlm_jax.inference.slots import Slots
 from dlm_jax.types import Status
 
@@ -28,9 +28,9 @@ SCHEDULES = st.lists(st.one_of(SUBMIT, SUBMIT, CANCEL, STEP), max_size=30)
 def _all(engine):
     """Every row that comes out, by number; none twice."""
     found = {}
-    for ticket, row in engine:
-        assert ticket.number not in found
-        found[ticket.number] = row
+    for row in engine.run():
+        assert row.number not in found
+        found[row.number] = row
     return found
 
 
@@ -43,11 +43,10 @@ def test_any_schedule_does_what_a_plain_model_of_the_engine_does(schedule):
 
         def step(num_steps):
             expected = plain.step(num_steps)
-            finished = engine.step(num_steps).finished
-            told = {t.number: (row.status, row.steps) for t, row in finished.items()}
-            assert told == expected
-            for ticket, row in finished.items():
-                whole = alone(numbers[ticket.number])
+            finished = engine.step(num_steps)
+            assert {row.number: (row.status, row.steps) for row in finished} == expected
+            for row in finished:
+                whole = alone(numbers[row.number])
                 if row.status is Status.DONE:
                     assert same_row(row, whole)
                 else:
@@ -64,13 +63,13 @@ def test_any_schedule_does_what_a_plain_model_of_the_engine_does(schedule):
                 wants = request(value).sample.steps
                 number = plain.submit(wants, value % 2, priority)
                 numbers[number] = value
-                assert engine.submit(request(value), priority=priority) == Ticket(number)
+                assert engine.submit(request(value), priority=priority) == number
             elif what == "step":
                 step(value)
             elif plain.live():
                 number = plain.live()[value % len(plain.live())]
                 plain.cancel(number)
-                engine.cancel(Ticket(number))
+                engine.cancel(number)
         while engine.is_busy:
             step(8)
         assert not plain.order
@@ -86,13 +85,13 @@ def test_few_programs_starve_nobody_and_lose_nothing(schedule, is_one):
                 engine.submit(request(value), priority=priority)
                 numbers.append(value)
             elif what == "step":
-                found |= {t.number: row for t, row in engine.step(value).finished.items()}
+                found |= {row.number: row for row in engine.step(value)}
                 assert len(engine.report().programs) <= (1 if is_one else 2)
             else:
                 live = [n for n in range(len(numbers)) if n not in found and n not in cancelled]
                 if live:
                     cancelled.add(live[value % len(live)])
-                    engine.cancel(Ticket(live[value % len(live)]))
+                    engine.cancel(live[value % len(live)])
         rest = _all(engine)
         assert not found.keys() & rest.keys()
         found |= rest
@@ -109,7 +108,7 @@ def test_kinds_take_turns_and_none_starves():
             engine.submit(request(10))
         late = engine.submit(request(1))
         for _ in range(4):
-            if late in engine.step(8).finished:
+            if late in {row.number for row in engine.step(8)}:
                 break
         else:
             pytest.fail("the only one of its kind waits for twenty others")
@@ -118,9 +117,9 @@ def test_kinds_take_turns_and_none_starves():
 
 def test_a_higher_priority_goes_first_among_those_that_wait():
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        tickets = [engine.submit(request(4), priority=p) for p in (0, 0, 0, 0, 5, 1)]
-        order = [ticket for ticket, _ in engine]
-    assert set(order[:2]) == {tickets[4], tickets[5]}
+        numbers = [engine.submit(request(4), priority=p) for p in (0, 0, 0, 0, 5, 1)]
+        order = [row.number for row in engine.run()]
+    assert set(order[:2]) == {numbers[4], numbers[5]}
 
 
 def test_sizes_follow_the_number_of_requests_and_rows_move_along():
@@ -140,7 +139,7 @@ def test_sizes_follow_the_number_of_requests_and_rows_move_along():
         np.testing.assert_allclose(found[number].logprobs, alone(value).logprobs, rtol=1e-4)
 
 
-def test_results_take_no_more_than_may_wait_and_any_number_in_all():
+def test_a_run_reads_no_more_than_may_wait_and_any_number_in_all():
     taken = 0
 
     def many():
@@ -151,26 +150,36 @@ def test_results_take_no_more_than_may_wait_and_any_number_in_all():
 
     with Engine(MODEL, sizes=(SLOTS,), max_waiting=3) as engine:
         found = {}
-        for place, row in engine.results(many()):
-            found[place] = row
+        for row in engine.run(many()):
+            found[row.number] = row
             # Two kinds of two slots, three that wait.
             assert taken <= len(found) + 3 + 2 * SLOTS
-        assert engine.report().work.rows == 30
+        assert engine.report().rows == 30
     assert all(same_row(found[number], alone(number)) for number in range(30))
+
+
+def test_processes_that_share_programs_read_in_step_and_run_their_own_requests():
+    requests = [request(number) for number in range(12)]
+    own = [one if number % 3 else None for number, one in enumerate(requests)]
+    with Engine(MODEL, sizes=(SLOTS,), max_waiting=3) as engine:
+        engine._scheduler.is_together = True  # with no other process, the totals are its own
+        engine.reserve(requests, is_part=True)
+        rows = {row.number: row for row in engine.run(own)}
+        assert not engine.is_busy
+    assert sorted(rows) == [number for number, one in enumerate(own) if one is not None]
+    assert all(same_row(row, alone(number)) for number, row in rows.items())
 
 
 def test_a_watched_row_is_shown_before_its_first_step_and_after_every_turn():
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        ticket = engine.submit(request(6), is_watched=True)
+        number = engine.submit(request(6), is_watched=True)
         other = engine.submit(request(4))
-        seen, ended = [], {}
-        while engine.is_busy:
-            step = engine.step()
-            assert other not in step.progress
-            seen += [row.steps for row in step.progress.values()]
-            ended |= step.finished
-    assert seen == list(range(request(6).sample.steps))
-    assert same_row(ended[ticket], alone(6)) and same_row(ended[other], alone(4))
+        rows = list(engine.run())
+    shown = [row for row in rows if row.status is Status.RUNNING]
+    ended = {row.number: row for row in rows if row.status is not Status.RUNNING}
+    assert {row.number for row in shown} == {number}
+    assert [row.steps for row in shown] == list(range(request(6).sample.steps))
+    assert same_row(ended[number], alone(6)) and same_row(ended[other], alone(4))
 
 
 def test_time_in_the_line_and_in_a_slot_is_told():
@@ -242,12 +251,11 @@ def test_rows_with_a_host_sampler_run_beside_rows_without_and_each_is_what_it_is
     )
     seen = dataclasses.replace(request(6), read_back=True)
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        numbers = {engine.submit(one).number: one for one in (hosted, request(6), seen, request(4))}
+        numbers = [engine.submit(one) for one in (hosted, request(6), seen, request(4))]
         rows = _all(engine)
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        engine.submit(hosted)
-        ((_, lone),) = engine
-    assert list(numbers) == [0, 1, 2, 3]
+        (lone,) = engine.run([hosted])
+    assert numbers == [0, 1, 2, 3]
     assert same_row(rows[0], lone) and not same_row(rows[0], alone(6))
     assert same_row(rows[1], alone(6)) and same_row(rows[3], alone(4))
     assert rows[2].tokens.tobytes() == alone(6).tokens.tobytes()
@@ -262,15 +270,13 @@ def test_rows_with_a_host_sampler_run_beside_rows_without_and_each_is_what_it_is
 def test_a_row_has_the_number_that_its_caller_gave():
     seen = dataclasses.replace(request(4), read_back=True)
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        tickets = [
-            engine.submit(seen, number=7),
-            engine.submit(seen),
-            engine.submit(seen, number=40),
+        numbers = [
+            engine.submit(dataclasses.replace(seen, number=number)) for number in (7, None, 40)
         ]
         with pytest.raises(ValueError, match="^number=40 is already used; use at least 41$"):
-            engine.submit(seen, number=40)
+            engine.submit(dataclasses.replace(seen, number=40))
         rows = _all(engine)
-    assert [ticket.number for ticket in tickets] == [7, 8, 40] == sorted(rows)
+    assert numbers == [7, 8, 40] == sorted(rows)
     for number, row in rows.items():
         assert {record.candidates.row for record in row.read_back} == {number}
 
@@ -285,7 +291,7 @@ def test_a_program_that_fails_takes_the_rows_that_it_ran_and_no_others():
         for number in range(5):
             engine.submit(request(number))
         engine.submit(request(7), priority=-1)
-        engine.cancel(Ticket(5))
+        engine.cancel(5)
         rows = _all(engine)
     assert [rows[n].status for n in range(6)] == [Status.FAILED] * 5 + [Status.CANCELLED]
     assert [rows[n].is_lost for n in range(6)] == [True] * 5 + [False]
@@ -309,7 +315,7 @@ def test_rows_that_ended_come_out_though_those_behind_them_cannot_begin(monkeypa
         monkeypatch.setattr(Slots, "put", second_fails)
         rows = {}
         for _ in range(100):
-            rows |= {ticket.number: row for ticket, row in engine.step(1).finished.items()}
+            rows |= {row.number: row for row in engine.step(1)}
     assert sorted(rows) == list(range(2 * SLOTS)), "every ticket comes out"
     ended = [number for number in range(SLOTS) if asked[number]["steps"] == 2]
     assert all(rows[number].status == Status.DONE for number in ended)
@@ -324,12 +330,14 @@ def test_a_request_that_is_called_off_comes_out_though_its_row_is_lost(monkeypat
 
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
         (long,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6})
-        ticket = engine.submit(long)
+        number = engine.submit(long)
         engine.step(1)
-        engine.cancel(ticket)
+        engine.cancel(number)
         monkeypatch.setattr(Slots, "rows", lost)
-        ((found, row),) = engine.step(1).finished.items()
-        assert found == ticket and row.status == Status.FAILED and "device lost" in str(row.error)
+        (row,) = engine.step(1)
+        assert (
+            row.number == number and row.status == Status.FAILED and "device lost" in str(row.error)
+        )
         assert not engine.is_busy
 
 
@@ -349,8 +357,8 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
         long = dataclasses.replace(request(6), tokens=np.full(70, MODEL.tokenizer.mask_id))
         for call, said in (
             (lambda: engine.cancel(first), "request 1 is already cancelled"),
-            (lambda: engine.cancel(Ticket(9)), "is not a ticket of this engine"),
-            (lambda: engine.cancel(Ticket(-1)), "is not a ticket of this engine"),
+            (lambda: engine.cancel(9), "request 9 was not submitted to this engine"),
+            (lambda: engine.cancel(-1), "request -1 was not submitted to this engine"),
             (lambda: engine.submit(few), "steps=2 is less than the 3 blocks"),
             (lambda: engine.submit(long), "fill 70 positions, but the longest canvas is 64"),
             (lambda: engine.step(-1), "num_steps=-1 must be at least 0"),
@@ -364,7 +372,7 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
             engine.submit(request(4))
         rows = _all(engine)
         assert sorted(rows) == [0, 1, 2, 3, 4]
-        assert same_row(rows[running.number], alone(6))
+        assert same_row(rows[running], alone(6))
         with pytest.raises(
             ValueError, match="^request 0 has ended; only waiting or running requests"
         ):
@@ -398,14 +406,14 @@ def test_requests_may_come_from_other_threads_while_rows_run():
 
         def submit(first):
             for number in range(first, first + 10):
-                values[engine.submit(request(number)).number] = number
+                values[engine.submit(request(number))] = number
 
         threads = [threading.Thread(target=submit, args=[first]) for first in (0, 10, 20)]
         for thread in threads:
             thread.start()
         found = {}
         while any(thread.is_alive() for thread in threads) or engine.is_busy:
-            found |= {t.number: row for t, row in engine.step().finished.items()}
+            found |= {row.number: row for row in engine.step()}
     assert sorted(found) == list(range(30))
     assert all(same_row(row, alone(values[number])) for number, row in found.items())
 

@@ -276,7 +276,7 @@ def test_a_prompt_may_have_a_host_sampler_and_others_come_out_bit_for_bit_as_wit
         for index, prompt in enumerate(prompts):
             (request,) = make_requests(SHORT, prompt, {"seed": 30}, index)
             engine.submit(only_chains_in_use([request])[0])
-        found = {ticket.number: row for ticket, row in engine}
+        found = {row.number: row for row in engine.run()}
         assert set(engine.report().programs) == {"rows=1 canvas=64 host", "rows=1 canvas=64"}
     for number, row in found.items():
         np.testing.assert_array_equal(row.tokens, mixed.tokens[number, : row.tokens.size])
@@ -477,9 +477,9 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
     chains = []
 
     class Spy(Engine):
-        def submit(self, request, **options):
+        def _submit(self, request, *options, **more):
             chains.append(request.sample.chain)
-            return super().submit(request, **options)
+            return super()._submit(request, *options, **more)
 
     monkeypatch.setattr("dlm_jax.inference.generate.Engine", Spy)
     asked = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3}
@@ -491,8 +491,7 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
     for place, request in enumerate(whole):
         assert request.sample.chain == SampleConfig().chain
         with Engine(model, batch_size=1) as engine:
-            engine.submit(request)
-            ((_, row),) = engine
+            (row,) = engine.run([request])
         n = ours.lengths[place]
         np.testing.assert_array_equal(row.tokens, ours.tokens[place, :n])
         np.testing.assert_array_equal(row.logprobs, ours.logprobs[place, :n])

@@ -39,10 +39,10 @@ def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
     alone = dlm_jax.generate(MODEL, prompts[1:], schedule="all", steps=1)
     assert alone.texts == mixed.texts[1:]
     with Engine(MODEL, sizes=(1,)) as engine:
-        for prompt in prompts * 2:
-            engine.submit(*make_requests(MODEL, prompt, {"schedule": "all", "steps": 1}))
-        assert len(list(engine)) == 4
-        work = engine.report().work
+        common = {"schedule": "all", "steps": 1}
+        requests = [make_requests(MODEL, prompt, common)[0] for prompt in prompts * 2]
+        assert len(list(engine.run(requests))) == 4
+        work = engine.report().counters
     assert (work.forwards, work.waves, work.bootstrapped, work.filled) == (4, 56, 0, 112)
 
 

@@ -1,13 +1,11 @@
 """Parameters are laid out for a cache once, and shared by all that read them."""
 
-import gc
-
 import canvases
 import jax
 import numpy as np
 import toy
 
-from dlm_jax.inference.slots import layout_of
+from dlm_jax.inference.slots import Weights
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.cache.cache_policy import start_cache
 from dlm_jax.sampling.forward import ready
@@ -16,11 +14,10 @@ from dlm_jax.sampling.forward import ready
 def test_one_layout_is_shared_by_all_who_read_the_same_parameters():
     network = build(toy.config())
     program, params = canvases.program(network), toy.random_params(network)
-    layout = layout_of(program, params)
-    assert layout_of(canvases.program(network), params) is layout
-    other = layout_of(program, dict(params))
-    assert other is not layout
-    for number, layer in enumerate(layout.ready["layers"]):
+    weights = Weights(params)
+    layout = weights.for_cache(program)
+    assert weights.for_cache(canvases.program(network)) is layout
+    for number, layer in enumerate(layout["layers"]):
         ours, theirs = jax.tree.leaves(layer), jax.tree.leaves(params["blocks"])
         assert len(ours) == len(theirs)
         for leaf, stacked in zip(ours, theirs, strict=True):
@@ -32,7 +29,7 @@ def test_the_layers_are_views_of_parameters_on_one_cpu_device():
     program, params = canvases.program(network), toy.random_params(network)
     stacked = params["blocks"]["mlp"]["up"]["kernel"]
     size = stacked.nbytes // stacked.shape[0]
-    for number, layer in enumerate(layout_of(program, params).ready["layers"]):
+    for number, layer in enumerate(Weights(params).for_cache(program)["layers"]):
         pointer = layer["mlp"]["up"]["kernel"].unsafe_buffer_pointer()
         assert pointer == stacked.unsafe_buffer_pointer() + number * size
 
@@ -40,27 +37,17 @@ def test_the_layers_are_views_of_parameters_on_one_cpu_device():
 def test_nothing_but_the_layers_is_held_twice():
     network = build(toy.config())
     program, params = canvases.program(network), toy.random_params(network)
-    made = layout_of(program, params).ready
+    made = Weights(params).for_cache(program)
     assert {name for name in made if made[name] is not params.get(name)} == {"layers"}
     deep = build(toy.config(depth=49))
     params = toy.random_params(deep)
-    made = layout_of(canvases.program(deep), params).ready
+    made = Weights(params).for_cache(canvases.program(deep))
     assert all(made[name] is params[name] for name in made | params)
-
-
-def test_a_layout_goes_with_the_last_who_reads_it():
-    network = build(toy.config())
-    program, params = canvases.program(network), toy.random_params(network)
-    mine = layout_of(program, params)
-    leaf = mine.ready["layers"][0]["mlp_norm"]["scale"]
-    del mine
-    gc.collect()
-    assert layout_of(program, params).ready["layers"][0]["mlp_norm"]["scale"] is not leaf
 
 
 def test_the_loop_takes_parameters_that_are_laid_out_as_they_are():
     network = build(toy.config())
     program, params = canvases.program(network), toy.random_params(network)
-    laid_out = layout_of(program, params).ready
+    laid_out = Weights(params).for_cache(program)
     state = canvases.make_state(canvases.mixed_rows())._replace(cache=start_cache(canvases.ROWS))
     assert ready(program, laid_out, state) is laid_out

@@ -93,14 +93,12 @@ def test_texts_on_a_mesh_are_those_of_one_device_and_no_device_has_all_rows(run_
         (state,) = [queue.slots._state for queue in engine.queues]
         for leaf in jax.tree.leaves(state):
             assert leaf.addressable_shards[0].data.shape[0] == 8 // shares
-        rows = {ticket.number: row for ticket, row in engine}
+        rows = {row.number: row for row in engine.run()}  # the last is the finished one
     alone = dlm_jax.load(run_dir)
     with Engine(alone, sizes=(8,)) as engine:
-        for request in asked:
-            engine.submit(request)
-        for ticket, row in engine:
-            assert rows[ticket.number].tokens.tolist() == row.tokens.tolist()
-            np.testing.assert_allclose(rows[ticket.number].logprobs, row.logprobs, rtol=1e-4)
+        for row in engine.run(asked):
+            assert rows[row.number].tokens.tolist() == row.tokens.tolist()
+            np.testing.assert_allclose(rows[row.number].logprobs, row.logprobs, rtol=1e-4)
 
 
 def test_parameters_of_half_the_size_write_texts_too(run_dir):

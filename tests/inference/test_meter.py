@@ -22,7 +22,7 @@ def test_lines_tell_rates_since_the_last_one_and_what_runs_and_waits():
         engine.step(1)
         for now[0] in (1.9, 2.0, 3.9):
             meter.tick()
-        rows = [row for _, row in engine]
+        rows = list(engine.run())
         now[0] = 6.0
         meter.tick()
     first, second = map(json.loads, objects.getvalue().splitlines())

@@ -42,9 +42,8 @@ def _model(kind, **more):
 
 
 def _rows(engine, model, prompts, settings):
-    tickets = [engine.submit(r) for p in prompts for r in make_requests(model, p, settings)]
-    rows = dict(iter(engine))
-    return [rows[ticket] for ticket in tickets]
+    requests = [r for p in prompts for r in make_requests(model, p, settings)]
+    return sorted(engine.run(requests), key=lambda row: row.number)
 
 
 def _same_bits(row, other):
@@ -111,7 +110,7 @@ def test_rows_on_any_device_of_a_mesh_find_the_prefixes_of_all(axes):
         (queue,) = engine.queues
         for leaf in jax.tree.leaves(queue.slots._state.cache.kept):
             assert leaf.addressable_shards[0].data.shape[0] == 2
-        rows = [row for _, row in sorted(engine, key=lambda pair: pair[0].number)]
+        rows = sorted(engine.run(), key=lambda row: row.number)
         assert engine.report().prefix_found == 5 * 128
     for prompt, row in zip(prompts, rows, strict=True):
         with Engine(model, prefix_mib=64, sizes=(8,), canvases=(256,)) as engine:

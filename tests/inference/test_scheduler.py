@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
+from dlm_jax.inference.scheduler import Entry, Queue, Scheduler
 
 
 class Bucket(NamedTuple):
@@ -23,19 +23,19 @@ def _scheduler(max_programs=8, loaded=None):
 def _queue(scheduler, name, count, sizes=(1, 2, 4), first=0):
     queue = Queue(Bucket(name), sizes)
     for number in range(first, first + count):
-        queue.push(Entry(Ticket(number), None))
+        queue.push(Entry(number=number, request=None))
     scheduler.enter(queue)
     return queue
 
 
 def _numbers(changes):
-    return {slot: entry and entry.ticket.number for slot, entry in changes.items()}
+    return {slot: entry and entry.number for slot, entry in changes.items()}
 
 
 def test_requests_take_slots_by_priority_and_then_by_number():
     scheduler = _scheduler()
     queue = _queue(scheduler, "a", 3, sizes=(4,))
-    queue.push(Entry(Ticket(3), None, priority=1))
+    queue.push(Entry(number=3, request=None, priority=1))
     assert scheduler.next() is queue
     assert (queue.program, queue.size) == ("a in 4", 4)
     assert _numbers(queue.admit()) == {0: 3, 1: 0, 2: 1, 3: 2}
@@ -94,7 +94,7 @@ def test_a_queue_grows_with_its_requests_and_shrinks_into_a_program_that_is_ther
     scheduler.next()
     queue.admit()
     for number in range(1, 4):
-        queue.push(Entry(Ticket(number), None))
+        queue.push(Entry(number=number, request=None))
     scheduler.next()
     assert queue.size == 4
     queue.admit()

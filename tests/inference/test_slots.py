@@ -1,6 +1,7 @@
 """Slots: requests of any number and length in, the same rows out."""
 
 import dataclasses
+import functools
 import gc
 from collections import deque
 
@@ -20,7 +21,15 @@ from dlm_jax.inference.generate import all_requests
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import assemble, canvas_size
-from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.inference.scheduler import Entry
+from dlm_jax.inference.slots import (
+    Bucket,
+    CompiledLoop,
+    Slots,
+    Weights,
+    compiled_loop,
+    slot_count,
+)
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.replay import Trace
 from dlm_jax.sampling.rules import ModelFacts
@@ -42,8 +51,21 @@ def _bucket(rows):
     return Bucket([_request(row) for row in rows], FACTS, 64)
 
 
+@functools.cache
+def _loop():
+    return CompiledLoop(canvases.shared_advance())
+
+
+def _weights():
+    return Weights(toy.params())
+
+
+def _entry(number, row):
+    return Entry(number=number, request=_request(row))
+
+
 def _slots(rows, num_slots):
-    return Slots(canvases.shared_advance(), toy.params(), _bucket(rows), num_slots)
+    return Slots(_loop(), _weights(), _bucket(rows), num_slots)
 
 
 def _generate(rows, batch_size=64):
@@ -54,11 +76,11 @@ def _generate(rows, batch_size=64):
         new = {}
         for slot in slots.free[: len(waiting)]:
             owners[slot], row = waiting.popleft()
-            new[slot] = Job(owners[slot], _request(row))
+            new[slot] = _entry(owners[slot], row)
         slots.put(new)
-        taken = slots.advance(8)
-        found |= {owners[slot]: row for slot, row in slots.rows(taken.ended).items()}
-        slots.take_out(taken.ended)
+        ended, _, _ = slots.advance(8)
+        found |= {owners[slot]: row for slot, row in slots.rows(ended).items()}
+        slots.take_out(ended)
     return assemble([found[index] for index in range(len(rows))], pad_id=toy.PAD)
 
 
@@ -93,16 +115,16 @@ def test_results_are_in_order_and_keep_what_was_given():
 
 def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
     slots = _slots(ROWS, 8)
-    slots.put({slot: Job(slot, _request(row)) for slot, row in enumerate(ROWS)})
-    taken = slots.advance(3)
+    slots.put({slot: _entry(slot, row) for slot, row in enumerate(ROWS)})
+    _, taken_B, counted = slots.advance(3)
     steps = [min(3, row.steps, row.tokens.count(toy.MASK)) for row in ROWS]
-    assert taken.steps.tolist() == steps + [0] * (8 - len(ROWS))
-    assert taken.counted.forwards == sum(steps)
+    assert taken_B.tolist() == steps + [0] * (8 - len(ROWS))
+    assert counted.forwards == sum(steps)
     assert slots.num_committed() == sum(
         row.num_generated for row in slots.rows(slots.held).values()
     )
-    taken = slots.advance(1000)
-    assert taken.ended == tuple(
+    ended, _, _ = slots.advance(1000)
+    assert ended == tuple(
         slot for slot, row in enumerate(ROWS) if slots.rows([slot])[slot].status == Status.DONE
     )
     assert slots.num_committed() == sum(row.tokens.count(toy.MASK) for row in ROWS)
@@ -118,8 +140,8 @@ def test_a_slot_freezes_what_was_given_and_not_its_draft_and_no_edit_has_a_step(
     tokens = np.array([1, 2, 3, toy.MASK, 4], np.int32)
     is_draft = np.array([False, True, True, False, True])
     request = Request(tokens, sample, 0, is_draft)
-    slots = Slots(canvases.shared_advance(), toy.params(), Bucket([request], FACTS, 64), 2)
-    slots.put({1: Job(0, request)})
+    slots = Slots(_loop(), _weights(), Bucket([request], FACTS, 64), 2)
+    slots.put({1: Entry(number=0, request=request)})
     (row,) = slots.rows(slots.held).values()
     assert row.is_frozen[[0, 1, 2, 4]].tolist() == [True, False, False, False]
     committed = slots._state.committed_BL.at[1, :3].set(jnp.array([-1, EDITED, 0]))
@@ -130,10 +152,10 @@ def test_a_slot_freezes_what_was_given_and_not_its_draft_and_no_edit_has_a_step(
 
 def test_a_row_that_is_taken_away_stops_and_leaves_the_others_as_they_are():
     slots = _slots(ROWS, 8)
-    slots.put({slot: Job(slot, _request(row)) for slot, row in enumerate(ROWS)})
+    slots.put({slot: _entry(slot, row) for slot, row in enumerate(ROWS)})
     slots.advance(1)
     slots.put({2: None})
-    assert slots.advance(1000).steps[2] == 0 and 2 in slots.free
+    assert slots.advance(1000)[1][2] == 0 and 2 in slots.free
     whole = _generate(ROWS)
     for slot, row in slots.rows(slots.held).items():
         np.testing.assert_array_equal(row.tokens, whole.tokens[slot, : row.tokens.size])
@@ -141,10 +163,10 @@ def test_a_row_that_is_taken_away_stops_and_leaves_the_others_as_they_are():
 
 def test_rows_move_into_other_slots_in_the_middle_of_their_work():
     slots = _slots(ROWS[:3], 8)
-    slots.put({slot: Job(slot, _request(row)) for slot, row in zip((1, 4, 6), ROWS, strict=False)})
+    slots.put({slot: _entry(slot, row) for slot, row in zip((1, 4, 6), ROWS, strict=False)})
     slots.advance(2)
     before = slots.rows(slots.held)
-    moved = slots.resized(canvases.shared_advance(), 4)
+    moved = slots.resized(_loop(), 4)
     assert moved.held == (0, 1, 2)
     for ours, theirs in zip(moved.rows(moved.held).values(), before.values(), strict=True):
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
@@ -165,9 +187,9 @@ def test_batches_of_other_rows_compile_nothing_new():
 
 def test_a_slot_takes_other_requests_without_compiling_whatever_their_number():
     slots = _slots(ROWS, 8)
-    jobs = [Job(number, _request(row)) for number, row in enumerate(ROWS)]
-    slots.put({0: jobs[0]})
-    slots.put({1: jobs[1]})
+    entries = [_entry(number, row) for number, row in enumerate(ROWS)]
+    slots.put({0: entries[0]})
+    slots.put({1: entries[1]})
     compiled = []
 
     def note(event, seconds, **kwargs):
@@ -179,7 +201,7 @@ def test_a_slot_takes_other_requests_without_compiling_whatever_their_number():
         jax.jit(lambda x: x + len(compiled))(0)
         assert len(compiled) == 1
         for count in (1, 2, 3, 5, 6):
-            slots.put(dict(enumerate(jobs[:count])))
+            slots.put(dict(enumerate(entries[:count])))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert len(compiled) == 1
@@ -195,10 +217,10 @@ def test_what_puts_and_moves_rows_goes_with_its_loop():
 
     before = number_held()
     # No other test has slots of these numbers.
-    loop, jobs = Advance(canvases.program()), [Job(0, _request(ROWS[0])), Job(1, _request(ROWS[1]))]
-    slots = Slots(loop, toy.params(), _bucket(ROWS), 3)
-    slots.put({0: jobs[0]})
-    slots.put({1: jobs[1]})
+    loop = CompiledLoop(Advance(canvases.program()))
+    slots = Slots(loop, _weights(), _bucket(ROWS), 3)
+    slots.put({0: _entry(0, ROWS[0])})
+    slots.put({1: _entry(1, ROWS[1])})
     moved = slots.resized(loop, 5)
     assert moved.held == (0, 1) and number_held() == before + 3
     del loop, slots, moved
@@ -215,8 +237,9 @@ def test_what_the_slots_cannot_run_is_refused():
     asks = dataclasses.replace(_request(ROWS[0]), read_back=True)
     bucket = Bucket([asks], FACTS, 64)
     with pytest.raises(ValueError, match="rows that need the host require a HostLoop"):
-        Slots(canvases.shared_advance(), toy.params(), bucket, 2)
-    assert Slots(HostLoop(canvases.program()), toy.params(), bucket, 2).num_slots == 2
+        Slots(_loop(), _weights(), bucket, 2)
+    hosted = CompiledLoop(HostLoop(canvases.program()))
+    assert Slots(hosted, _weights(), bucket, 2).num_slots == 2
     with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):
         Bucket([_request(Row(holes(2, 1)))], FACTS, 2)
 
@@ -228,7 +251,7 @@ def test_the_trace_of_a_row_that_ends_before_the_others_is_copied_alone(monkeypa
     prompts = [{"prompt": "", "steps": min(1 + n, 3), "seed": n} for n in range(8)]
     requests = all_requests(model, prompts, 1, common)
     bucket = Bucket(requests, model.facts, canvas_size(3))
-    loop, fetch, copied = loop_of(model, bucket, 8), OwnRows.fetch, []
+    loop, fetch, copied = compiled_loop(model, bucket, 8), OwnRows.fetch, []
 
     def counted(self, tree):
         copied.extend(len(tree.steps) for _ in [0] if isinstance(tree, Trace))
@@ -237,11 +260,11 @@ def test_the_trace_of_a_row_that_ends_before_the_others_is_copied_alone(monkeypa
     monkeypatch.setattr(OwnRows, "fetch", counted)
 
     def traces():
-        slots = Slots(loop, model.params, bucket, 8)
-        slots.put({n: Job(n, request) for n, request in enumerate(requests)})
+        slots = Slots(loop, Weights(model.params), bucket, 8)
+        slots.put({n: Entry(number=n, request=request) for n, request in enumerate(requests)})
         found = {}
         while slots.held:
-            ended = slots.advance(1).ended
+            ended, _, _ = slots.advance(1)
             found |= {n: row.trace for n, row in slots.rows(ended).items()}
             slots.take_out(ended)
         return found

@@ -46,7 +46,7 @@ def _requests(settings):
 def _texts(requests, *sizes, canvas=32):
     """The tokens of the requests, in programs of so many rows, of `canvas` positions."""
     with Engine(_model(), sizes=sizes, canvases=(canvas,)) as engine:
-        rows = dict(engine.results(requests))
+        rows = {row.number: row for row in engine.run(requests)}
         assert {*engine.report().programs} <= {f"rows={size} canvas={canvas}" for size in sizes}
     return [tuple(rows[index].tokens) for index in range(len(requests))]
 

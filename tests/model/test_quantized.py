@@ -318,10 +318,9 @@ def test_an_engine_and_the_command_line_write_what_generate_writes(capsys):
     expected = dlm_jax.generate(model, num_samples=2, **settings)
     with dlm_jax.Engine(model, sizes=(1,)) as engine:
         seeded = [make_requests(model, "", settings | {"seed": seed})[0] for seed in (3, 4)]
-        tickets = [engine.submit(request) for request in seeded]
-        rows = dict(iter(engine))
-    for ticket, tokens in zip(tickets, expected.tokens, strict=True):
-        np.testing.assert_array_equal(rows[ticket].tokens, tokens[: len(rows[ticket].tokens)])
+        rows = {row.number: row.tokens for row in engine.run(seeded)}
+    for number, tokens in enumerate(expected.tokens):
+        np.testing.assert_array_equal(rows[number], tokens[: len(rows[number])])
     given = [part for name, value in settings.items()
              for part in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
     assert sample.main(["--quantize", "int8", "--num-samples", "2", *given]) == 0

@@ -167,5 +167,5 @@ def test_it_asks_with_a_key_and_stops_a_row_whose_slot_is_free_then(opened):
         page.run("find('stop').click()")
         _until(page, "find('state').textContent === 'Stopped'")
         assert running.idle()
-        assert running.engine.report().work.steps < 4000
+        assert running.engine.report().steps < 4000
         assert page.run("running === null && find('stop').ariaDisabled") == "true"
