@@ -57,7 +57,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         ("metrics.jsonl", [out_dir / "metrics.jsonl"],
          lambda: read_records(out_dir / "metrics.jsonl"), _same),
         ("results", [results, result_file.run_path(results)],
-         lambda: result_file.load_lines(results, mark)[0], _last_redone),
+         lambda: _results(results, mark), _last_redone),
         ("token file", sorted((folder / "tokens").glob("*.npy")), lambda: _tokens(folder), _same),
         ("sharded corpus", _files(corpus), lambda: _ids(folder, corpus), _same),
         ("text of a run that goes on", [text],
@@ -149,7 +149,17 @@ def _same(expected: Any, found: Any) -> bool:
     )
 
 
-def _last_redone(expected: result_file.Rows, found: result_file.Rows) -> bool:
+def _results(file: Path, mark: str) -> dict[Any, bytes]:
+    """The lines of a results file by key, as a resumed run reads them."""
+    content, handle = file.read_bytes(), result_file.open_owned(file, mark)
+    if handle is None:
+        return {}
+    with handle:
+        lines = result_file.scan_lines(handle, file)
+        return {key: content[offset : offset + size] for key, offset, size in lines}
+
+
+def _last_redone(expected: dict[Any, bytes], found: dict[Any, bytes]) -> bool:
     """Whether the results are equal, or only the last, which is then repeated, is missing."""
     return list(found.items()) in (list(expected.items()), list(expected.items())[:-1])
 
