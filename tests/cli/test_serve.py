@@ -17,6 +17,7 @@ from serving_cases import post, serving
 
 import dlm_jax
 from dlm_jax.cli import server
+from dlm_jax.cli.common import import_rules
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,7 +156,7 @@ def own_rules(monkeypatch, tmp_path):
 
 def test_the_settings_of_own_rules_are_fields_and_defaults_of_requests(run_dir, own_rules):
     model = server.load_model(str(run_dir))
-    rules = server._rules(own_rules)
+    rules = import_rules(own_rules)
     defaults = server._defaults(model, {}, ["order=left_to_right", "my_shift=1000"], rules)
     fourth = model.tokenizer.decode([3])
     asked = {"prompt": "A ", "max_tokens": 4, "steps": 4, "chain": ["temperature", "shift"]}

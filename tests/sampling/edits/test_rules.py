@@ -16,15 +16,8 @@ import pytest
 from edit_cases import CASES, LENGTH, MASK, NEW, PAD, SIGNS, SPACE, Case
 from oracles import edits as oracle
 
-from dlm_jax.sampling.edits import (
-    Cells,
-    EditContext,
-    Edits,
-    PositionMap,
-    Snapshot,
-    Uncertainty,
-)
-from dlm_jax.sampling.edits.moves import moved_cells, position_map_of
+from dlm_jax.sampling.edits import Cells, EditContext, Edits, Snapshot, Uncertainty
+from dlm_jax.sampling.edits.moves import PositionMap, moved_cells, position_map_of
 from dlm_jax.sampling.edits.scores import (
     deletion_scores,
     gap_scores,

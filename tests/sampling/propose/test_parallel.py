@@ -56,7 +56,7 @@ def _filled(network, hidden_BLD, is_open_BL, keys_B, *, measure, chunk, method="
         key_B=keys_B,
         own_BL=None,
         num_positions=POSITIONS,
-        measure=measure,
+        score=lambda places_N, at, logits_NV, drawn: (measure(logits_NV, drawn.logprob_N), ()),
         method=method,
     )
     return Parallel().propose(
@@ -262,8 +262,8 @@ def test_the_likeliest_other_token_is_unknown_where_the_row_cannot_write_it():
     context = _context(is_open_BL)
     writer = CandidateWriter(
         chain=chain, prepared=chain.prepare(chain.init(ROWS), context), key_B=_keys(),
-        own_BL=own_BL, num_positions=POSITIONS, measure=lambda logits_NV, logprob_N: logprob_N,
-        method="inverse_cdf", banned_ids=(3,),
+        own_BL=own_BL, num_positions=POSITIONS, method="inverse_cdf", banned_ids=(3,),
+        score=lambda places_N, at, logits_NV, drawn: (drawn.logprob_N, ()),
     )  # fmt: skip
     wanted = Wanted(
         is_open_BL, context.is_visible_BL, context.tokens_BL, context.length_B,

@@ -210,7 +210,7 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
         key_B=jax.vmap(jax.random.key)(canvas.seed_B),
         own_BL=own_BL,
         num_positions=POSITIONS,
-        measure=_measure,
+        score=lambda places_N, at, logits_NV, drawn: (_measure(logits_NV, drawn.logprob_N), ()),
         method="inverse_cdf",
         banned_ids=banned,
     )
