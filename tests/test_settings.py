@@ -242,8 +242,8 @@ class Leftmost(CommitRule):
 
 
 KIND = (
-    "has no kind; decorate it with dlm_jax.rule and subclass one of LogitTransform, CommitRule, "
-    "FillRule, RemaskRule, EditRule, CacheRule"
+    "has no kind; decorate it with dlm_jax.rule and subclass one of LogitTransform, CommitRule or "
+    "NoiseRule, FillRule, RemaskRule, EditRule, CacheRule"
 )
 
 
@@ -268,7 +268,8 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "rules is the class Leftmost; pass a list of classes or a module with classes",
         rules=Leftmost,
     )
-    _refused("commit is a Temperature, which is not a CommitRule; use order=... for a name",
+    _refused("commit is a Temperature, which is not a CommitRule or NoiseRule; use order=... for a "
+             "name",
              commit=Temperature(0.5))  # fmt: skip
     _refused("commit is the class Leftmost, not an object; pass Leftmost(...)", commit=Leftmost)
     _refused("transforms is a Temperature; pass a list of rule objects",
