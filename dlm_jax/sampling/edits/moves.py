@@ -35,10 +35,9 @@ def insert_at(
 
     Source: variable-length refinement, ``right_shift_``, which writes `fill` at its ``start``.
     """
-    index_L = jnp.arange(x.shape[-1])
-    gap, end, fill = _per_row(x, gap, end, fill)
-    shifted = jnp.where(index_L == gap, fill, jnp.roll(x, 1, axis=-1))
-    return jnp.where((gap >= 0) & (index_L >= gap) & (index_L < end), shifted, x)
+    index, (gap, end, fill) = _per_row(x, gap, end, fill)
+    shifted = jnp.where(index == gap, fill, jnp.roll(x, 1, axis=-1))
+    return jnp.where((gap >= 0) & (index >= gap) & (index < end), shifted, x)
 
 
 def delete_at(
@@ -59,20 +58,21 @@ def delete_at(
 
     Source: variable-length refinement, ``left_shift_``.
     """
-    index_L = jnp.arange(x.shape[-1])
-    position, end, fill = _per_row(x, position, end, fill)
-    shifted = jnp.where(index_L == end - 1, fill, jnp.roll(x, -1, axis=-1))
-    return jnp.where((position >= 0) & (index_L >= position) & (index_L < end), shifted, x)
+    index, (position, end, fill) = _per_row(x, position, end, fill)
+    shifted = jnp.where(index == end - 1, fill, jnp.roll(x, -1, axis=-1))
+    return jnp.where((position >= 0) & (index >= position) & (index < end), shifted, x)
 
 
 def _per_row(
     x: jax.Array, at: ArrayLike, end: ArrayLike | None, fill: ArrayLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The values of the rows, ``[..., 1]``."""
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The indices, ``[1, ..., L]``, and the values of the rows, ``[..., 1]``, of the rank of x."""
     end = x.shape[-1] if end is None else end
     values = jnp.asarray(at), jnp.asarray(end), jnp.asarray(fill, x.dtype)
-    at, end, fill = (value[..., None] for value in values)
-    return at, end, fill
+    index = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
+    return index, [
+        value.reshape((1,) * (x.ndim - 1 - value.ndim) + (*value.shape, 1)) for value in values
+    ]
 
 
 class Cells(NamedTuple):
