@@ -89,7 +89,7 @@ def _all_at_once(hidden_BLD, is_open_BL, keys_B, *, method="inverse_cdf"):
     clean_NV = hidden_BLD.reshape(total, -1) * PARAMS["scale"]
     at = At(row_N, index_N, key_N, jnp.ones(total, bool))
     prepared = chain.prepare(chain.init(ROWS), _context(is_open_BL))
-    ids_N = chain.draw(prepared, clean_NV, at, method=method)
+    ids_N, _ = chain.draw(prepared, clean_NV, at, method=method)
     logprob_NV = jax.nn.log_softmax(clean_NV)
     logprob_N = jnp.take_along_axis(logprob_NV, ids_N[:, None], axis=1)[:, 0]
     confidence_N = clean_NV.max(-1) + logprob_N
