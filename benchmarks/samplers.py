@@ -51,7 +51,7 @@ def run_chain(num: int) -> Callable[..., jax.Array]:
 
     def apply(chain, logits_NV, at):
         prepared = chain.prepare(chain.init(ROWS), scene())
-        return by_chunks(lambda x, a: chain.draw(prepared, x, a), num)(logits_NV, at)
+        return by_chunks(lambda x, a: chain.draw(prepared, x, a)[0], num)(logits_NV, at)
 
     return jax.jit(apply)
 
