@@ -71,14 +71,24 @@ def test_replay_is_the_trace_bit_for_bit():
     assert (np.where(trace.is_written, trace.level, 0) >= 4).any()
 
 
-def test_the_context_of_penalties_is_that_of_the_step():
+@pytest.mark.parametrize("last_n", [1, 2])
+def test_the_context_of_penalties_is_that_of_the_step(last_n):
     result = dlm_jax.generate(
         MODEL, [""], num_samples=64, order="random", fill="parallel", steps=LENGTH,
-        gen_length=LENGTH, repetition_penalty=3.0, penalty_last_n=1, trace=True,
+        gen_length=LENGTH, repetition_penalty=3.0, penalty_last_n=last_n, trace=True,
     )  # fmt: skip
     trace = result.trace
     again = dlm_jax.replay(MODEL, PARAMS, trace)
     np.testing.assert_array_equal(again, np.where(trace.is_written, trace.logprobs, 0.0))
+
+
+def test_a_greedy_row_draws_with_probability_one():
+    result = dlm_jax.generate(
+        MODEL, [""], num_samples=64, order="random", fill="parallel", steps=LENGTH,
+        gen_length=LENGTH, temperature=0.0, trace=True,
+    )  # fmt: skip
+    assert result.trace.is_written.any() and (result.trace.logprobs == 0).all()
+    assert (result.logprobs < 0).any()
 
 
 SOME = [
