@@ -829,7 +829,9 @@ class HubTokenizer:
             )
 
     def decode(self, ids: Any) -> str:
-        array = checked_ids(ids, self.vocab_size)
+        array = np.asarray(ids)
+        # A hole has no text; the MASK of a causal model is outside its vocabulary.
+        array = checked_ids(array[array != self.mask_id], self.vocab_size)
         is_text = ~np.isin(array, self._specials)
         return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
 
