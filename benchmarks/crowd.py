@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 
 BODY: dict[str, object] = {"prompt": "A ", "max_tokens": 12, "steps": 12}
+HEADERS = {"Content-Type": "application/json"}
 SEEDS = 7
 
 Told = tuple[int, str] | None
@@ -96,14 +97,16 @@ async def malformed(http: httpx.AsyncClient, url: str, number: int) -> Told:
 
 async def no_json(http: httpx.AsyncClient, url: str, number: int) -> Told:
     """Sends a body that is not a request."""
-    answer = await http.post(f"{url}/v1/completions", content=b"[" * (number % 4000))
+    answer = await http.post(
+        f"{url}/v1/completions", content=b"[" * (number % 4000), headers=HEADERS
+    )
     _expect(answer, 400)
     return None
 
 
 async def oversized(http: httpx.AsyncClient, url: str, number: int) -> Told:
     """Sends a body that is too large."""
-    answer = await http.post(f"{url}/v1/completions", content=b" " * (2 << 20))
+    answer = await http.post(f"{url}/v1/completions", content=b" " * (2 << 20), headers=HEADERS)
     _expect(answer, 413)
     return None
 
@@ -120,10 +123,9 @@ def _port(url: str) -> int:
 def _raw(body: dict[str, object]) -> bytes:
     """A request as raw bytes."""
     data = json.dumps(body).encode()
-    return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-        + data
-    )
+    fields = {"Host": "x", **HEADERS, "Content-Length": len(data)}
+    lines = ["POST /v1/completions HTTP/1.1", *(f"{key}: {value}" for key, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + data
 
 
 def _expect(answer: httpx.Response, status: int, param: str | None = None) -> None:

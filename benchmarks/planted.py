@@ -3,6 +3,8 @@
     python -m benchmarks.planted --check
     python -m benchmarks.planted [--area draws] [--only NAME] [--slow]
     python -m benchmarks.planted --table
+    python -m benchmarks.planted --every --area draws
+    python -m benchmarks.planted --candidates
 
 The faults are data: `benchmarks/planted_faults.toml` gives each fault as two texts of one file,
 before and after, and gives each area the tests that must see its faults. For each area, the tests
@@ -17,6 +19,10 @@ at once and other load change no result. Runs start as forks of one process that
 A fault is seen by `default` or `slow` if a test of that kind fails. It counts as `crash` if the
 tests cannot be collected, which shows nothing about them. It is seen by `none` otherwise, also if
 the tests reach their limit.
+
+With `--every`, the tests of an area go on after the first failure, and all that fail are recorded
+in `benchmarks/results/planted_tests.jsonl`. `--candidates` then lists, for each of these areas, the
+tests that see no fault which another single test does not also see.
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "planted_faults.toml"
 RESULTS = Path(__file__).parent / "results" / "planted.jsonl"
+EVERY = Path(__file__).parent / "results" / "planted_tests.jsonl"
 LIMIT, SLOW_LIMIT = 75.0, 600.0  # seconds on two cores
 WAITING = 20.0  # seconds of the clock after which a run is ended, per second of its limit
 IMPORTED = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "scipy", "tokenizers", "numpy")
@@ -83,6 +90,8 @@ class Outcome(NamedTuple):
     Attributes:
       passed: True if the run ended and no test failed.
       failed: the first failed test; empty if none.
+      all_failed: the failed tests.
+      all_passed: the passed tests, if the run did not end at the first failure.
       crashed: True if the tests could not be collected or run.
       timed_out: True if the run reached its limit.
       seconds: processor time of the run on two cores, hence half of the time of all threads.
@@ -91,6 +100,8 @@ class Outcome(NamedTuple):
 
     passed: bool
     failed: str
+    all_failed: list[str]
+    all_passed: list[str]
     crashed: bool
     timed_out: bool
     seconds: float
@@ -167,15 +178,15 @@ def order_tests(tree: Path, paths: Sequence[str], names: Sequence[str] = ()) -> 
     return [str(test.relative_to(tree)) for test in sorted(found, key=rank)]
 
 
-def start_tests(tree: Path, files: Sequence[str], limit: float, slow: bool) -> int:
-    """Runs tests in a process of its own, until the first failure or the limit. Returns its id."""
+def start_tests(tree: Path, options: Sequence[str], limit: float) -> int:
+    """Runs tests in a process of its own, until the end or the limit. Returns its id."""
     pid = os.fork()
     if pid == 0:
-        _run_pytest(tree, files, limit, slow)
+        _run_pytest(tree, options, limit)
     return pid
 
 
-def _run_pytest(tree: Path, files: Sequence[str], limit: float, slow: bool) -> None:
+def _run_pytest(tree: Path, options: Sequence[str], limit: float) -> None:
     """Becomes the process of a run. Does not return."""
     os.setsid()
     with _output_of(tree).open("w") as output:
@@ -192,8 +203,7 @@ def _run_pytest(tree: Path, files: Sequence[str], limit: float, slow: bool) -> N
     code = 2
     try:
         pytest = importlib.import_module("pytest")
-        chosen = ["-m", "slow"] if slow else []
-        code = int(pytest.main(["-n", "0", "-x", "-q", *files, *chosen]))
+        code = int(pytest.main(["-n", "0", "-q", *options]))
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -220,12 +230,18 @@ def read_outcome(tree: Path, status: int, used: resource.struct_rusage) -> Outco
     text = _output_of(tree).read_text()
     code = os.waitstatus_to_exitcode(status)
     timed_out = -code in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL)
-    # A setup that fails is an ERROR of a test. An ERROR without a test is one of collection.
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", text, re.MULTILINE)
+
+    def tests(kinds: str) -> list[str]:
+        # A setup that fails is an ERROR of a test. An ERROR without a test is one of collection.
+        return re.findall(rf"^(?:{kinds}) (\S+::.*?)(?: - .*)?$", text, re.MULTILINE)
+
+    failed = tests("FAILED|ERROR")
     passed = code in (0, 5)  # 5: no tests
     return Outcome(
         passed=passed,
         failed=failed[0] if failed else "",
+        all_failed=failed,
+        all_passed=tests("PASSED"),
         crashed=not passed and not timed_out and not failed,
         timed_out=timed_out,
         seconds=(used.ru_utime + used.ru_stime) / 2,
@@ -241,15 +257,17 @@ def read_records() -> dict[str, dict[str, Any]]:
     return {record["digest"]: record for record in records}
 
 
-# A task yields files of tests, the limit and whether to run slow tests, and receives the outcome.
-Task = Generator[tuple[list[str], float, bool], Outcome, None]
+# A task yields the options of pytest and the limit, and receives the outcome.
+Task = Generator[tuple[list[str], float], Outcome, None]
+UNTIL_FAILED = ["-x"]
+EACH = ["-rpfE", "--tb=no", "--show-capture=no"]
 
 
 def try_area(
     area: str, paths: Sequence[str], limit: float, passed: dict[str, bool], tree: Path
 ) -> Task:
     """Runs the tests of an area without a fault. Prints whether they pass, and in what time."""
-    outcome = yield order_tests(tree, paths), SLOW_LIMIT, False
+    outcome = yield order_tests(tree, paths), SLOW_LIMIT
     within = "within" if outcome.seconds <= limit else "NOT WITHIN"
     state = "pass" if outcome.passed else "FAIL"
     print(f"{area}: unchanged, tests {state} in {outcome.seconds:.1f} s, {within} {limit:g} s")
@@ -266,11 +284,11 @@ def try_fault(fault: Fault, paths: Sequence[str], limit: float, slow: bool, tree
     write(path, text.replace(fault.before, fault.after))
     try:
         kind = "default"
-        outcome = yield files, limit, False
+        outcome = yield [*files, *UNTIL_FAILED], limit
         seconds, timed_out = outcome.seconds, outcome.timed_out
         if slow and not outcome.failed and not outcome.crashed:
             kind = "slow"
-            outcome = yield files, SLOW_LIMIT, True
+            outcome = yield [*files, *UNTIL_FAILED, "-m", "slow"], SLOW_LIMIT
             seconds, timed_out = seconds + outcome.seconds, timed_out or outcome.timed_out
     finally:
         write(path, text)
@@ -288,6 +306,56 @@ def try_fault(fault: Fault, paths: Sequence[str], limit: float, slow: bool, tree
     print(f"  {fault.name}: {by.strip()}, {record['seconds']} s", flush=True)
 
 
+def try_every_test(fault: Fault, paths: Sequence[str], tree: Path) -> Task:
+    """Runs all tests of an area with one fault in the tree, and appends those that failed."""
+    path = tree / fault.file
+    text = path.read_text()
+    write(path, text.replace(fault.before, fault.after))
+    try:
+        outcome = yield [*order_tests(tree, paths), *EACH], SLOW_LIMIT
+    finally:
+        write(path, text)
+    record = {
+        "name": fault.name, "area": fault.area, "digest": fault.digest,
+        "failed": outcome.all_failed, "passed": outcome.all_passed,
+        "timed_out": outcome.timed_out, "seconds": round(outcome.seconds, 1),
+    }  # fmt: skip
+    with EVERY.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"  {fault.name}: {len(outcome.all_failed)} tests, {record['seconds']} s", flush=True)
+
+
+def candidates(faults: Sequence[Fault]) -> str:
+    """The tests of each area that see no fault which another test of it does not see."""
+    digests = {fault.digest for fault in faults}
+    records = [json.loads(line) for line in EVERY.read_text().splitlines()]
+    lines = []
+    for area in dict.fromkeys(record["area"] for record in records):
+        seen: dict[str, set[str]] = {}
+        for record in records:
+            if record["area"] != area or record["digest"] not in digests or record["timed_out"]:
+                continue
+            for test in (*record["passed"], *record["failed"]):
+                seen.setdefault(_function(test), set())
+            for test in record["failed"]:
+                seen[_function(test)].add(record["name"])
+        lines.append(f"\n### {area}\n")
+        for test, own in sorted(seen.items()):
+            more = [
+                other for other, its in seen.items() if own < its or (own == its and other < test)
+            ]
+            if not own:
+                lines.append(f"- `{test}`: sees no planted fault")
+            elif more:
+                lines.append(f"- `{test}`: its {len(own)} are seen by `{more[0].split('::')[1]}`")
+    return "\n".join(lines)
+
+
+def _function(test: str) -> str:
+    """A test without its parameters."""
+    return test.split("[")[0]
+
+
 def run_all(tasks: Sequence[Callable[[Path], Task]], trees: Sequence[Path]) -> None:
     """Runs tasks, as many at a time as there are trees. A task is a function of its tree."""
     waiting, free = list(tasks), list(trees)
@@ -295,11 +363,11 @@ def run_all(tasks: Sequence[Callable[[Path], Task]], trees: Sequence[Path]) -> N
 
     def go_on(task: Task, tree: Path, outcome: Any) -> None:
         try:
-            files, limit, slow = task.send(outcome)
+            options, limit = task.send(outcome)
         except StopIteration:
             free.append(tree)
         else:
-            running[start_tests(tree, files, limit, slow)] = task, tree
+            running[start_tests(tree, options, limit)] = task, tree
 
     try:
         while waiting or running:
@@ -376,6 +444,8 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="also run recorded faults")
     parser.add_argument("--check", action="store_true", help="check the data and end")
+    parser.add_argument("--every", action="store_true", help="record all tests that see a fault")
+    parser.add_argument("--candidates", action="store_true", help="list tests to merge and end")
     parser.add_argument("--table", action="store_true", help="print the table and end")
     parser.add_argument(
         "--limit", type=float, default=LIMIT,
@@ -390,6 +460,9 @@ def main() -> int:
     areas, faults = load()
     if args.table:
         print(table(faults))
+        return 0
+    if args.candidates:
+        print(candidates(faults))
         return 0
     found = problems(areas, faults)
     if found or args.check:
@@ -410,6 +483,14 @@ def main() -> int:
             functools.partial(try_area, area, areas[area], args.limit, passed)
             for area in dict.fromkeys(fault.area for fault in wanted)
         ]
+    if args.every:
+        done = {json.loads(line)["digest"] for line in EVERY.open()} if EVERY.exists() else set()
+        tasks = [
+            functools.partial(try_every_test, fault, areas[fault.area])
+            for fault in faults
+            if fault.area in (args.area or areas) and fault.digest not in done
+        ]
+        wanted = []
     tasks += [
         functools.partial(try_fault, fault, areas[fault.area], args.limit, args.slow)
         for fault in wanted

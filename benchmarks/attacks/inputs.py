@@ -19,7 +19,7 @@ import signal
 import sys
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dlm_jax.cli import common, evaluation, exporter, sample, server, train
 from dlm_jax.cli.ends import End
 from dlm_jax.data import shard
 from dlm_jax.data.tokenizers import train_bpe
+from dlm_jax.inference.model import Model
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.store import load_params, save_weights
 
@@ -71,8 +72,12 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         }
     before = _tree(folder)
     # Cache the model, because loading takes most of the time and is not attacked.
-    loading, common.load_model = common.load_model, functools.cache(common.load_model)
-    sample.load_model = evaluation.load_model = server.load_model = common.load_model
+    loading, cached = common.load_model, functools.cache(common.load_model)
+
+    def load(path: str | None, *, ignore_config: Sequence[str] = (), **options: Any) -> Model:
+        return cached(path, ignore_config=tuple(ignore_config), **options)
+
+    common.load_model = sample.load_model = evaluation.load_model = server.load_model = load
     try:
         tallies = [_attack(name, some) for name, some in cases.items()]
         tallies.append(_bad_requests(folder, out_dir))

@@ -829,7 +829,9 @@ class HubTokenizer:
             )
 
     def decode(self, ids: Any) -> str:
-        array = checked_ids(ids, self.vocab_size)
+        array = np.asarray(ids)
+        # A hole has no text; the MASK of a causal model is outside its vocabulary.
+        array = checked_ids(array[array != self.mask_id], self.vocab_size)
         is_text = ~np.isin(array, self._specials)
         return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
 
@@ -855,23 +857,27 @@ class HubTokenizer:
         }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4)
 def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
     """The text of a tokenizer.json without truncation and padding, and two tokenizers made from it.
 
-    The first tokenizer never encodes text as a special token. Results are cached, because parsing a
-    large file takes seconds.
+    The first tokenizer never encodes text as a special token.
     """
     try:
         data = {**json.loads(content), "truncation": None, "padding": None}
         content = json.dumps(data, separators=(",", ":"))
-        plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
+        return content, *_made_of(content)
     # The library raises plain Exception, and files from other programs can cause any error.
     except Exception as error:
         why = f"the tokenizer.json is broken ({said(error)}); download it again"
         raise ValueError(why) from None
+
+
+# Parsing a large file takes seconds.
+@functools.lru_cache(maxsize=4)
+def _made_of(content: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
     plain.encode_special_tokens = True
-    return content, plain, marked
+    return plain, marked
 
 
 _RENAMED_BEGIN, _RENAMED_END = "\ue000", "\ue001"

@@ -128,6 +128,7 @@ class ProcessWatch:
         self._seen: dict[int, tuple[str, float]] = {}
         # Held while this process ends, so that only one of its threads ends it.
         self._ending = threading.Lock()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -148,6 +149,7 @@ class ProcessWatch:
                     break
             time.sleep(_INTERVAL / 10)
         self._ending.acquire()
+        self._stop()
         return max(codes)
 
     def left(self, code: int) -> int:
@@ -159,6 +161,12 @@ class ProcessWatch:
         verdict = self._decide(f"{code} process {self._me} ended with code {code}")
         self._wait_for_readers()
         return int(verdict.split()[0])
+
+    def _stop(self) -> None:
+        """Ends the thread: an interpreter that ends while it calls the service aborts."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE)
 
     def _say(self) -> None:
         sign = self._sign or str(time.monotonic_ns())
@@ -178,12 +186,12 @@ class ProcessWatch:
         return self._read(_VERDICT) or verdict
 
     def _watch(self) -> None:
-        while True:
+        while not self._stopped.is_set():
             self._say()
             verdict = self._verdict()
             if verdict and self._ending.acquire(blocking=False):
                 self._end(verdict)
-            time.sleep(_INTERVAL)
+            self._stopped.wait(_INTERVAL)
 
     def _verdict(self) -> str:
         """The verdict of all processes, which may be that another process is lost, or empty."""

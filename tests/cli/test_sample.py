@@ -247,7 +247,7 @@ def test_a_draft_is_edited_and_its_page_plays_the_edits(run_dir, capsys, tmp_pat
              "--chain", "temperature", "--num-samples", "2"]  # fmt: skip
     assert _run(run_dir, *flags) == 0
     plain, err = capsys.readouterr()
-    assert err.startswith("heads: none; fill=parallel, order=random\n")
+    assert "heads: none; fill=parallel, order=random" in err.splitlines()
     texts = plain.removesuffix("\n").split("\n---\n")
     assert len(texts) == 2 and all(text.startswith("The ") for text in texts)
     # A count of zero is not told.
@@ -283,7 +283,7 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert "did you mean 'steps'" in rows[2]["error"]
     err = capsys.readouterr().err
     assert "2 rows, 1 refused, 11 tokens" in err and "canvas=64" in err
-    assert err.startswith("heads: none; fill=parallel, order=left_to_right\n")
+    assert "heads: none; fill=parallel, order=left_to_right" in err.splitlines()
     assert _run(run_dir, *flags) == End.PARTLY
     assert "3 of 3 requests are done" in capsys.readouterr().err
     assert target.read_text() == first

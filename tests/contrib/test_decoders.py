@@ -200,6 +200,17 @@ def test_credit_raises_what_a_position_keeps_predicting():
                 assert sure[row, place] == pytest.approx(want, rel=2e-5)
 
 
+def test_an_id_that_takes_the_place_of_another_takes_none_of_its_credit():
+    ones = np.ones(ROWS, np.float32)
+    rule = _rule("credit", credit_weight=ones, credit_decay=ones, credit_power=0 * ones)
+    kept, sure = rule.init(ROWS, LENGTH), None
+    for best in range(5):  # one more than a position has room for
+        likely = np.where(np.arange(VOCAB) == best, 0.4, 0.1)
+        kept, sure = _observe(rule, kept, np.log(np.tile(likely, (ROWS, LENGTH, 1))))
+    # Each of the last four ids has a credit of 1, which doubles its probability.
+    np.testing.assert_allclose(sure, 0.8 / (0.8 + 3 * 0.2 + 3 * 0.1), rtol=1e-5)
+
+
 def test_dependences_decide_what_commits_together():
     rng = np.random.default_rng(8)
     scores = rng.exponential(size=(ROWS, LENGTH, LENGTH)) ** 3

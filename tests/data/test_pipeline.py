@@ -132,6 +132,17 @@ def test_an_epoch_shows_each_token_at_most_once_and_leaves_out_less_than_two_win
     assert len(set(epochs)) == len(epochs), "the order is another every epoch"
 
 
+def test_no_epoch_of_a_seed_is_one_of_another_seed(path):
+    windows = (NUM_TOKENS - 15) // 16
+
+    def begins(seed, epoch):
+        dataset = train_dataset(path, seq_len=16, batch_size=1, seed=seed)
+        rows = range(epoch * windows, (epoch + 1) * windows)
+        return tuple(int(_at(dataset, row)["tokens"][0][0]) for row in rows)
+
+    assert len({begins(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+
+
 def test_every_place_of_the_text_gets_its_turn(path):
     dataset = train_dataset(path, seq_len=16, batch_size=62, seed=0)
     seen = np.unique(np.concatenate([_at(dataset, step)["tokens"].ravel() for step in range(200)]))

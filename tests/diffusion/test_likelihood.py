@@ -24,6 +24,7 @@ from dlm_jax.diffusion.likelihood import (
 from dlm_jax.diffusion.losses import cross_entropy
 from dlm_jax.diffusion.objectives import Batch, elbo_at
 from dlm_jax.model.transformer import build
+from dlm_jax.types import Network
 
 LENGTH = 4
 CANVAS = 6
@@ -114,6 +115,31 @@ def test_variance_of_the_draws_is_that_of_their_mean():
     # Strata only lower the variance of the mean below the claim.
     assert spread < 1.5 * claimed
     assert claimed > 0
+
+
+def test_as_many_draws_as_tokens_hide_each_number_of_tokens_once():
+    """A token costs what the number of hidden tokens says, so mean and variance are exact."""
+    ids = [token for token in range(toy.VOCAB_SIZE) if token != toy.MASK]
+
+    def trunk(params, tokens_BL, length_B, cache):
+        hidden_B = (tokens_BL == toy.MASK).sum(axis=1).astype(jnp.float32)
+        return jnp.broadcast_to(hidden_B[:, None, None], (*tokens_BL.shape, 1)), cache
+
+    network = Network(
+        init=lambda key: {},
+        trunk=trunk,
+        embed=lambda params, tokens: jnp.zeros((*tokens.shape, 1)),
+        readout=lambda params, hidden_ND: hidden_ND * (jnp.arange(toy.VOCAB_SIZE)[None] == ids[0]),
+        vocab_size=toy.VOCAB_SIZE,
+    )
+    batch = _repeat([ids[0]] * LENGTH, 8)
+    estimate = jax.jit(functools.partial(_costs, network), static_argnames="num_draws")(
+        {}, batch, jnp.arange(8), jax.random.key(3), num_draws=LENGTH
+    )
+    counts = np.arange(1, LENGTH + 1)
+    nats = LENGTH * (np.log(np.exp(counts) + len(ids) - 1) - counts)
+    np.testing.assert_allclose(estimate.nats_B, nats.mean(), rtol=1e-5)
+    np.testing.assert_allclose(estimate.variance_B, nats.var(ddof=1) / LENGTH, rtol=1e-4)
 
 
 def test_padding_and_neighbours_do_not_change_a_rows_bound():

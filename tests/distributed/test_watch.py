@@ -88,6 +88,15 @@ def test_all_processes_end_with_the_largest_code_of_those_that_ended_as_they_sho
     assert watches[1].done(0) == watches[2].done(0) == watches[0].done(3) == 3
 
 
+def test_the_thread_of_a_watch_has_ended_when_its_process_ends(three):
+    """A thread in JAX's client at the end of the interpreter aborts the process."""
+    watches, service, _ = three
+    service.values |= {f"dlm_jax/alive/{process}": "done 0" for process in (0, 2)}
+    watches[1].start()
+    watches[1].done(0)
+    assert not watches[1]._thread.is_alive()
+
+
 @pytest.mark.parametrize("process", [0, 2])
 @pytest.mark.parametrize("code", [2, 5, 130])
 def test_a_process_that_left_with_an_error_is_known_at_once_and_its_code_is_that_of_all(

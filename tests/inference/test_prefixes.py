@@ -89,6 +89,18 @@ def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without
         assert engine.report().prefix_computed == 0
 
 
+def test_a_row_reads_nothing_that_the_row_before_it_in_the_slot_has_cached():
+    model, settings = _model("block_causal")
+    settings = settings | {"gen_length": 4, "steps": 4}  # they end in their first block
+    prompts = ["The cats", "A rat at", "sat here", "the rest"]
+    sizes = {"sizes": (2,), "canvases": (256,)}
+    with Engine(model, **sizes) as engine:
+        rows = _rows(engine, model, prompts, settings)
+    for prompt, row in zip(prompts, rows, strict=True):
+        with Engine(model, **sizes) as engine:
+            _same_bits(_rows(engine, model, [prompt], settings)[0], row)
+
+
 @pytest.mark.parametrize(
     "axes", [{"data": 4}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)]
 )

@@ -188,6 +188,12 @@ def test_what_cannot_be_held_is_refused(settings, told):
         )
 
 
+def test_a_structure_of_n_tokens_fits_n_holes():
+    make_requests(MODEL, "", {"structure": "a{3}", "gen_length": 3})
+    with pytest.raises(ValueError, match="requires at least 3 new tokens, but gen_length=2"):
+        make_requests(MODEL, "", {"structure": "a{3}", "gen_length": 2})
+
+
 def test_steps_are_as_many_as_the_fullest_block_takes_in_each():
     assert steps_needed(np.arange(3, 13), 0, 3) == 10
     assert steps_needed(np.arange(3, 13), 4, 3) == 12

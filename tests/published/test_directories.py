@@ -10,6 +10,7 @@ import pytest
 import dlm_jax
 from dlm_jax.config import Config, ModelConfig, SampleConfig, TrainConfig
 from dlm_jax.data import HubTokenizer, from_json
+from dlm_jax.harness.lm import asked_of, texts
 from dlm_jax.published import read_shape
 from dlm_jax.settings import SettingError
 from dlm_jax.training.run import adopted
@@ -189,6 +190,19 @@ def test_a_causal_model_needs_no_mask(tmp_path):
     assert "mask_token_id" not in (tmp_path / "out" / "config.json").read_text()
     assert "mask_token_id" not in (tmp_path / "out" / "generation_config.json").read_text()
     assert dlm_jax.generate(dlm_jax.load(tmp_path / "out"), ["abc"], **asked).texts == made.texts
+
+
+def test_a_text_of_a_causal_model_ends_at_a_stop_before_its_last_position(tmp_path):
+    _theirs(tmp_path / "m")
+    model = dlm_jax.load(tmp_path / "m")
+    length = {"max_gen_toks": 12}
+    (whole,) = texts(model, [asked_of("abc", length)], common={}, slots=1, batch_size=1, seed=0)
+    stop = whole[1:3]
+    (cut,) = texts(
+        model, [asked_of("abc", length | {"until": stop})],
+        common={}, slots=1, batch_size=1, seed=0,
+    )  # fmt: skip
+    assert cut == whole[: whole.index(stop)]
 
 
 def test_filling_with_a_causal_model_is_refused_by_name(tmp_path):

@@ -8,7 +8,7 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.store import load_params
+from dlm_jax.store import Checkpoints, load_params
 from dlm_jax.training.run import Best
 
 META = {"config": {}}
@@ -109,3 +109,13 @@ def test_a_run_keeps_its_best_model_beside_the_newest(tmp_path, falling_then_ris
     assert (np.asarray(newest.params["embedding"]) != seen[12]).any()
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step_00000012"]
     assert load_params(tmp_path / "best")[1]["bound"] == 2.0
+
+
+def test_a_loaded_model_has_the_average_of_the_parameters_where_there_is_one(tmp_path):
+    state = {"params": _params(1.0), "ema": _params(2.0)}
+    with Checkpoints(tmp_path / "averaged", keep=1) as checkpoints:
+        checkpoints.save(1, state, META)
+    with Checkpoints(tmp_path / "plain", keep=1) as checkpoints:
+        checkpoints.save(1, {"params": _params(1.0)}, META)
+    assert load_params(tmp_path / "averaged")[0]["w"].tolist() == [2.0] * 3
+    assert load_params(tmp_path / "plain")[0]["w"].tolist() == [1.0] * 3
