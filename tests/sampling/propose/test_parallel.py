@@ -207,11 +207,13 @@ def test_readouts_follow_the_open_positions():
 def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
     vocab_size, chunk = 997, 16
     network = _network(vocab_size)
-    hidden_BLD = jnp.zeros((canvases.ROWS, canvases.POSITIONS, 5))
     readout = functools.partial(_wide_readout, vocab_size=vocab_size)
-    network = dataclasses.replace(network, readout=readout)
+    network = dataclasses.replace(
+        network, readout=readout,
+        trunk=lambda params, tokens_BL, length_B, cache: (jnp.zeros((*tokens_BL.shape, 5)), cache),
+    )  # fmt: skip
     program = canvases.program(network, chunk=chunk)
-    params = {"hidden": hidden_BLD, "scale": jnp.float32(1)}
+    params = {"scale": jnp.float32(1)}
     edit = None
     if scoring is not None:
         sample = SampleConfig(edit=True, edit_token="mask", edit_scoring=scoring)
