@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks import arena, arena_tasks
-from dlm_jax.config import SampleConfig
 
 SIZES = {"markov": 3**5, "markov2": 3**5, "hmm": 3**5, "copy": 4**3, "shuffle": math.factorial(5),
          "replace": 3**4, "addition": 16**2, "brackets": 14 * 2**4}  # fmt: skip
@@ -58,7 +57,7 @@ def test_every_decoder_has_eight_settings_that_are_valid_and_differ():
     for decoder, grid in grids.items():
         assert len(grid) == len({arena.name_of(one, grid) for one in grid}) == 8, decoder
         for settings in grid:
-            SampleConfig(**settings)
+            arena.SampleConfig(**settings)
 
 
 def test_texts_of_the_source_itself_are_as_far_from_it_as_the_noise():
@@ -113,4 +112,4 @@ def test_decoders_of_trained_networks_have_eight_settings_too(decoder):
     grid = arena_tasks.TRAINED[decoder]
     assert len({arena.name_of(one, grid) for one in grid}) == 8
     for settings in grid:
-        SampleConfig(**settings)
+        arena.SampleConfig(**settings)

@@ -128,7 +128,10 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
         ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p has different values in two rules"),
         ({"transforms": [TopP(0.9), TopP(0.9)]}, "chain has 'top_p' 2 times; name it once"),
         ({"commit": TopP(0.9)}, "commit is a TopP, which is not a CommitRule"),
-        ({"commit": "threshold"}, "commit is 'threshold', which is not a CommitRule; use order="),
+        (
+            {"commit": "threshold"},
+            "which is not a CommitRule or NoiseRule; use order=",
+        ),
         ({"commit": Threshold}, "commit is the class Threshold, not an object; pass Threshold("),
         ({"transforms": Temperature(0.7)}, "transforms is a Temperature; pass a list"),
         (
@@ -145,7 +148,7 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
         ({"transforms": [Temperature(np.array([1.0, -1.0, 1.0]))]}, "temperature=-1.0 is outside"),
         ({"rules": 5}, "rules is 5; pass a list of classes"),
         ({"rules": [int]}, "which is not a rule"),
-        ({"rules": [types]}, "which is not a rule"),
+        ({"rules": [types]}, "rules=types defines no rule"),
         ({"rules": types}, "rules=types defines no rule"),
         ({"order": "every_other"}, "order='every_other' is not one of"),
         ({"rules": [EveryOther], "order": "every_othr"}, "did you mean 'every_other'?"),
