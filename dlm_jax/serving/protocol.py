@@ -748,6 +748,8 @@ class Planner:
 
     def _chat(self, asked: Chat) -> Answer:
         length = _one_length(asked, "max_completion_tokens")
+        if asked.top_logprobs and not asked.logprobs:
+            raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
         self._check_size(sum(len(one.text) for one in asked.messages), "messages")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}

@@ -34,8 +34,7 @@ COMPLETION = {
 }  # fmt: skip
 IGNORED = {
     "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
-    "safety_identifier": "me", "prediction": {"type": "content", "content": "A"},
-    "prompt_cache_retention": "24h", "modalities": ["text"],
+    "safety_identifier": "me",
 }  # fmt: skip
 CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
         ("prompt", "echo", "suffix", "logprobs")} | {

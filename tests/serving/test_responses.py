@@ -108,7 +108,7 @@ ANSWERED = {
     "model": "toy", "store": False, "background": False, "stream": True, "temperature": 0.5,
     "top_p": 0.5, "truncation": "disabled", "user": "me",
     "text": {"format": {"type": "text"}}, "stream_options": None, "service_tier": "auto",
-    "prompt_cache_key": "k", "safety_identifier": "me", "prompt_cache_retention": "24h",
+    "prompt_cache_key": "k", "safety_identifier": "me",
 }  # fmt: skip
 
 
