@@ -16,8 +16,8 @@ MODEL = dataclasses.replace(
 CONTEXTS = ["The cat", "A rat", "", "The", "A"]
 
 
-def _texts(asked, **more):
-    return texts(MODEL, asked, common={}, slots=4, seed=0, **more)
+def _texts(asked, slots=4):
+    return texts(MODEL, asked, common={}, slots=slots, seed=0)
 
 
 def _asked(**given):
@@ -27,8 +27,8 @@ def _asked(**given):
 def test_any_batch_size_and_order_gives_the_same_texts():
     asked = _asked(do_sample=True, temperature=1.0)
     found = _texts(asked)
-    assert _texts(asked, batch_size=1) == found
-    assert _texts(asked[::-1], batch_size=2)[::-1] == found
+    assert _texts(asked, slots=1) == found
+    assert _texts(asked[::-1], slots=2)[::-1] == found
     assert [len(text) for text in found] == [12] * 5 and len(set(found)) == 5
 
 

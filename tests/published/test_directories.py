@@ -196,12 +196,10 @@ def test_a_text_of_a_causal_model_ends_at_a_stop_before_its_last_position(tmp_pa
     _theirs(tmp_path / "m")
     model = dlm_jax.load(tmp_path / "m")
     length = {"max_gen_toks": 12}
-    (whole,) = texts(model, [asked_of("abc", length)], common={}, slots=1, batch_size=1, seed=0)
+    (whole,) = texts(model, [asked_of("abc", length)], common={}, slots=1, seed=0)
     stop = whole[1:3]
-    (cut,) = texts(
-        model, [asked_of("abc", length | {"until": stop})],
-        common={}, slots=1, batch_size=1, seed=0,
-    )  # fmt: skip
+    asked = [asked_of("abc", length | {"until": stop})]
+    (cut,) = texts(model, asked, common={}, slots=1, seed=0)
     assert cut == whole[: whole.index(stop)]
 
 
