@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rule_cases
+import toy_model
 from enumerable import LENGTH, MASK, MODEL, PARAMS, TEXTS
 from jax.sharding import NamedSharding, PartitionSpec
 from oracles import remask
@@ -80,6 +81,18 @@ def test_the_context_of_penalties_is_that_of_the_step(last_n):
     trace = result.trace
     again = dlm_jax.replay(MODEL, PARAMS, trace)
     np.testing.assert_array_equal(again, np.where(trace.is_written, trace.logprobs, 0.0))
+
+
+def test_penalties_count_given_tokens_after_those_of_earlier_steps():
+    model = toy_model.MODEL
+    result = dlm_jax.generate(
+        model, [{"template": "<hole:6>cat sat"}], num_samples=16, order="random", fill="parallel",
+        steps=6, repetition_penalty=3.0, penalty_last_n=2, trace=True,
+    )  # fmt: skip
+    trace = result.trace
+    again = dlm_jax.replay(model, model.params, trace)
+    assert trace.is_written.sum() == 6 * 16
+    np.testing.assert_allclose(again, np.where(trace.is_written, trace.logprobs, 0), atol=1e-5)
 
 
 def test_a_greedy_row_draws_with_probability_one():

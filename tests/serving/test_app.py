@@ -176,6 +176,14 @@ def test_echo_and_ids_and_a_suffix(client, running):
     assert filled == whole["choices"][0]["text"][3:]
 
 
+def test_an_infill_tells_the_log_probabilities_of_the_tokens_in_its_gaps_alone(running):
+    asked = {"template": "The <hole:3> sat<hole:2>", "seed": 3, "logprobs": 0,
+             "ignore_eos": True}  # fmt: skip
+    (choice,) = post(running, "/v1/infill", asked).json()["choices"]
+    assert choice["logprobs"]["tokens"] == list("".join(choice["infills"]))
+    assert all(p < 0 for p in choice["logprobs"]["token_logprobs"])
+
+
 def test_an_infill_of_a_template_is_that_of_generate(running):
     template = "The <hole:3> sat. A <hole:2>."
     asked = {"template": template, "seed": 4, "steps": 5, "order": "low_confidence",

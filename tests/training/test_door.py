@@ -229,6 +229,15 @@ def test_a_loop_of_ones_own_takes_the_steps_of_the_run(folder):
     _close(params, outcome.params, rtol=1e-3, atol=1e-4)
 
 
+def test_the_batches_of_a_problem_can_begin_at_any_step(folder):
+    with tiny_run.on_devices(1):
+        made = problem(_config(folder / "none", **PLAIN))
+    rows = [np.asarray(batch.tokens_BL) for batch in itertools.islice(made.batches(), 4)]
+    assert len({row.tobytes() for row in rows}) == 4
+    for row, batch in zip(rows[2:], made.batches(2), strict=False):
+        np.testing.assert_array_equal(row, batch.tokens_BL)
+
+
 def test_the_gradient_of_a_problem_is_zero_where_nothing_trains(folder):
     with tiny_run.on_devices(1):
         made = problem(
