@@ -275,6 +275,7 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.published_memory",
     ("serving.md", "Routes"): "no figures; a test calls each route",
     ("engine.md", "Cost"): "a clock: python benchmarks/engine.py",
+    ("engine.md", "Files"): "a clock: python -m benchmarks.engine --only file",
     ("caches.md", "Savings"): "a clock and PyTorch: python -m benchmarks.caches",
     ("caches.md", "Reuse of prompts"): "a clock: python -m benchmarks.caches --reuse 5",
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",

@@ -571,7 +571,10 @@ class ModelConfig(Section):
         False, "normalise the weights of a token's experts to sum to 1", Trait.UNSEEN
     )
     router_scale: float = setting(
-        1.0, "factor that multiplies the weights of a token's experts", Trait.UNSEEN
+        1.0,
+        "factor that multiplies the weights of a token's experts",
+        Trait.UNSEEN,
+        low=ABOVE_ZERO,
     )
     router_scales: bool = setting(
         False,
