@@ -59,11 +59,18 @@ class Progress:
         if is_shown and getattr(self._stream, "isatty", lambda: False)():
             # The bar is delayed, so that an early error is printed without a bar.
             self._bar = tqdm(
-                total=total, initial=done, desc=name, unit=unit, file=self._stream, delay=1,
-                dynamic_ncols=True, mininterval=0.5,
+                total=total,
+                initial=done,
+                desc=name,
+                unit=unit,
+                file=self._stream,
+                delay=1,
+                dynamic_ncols=True,
+                mininterval=0.5,
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-                if total is not None else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
-            )  # fmt: skip
+                if total is not None
+                else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
+            )
         elif is_shown:
             # Lines are written by a thread, because compilation or a long step blocks the main
             # thread.

@@ -439,9 +439,12 @@ def require_head(head: str, facts: Any, name: str, value: Any, instead: str = ""
     """Raises `SettingError` if the model lacks a head; `instead` is a remedy without the head."""
     train = f"train one with model.add_{head}_head"
     require(
-        head in facts.heads, name, value, f"requires a {head} head, which this model lacks",
+        head in facts.heads,
+        name,
+        value,
+        f"requires a {head} head, which this model lacks",
         f"{instead}, or {train}" if instead else train,
-    )  # fmt: skip
+    )
 
 
 def names_of(
@@ -453,15 +456,19 @@ def names_of(
         for name in given:
             if name not in known:
                 raise SettingError(
-                    key, UNSET, f"has {name!r}, which is not one of {', '.join(known)}",
+                    key,
+                    UNSET,
+                    f"has {name!r}, which is not one of {', '.join(known)}",
                     f"did you mean {closest(name, known)!r}?",
-                )  # fmt: skip
+                )
         is_repeated = is_once and len(set(given)) < len(given)
         require(
-            len(given) >= least and not is_repeated, key, tuple(given),
+            len(given) >= least and not is_repeated,
+            key,
+            tuple(given),
             "is empty or has duplicates",
             "name each once",
-        )  # fmt: skip
+        )
         return tuple(given)
 
     return parse

@@ -225,9 +225,13 @@ def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int,
-    file: TextIO | None = None, line: str | None = None,
-) -> None:  # fmt: skip
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Writes a warning as one line, without the source location."""
     if issubclass(category, UserWarning):
         text = f"warning: {' '.join(str(message).split())}\n"
@@ -288,9 +292,13 @@ def load_model(
     ignore_config: Sequence[str] = (),
 ) -> Model:
     model = load(
-        path, mesh=mesh, dtype=dtype, quantize=quantize, ignore_config=ignore_config,
+        path,
+        mesh=mesh,
+        dtype=dtype,
+        quantize=quantize,
+        ignore_config=ignore_config,
         report=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    )
     broken = not_finite(model.params)
     if broken is not None:
         raise NotFiniteError(

@@ -97,9 +97,12 @@ def keep_output_for_texts() -> None:
         return
     ours.flush()
     sys.stdout = open(  # noqa: SIM115
-        os.dup(1), "w", encoding=ours.encoding, errors=ours.errors,
+        os.dup(1),
+        "w",
+        encoding=ours.encoding,
+        errors=ours.errors,
         buffering=1 if ours.line_buffering else -1,
-    )  # fmt: skip
+    )
     os.dup2(2, 1)
 
 

@@ -79,8 +79,13 @@ def make_parser() -> Parser:
         metavar="N",
         help="masks per window (1)",
     )
-    add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
-        help="windows per batch (16)")  # fmt: skip
+    add(
+        "--batch-size",
+        type=whole(1, MOST_AT_ONCE),
+        default=16,
+        metavar="B",
+        help="windows per batch (16)",
+    )
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)

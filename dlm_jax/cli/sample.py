@@ -93,8 +93,10 @@ def watched(
     rows: dict[int, Row] = {}
     for canvases in dlm_jax.stream(model, prompts, **common):
         rows |= canvases
-        shown = [frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
-                 for i, row in sorted(canvases.items())]  # fmt: skip
+        shown = [
+            frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
+            for i, row in sorted(canvases.items())
+        ]
         for frame in shown if args.trace is not None else ():
             frames.setdefault(frame.row, []).append(frame)
         if watch is not None:
@@ -118,9 +120,13 @@ def make_parser(kind: type[RowSettings]) -> Parser:
         help="treat --prompt as a user turn, and print the model's answer",
     )
     add("--preset", metavar="NAME", help=PRESET)
-    add("--num-samples", type=COUNT, default=1, metavar="N",
-        help="number of texts (1); with --prompts, number of samples per request "
-             "without n")  # fmt: skip
+    add(
+        "--num-samples",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="number of texts (1); with --prompts, number of samples per request without n",
+    )
     add(
         "--max-length",
         type=COUNT,
@@ -129,28 +135,53 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     )
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
-    add("--host-sampler", metavar="MODULE:FUNCTION",
-        help="function that selects tokens; a request's own host_sampler overrides it")  # fmt: skip
-    add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
-        help="module with functions that requests of --prompts can use; repeatable")  # fmt: skip
+    add(
+        "--host-sampler",
+        metavar="MODULE:FUNCTION",
+        help="function that selects tokens; a request's own host_sampler overrides it",
+    )
+    add(
+        "--allow-host-sampler",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="module with functions that requests of --prompts can use; repeatable",
+    )
     add("--rules", metavar="MODULES", help="modules with rules (A,B); their settings become flags")
-    add("--read-back", type=COUNT, metavar="K",
-        help="print, or write to --output, each token with its K best candidates")  # fmt: skip
-    add("--max-candidates", type=COUNT, default=64, metavar="N",
-        help="maximum candidates per position for host samplers and --read-back (64)")  # fmt: skip
+    add(
+        "--read-back",
+        type=COUNT,
+        metavar="K",
+        help="print, or write to --output, each token with its K best candidates",
+    )
+    add(
+        "--max-candidates",
+        type=COUNT,
+        default=64,
+        metavar="N",
+        help="maximum candidates per position for host samplers and --read-back (64)",
+    )
     add("--watch", action="store_true", help="show the canvas while it is denoised")
     add("--trace", metavar="FILE", help="write an HTML page that replays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; requires --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
-    add("--report-every", type=float, default=10.0, metavar="S",
-        help="seconds between progress lines of --prompts (10); 0: none")  # fmt: skip
+    add(
+        "--report-every",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between progress lines of --prompts (10); 0: none",
+    )
     add(
         "--report-json",
         metavar="FILE",
         help="append the figures of the progress lines to this file, one JSON object per line",
     )
-    add("--dtype", metavar="TYPE",
-        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add(
+        "--dtype",
+        metavar="TYPE",
+        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32",
+    )
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
@@ -242,9 +273,12 @@ def _main(argv: Sequence[str]) -> int:
             check_same_everywhere(_facts_of(args, overrides, rules))
         mesh = mesh_of(overrides, is_distributed=args.distributed)
         model = load_model(
-            args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize,
+            args.checkpoint,
+            mesh=mesh,
+            dtype=args.dtype,
+            quantize=args.quantize,
             ignore_config=args.ignore_config,
-        )  # fmt: skip
+        )
         if mesh is not None:
             _check_batch(model.params, args.batch_size)
         settings = layered(model.preset(args.preset) if args.preset else None, settings)

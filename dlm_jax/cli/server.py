@@ -83,41 +83,92 @@ def make_parser() -> Parser:
     )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
-    add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
-        help="environment variable that contains the key (DLM_JAX_API_KEY)")  # fmt: skip
-    add("--allow-origin", action="append", default=[], metavar="ORIGIN",
+    add(
+        "--api-key-env",
+        default="DLM_JAX_API_KEY",
+        metavar="NAME",
+        help="environment variable that contains the key (DLM_JAX_API_KEY)",
+    )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
         help="origin whose web pages may use the server, such as https://example.org; * allows "
-        "any; repeatable")  # fmt: skip
+        "any; repeatable",
+    )
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
-    add("--one-size", action="store_true",
+    add(
+        "--one-size",
+        action="store_true",
         help="run all rows in one program with --slots slots: texts are bit-identical under any "
-        "load, but a single request takes longer")  # fmt: skip
-    add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB",
+        "load, but a single request takes longer",
+    )
+    add(
+        "--prefix-mib",
+        type=whole(0, 1 << 30),
+        default=0,
+        metavar="MIB",
         help="device memory in MiB for keys and values of prompts, which requests with "
-        "cache=exact reuse (0: none)")  # fmt: skip
-    add("--steps-per-call", type=COUNT, default=2, metavar="N",
-        help="number of steps between checks for new requests (2)")  # fmt: skip
+        "cache=exact reuse (0: none)",
+    )
+    add(
+        "--steps-per-call",
+        type=COUNT,
+        default=2,
+        metavar="N",
+        help="number of steps between checks for new requests (2)",
+    )
     add("--preset", metavar="NAME", help=PRESET)
-    add("--default", action="append", default=[], metavar="NAME=VALUE",
-        help="default value of a request setting; repeatable")  # fmt: skip
-    add("--rules", metavar="MODULES",
-        help="modules with rules (A,B); their settings become fields of requests")  # fmt: skip
+    add(
+        "--default",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="default value of a request setting; repeatable",
+    )
+    add(
+        "--rules",
+        metavar="MODULES",
+        help="modules with rules (A,B); their settings become fields of requests",
+    )
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
-    add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES",
-        help="maximum bytes of a request (1048576)")  # fmt: skip
-    add("--max-seconds", type=seconds, default=600.0, metavar="S",
-        help="maximum seconds per answer, including waiting (600)")  # fmt: skip
-    add("--drain", type=seconds, default=30.0, metavar="S",
-        help="maximum seconds that a stopped server waits for running requests (30)")  # fmt: skip
-    add("--no-warm-up", action="store_true",
+    add(
+        "--max-body",
+        type=whole(1, 1 << 30),
+        default=1 << 20,
+        metavar="BYTES",
+        help="maximum bytes of a request (1048576)",
+    )
+    add(
+        "--max-seconds",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="maximum seconds per answer, including waiting (600)",
+    )
+    add(
+        "--drain",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="maximum seconds that a stopped server waits for running requests (30)",
+    )
+    add(
+        "--no-warm-up",
+        action="store_true",
         help="compile a program when a request first needs it; by default, the programs of "
-        "ordinary requests are compiled at startup")  # fmt: skip
+        "ordinary requests are compiled at startup",
+    )
     add("--log-texts", action="store_true", help="also log prompts and texts")
-    add("--dtype", metavar="TYPE",
-        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add(
+        "--dtype",
+        metavar="TYPE",
+        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32",
+    )
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
@@ -162,25 +213,38 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         preset = model.preset(args.preset) if args.preset else {}
         defaults = _defaults(model, preset, args.default, import_rules(args.rules))
         limits = Limits(
-            rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
-            seconds=args.max_seconds, steps=args.max_steps,
-        )  # fmt: skip
+            rows=args.max_rows,
+            waiting=args.max_waiting,
+            body=args.max_body,
+            seconds=args.max_seconds,
+            steps=args.max_steps,
+        )
         heads = heads_line(model, settings_of_call(model, defaults))
         options = Options(
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
-            limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
-            defaults=defaults, length=_length(model, defaults, args.default),
+            limits=limits,
+            key=key,
+            logs_texts=args.log_texts,
+            warms_up=not args.no_warm_up,
+            defaults=defaults,
+            length=_length(model, defaults, args.default),
             origins=_origins(args.allow_origin),
             hosts=_HOSTS if key is None and args.host in _LOOPBACK else (),
-        )  # fmt: skip
+        )
         if key is None and args.host not in _LOOPBACK:
-            print(f"warning: --host {args.host} without a key: anyone can send requests; set "
-                  f"{args.api_key_env}", file=sys.stderr)  # fmt: skip
+            print(
+                f"warning: --host {args.host} without a key: anyone can send requests; set "
+                f"{args.api_key_env}",
+                file=sys.stderr,
+            )
         sizes = (args.slots,) if args.one_size else None
         engine = Engine(
-            model, batch_size=args.slots, sizes=sizes, max_waiting=None,
+            model,
+            batch_size=args.slots,
+            sizes=sizes,
+            max_waiting=None,
             prefix_mib=args.prefix_mib,
-        )  # fmt: skip
+        )
         app = make_app(model, engine, options, slots=args.slots, steps_per_call=args.steps_per_call)
     start_logs()
     LOGGER.info(heads)

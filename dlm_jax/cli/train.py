@@ -68,10 +68,11 @@ def dry_run(config: Config, topology: str) -> Plan:
     check_settings()
     if config.rl.reward:
         raise SettingError(
-            "rl.reward", config.rl.reward, "cannot be planned with --dry-run, because there are "
-            "no samples",
+            "rl.reward",
+            config.rl.reward,
+            "cannot be planned with --dry-run, because there are no samples",
             "leave one out",
-        )  # fmt: skip
+        )
     devices = topology_devices(topology) if topology else None
     tokenizer = None
     if config.model.vocab_size == 0:
@@ -253,9 +254,9 @@ def runs(
         name = re.sub(r"[^\w.,=+-]", "_", ",".join(f"{k}={v}" for k, v in point.items()))
         places = {place: getattr(config.train, place) for place in _PLACES}
         own = {place: f"{path.rstrip('/')}/{name}" for place, path in places.items() if path}
-        found.append((point, dataclasses.replace(
-            config, train=dataclasses.replace(config.train, **own)
-        )))  # fmt: skip
+        found.append(
+            (point, dataclasses.replace(config, train=dataclasses.replace(config.train, **own)))
+        )
     if len({config.train.out_dir for _, config in found}) < len(found):
         raise ValueError("command line: --sweep has values that name one directory; change them")
     return found

@@ -239,9 +239,13 @@ def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "
         return
     group.add_argument(f"--{name}", nargs="?", const="true", help=help, **kept)
     group.add_argument(
-        f"--no-{name}", dest=name.replace("-", "_"), action="store_const", const="false",
-        default=argparse.SUPPRESS, help=f"the opposite of --{name}",
-    )  # fmt: skip
+        f"--no-{name}",
+        dest=name.replace("-", "_"),
+        action="store_const",
+        const="false",
+        default=argparse.SUPPRESS,
+        help=f"the opposite of --{name}",
+    )
 
 
 def parse_flags(

@@ -79,7 +79,9 @@ def read_scaling(text: Any) -> RopeScaling | None:
             for kind, names in KINDS.items()
         )
         raise SettingError(
-            "model.rope_scaling", text, "is not a scaling of positive numbers with low < high",
+            "model.rope_scaling",
+            text,
+            "is not a scaling of positive numbers with low < high",
             f"write {known}",
-        ) from None  # fmt: skip
+        ) from None
     return made

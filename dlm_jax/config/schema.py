@@ -72,9 +72,10 @@ class OptimConfig(Section):
     """The optimiser and its learning-rate schedule."""
 
     name: str = setting(
-        "muon", "muon (with Adam for embeddings and norms), or adamw for all parameters",
+        "muon",
+        "muon (with Adam for embeddings and norms), or adamw for all parameters",
         choices=("muon", "adamw"),
-    )  # fmt: skip
+    )
     learning_rate: float = setting(
         0.02,
         "peak learning rate for the matrices (muon) or for all parameters (adamw)",
@@ -97,10 +98,11 @@ class OptimConfig(Section):
         1.0, "global gradient norm above which gradients are scaled down", low=ABOVE_ZERO
     )
     ema_decay: float = setting(
-        0.0, "decay of a moving average of the parameters, which is used for sampling; 0: no "
-        "average",
-        low=0, high=BELOW_ONE,
-    )  # fmt: skip
+        0.0,
+        "decay of a moving average of the parameters, which is used for sampling; 0: no average",
+        low=0,
+        high=BELOW_ONE,
+    )
 
 
 TRACKERS = ("tensorboard", "wandb")
@@ -149,8 +151,9 @@ class TrainConfig(Section):
         1,
         "number of microbatches per step, which run sequentially to save memory; the result is the "
         "same",
-        low=1, high=2**20,
-    )  # fmt: skip
+        low=1,
+        high=2**20,
+    )
     seed: int = setting(
         0, "random seed of the parameters, the data order and the noise", low=0, high=2**32 - 1
     )
@@ -176,16 +179,18 @@ class TrainConfig(Section):
         parse=names_of("train.trackers", TRACKERS, least=0),
     )
     checkpoint_dir: str = setting(
-        "", "directory or URL (gs://, s3://) of checkpoints; empty: out_dir/checkpoints",
+        "",
+        "directory or URL (gs://, s3://) of checkpoints; empty: out_dir/checkpoints",
         Trait.FREE,
-    )  # fmt: skip
+    )
     checkpoint_every: int = setting(
         250, "number of steps between checkpoints; 0: only at the end", Trait.FREE, low=0
     )
     local_checkpoint_dir: str = setting(
-        "", "directory on a disk of each host for more checkpoints (docs/pods.md); empty: none",
+        "",
+        "directory on a disk of each host for more checkpoints (docs/pods.md); empty: none",
         Trait.FREE | Trait.LOCAL,
-    )  # fmt: skip
+    )
     local_checkpoint_every: int = setting(
         50, "steps between checkpoints in local_checkpoint_dir", Trait.FREE, low=1
     )
@@ -193,13 +198,14 @@ class TrainConfig(Section):
 
     def check(self) -> None:
         require(
-            self.batch_size % self.accumulate == 0, "train.accumulate", self.accumulate,
-            f"does not divide train.batch_size={self.batch_size}", "use a divisor",
+            self.batch_size % self.accumulate == 0,
+            "train.accumulate",
+            self.accumulate,
+            f"does not divide train.batch_size={self.batch_size}",
+            "use a divisor",
             "train.batch_size",
-        )  # fmt: skip
-        require(
-            self.out_dir != "", "train.out_dir", UNSET, "is empty", "name a directory"
-        )  # fmt: skip
+        )
+        require(self.out_dir != "", "train.out_dir", UNSET, "is empty", "name a directory")
 
 
 INIT = "init"
@@ -222,10 +228,11 @@ class DataConfig(Section):
         parse=tuple,
     )
     weights: tuple[float, ...] = setting(
-        (), "fraction of rows from each sharded corpus; empty: proportional to its number of "
-        "tokens",
-        hint=tuple[float, ...], parse=tuple,
-    )  # fmt: skip
+        (),
+        "fraction of rows from each sharded corpus; empty: proportional to its number of tokens",
+        hint=tuple[float, ...],
+        parse=tuple,
+    )
     tokenizer: str = setting(
         "character",
         "character: characters of the corpus; byte: the 256 bytes; bpe:N: trained on the corpus; "
@@ -238,28 +245,33 @@ class DataConfig(Section):
         choices=("add", "refuse"),
     )
     layout: str = setting(
-        "windows", "a row is a window of the packed text, or a document",
+        "windows",
+        "a row is a window of the packed text, or a document",
         choices=("windows", "documents"),
-    )  # fmt: skip
+    )
     tail: str = setting(
-        "eos", "documents: padding of a row; eos is a training target, so that the model learns "
-        "to stop",
+        "eos",
+        "documents: padding of a row; eos is a training target, so that the model learns to stop",
         choices=("eos", "pad"),
-    )  # fmt: skip
+    )
     seq_len: int = setting(128, "number of tokens per training row (L)", low=2, high=2**20)
     held_out: float = setting(
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
     cache_dir: str = setting(
-        "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache",
+        "",
+        "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache",
         Trait.FREE | Trait.LOCAL,
-    )  # fmt: skip
+    )
 
     def check(self) -> None:
         require(
-            len(self.source) > 0, "data.source", UNSET, "is empty",
+            len(self.source) > 0,
+            "data.source",
+            UNSET,
+            "is empty",
             "pass a file, a glob or python-reference",
-        )  # fmt: skip
+        )
 
 
 POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "spg", "trace")
@@ -277,14 +289,17 @@ class RLConfig(Section):
         "text",
     )
     loss: str = setting(
-        "diffu_grpo", "estimator of the log-probabilities of samples (docs/reinforcement.md)",
+        "diffu_grpo",
+        "estimator of the log-probabilities of samples (docs/reinforcement.md)",
         choices=POLICY_LOSSES,
-    )  # fmt: skip
+    )
     group: int = setting(
-        8, "number of samples per prompt, at least 2; train.batch_size counts samples",
-        low=2, high=2**16,
+        8,
+        "number of samples per prompt, at least 2; train.batch_size counts samples",
+        low=2,
+        high=2**16,
         remedy="use 8; a group of one has no baseline",
-    )  # fmt: skip
+    )
     advantage: str = setting(
         "grpo",
         "normalisation of rewards within a group: grpo (mean subtracted, divided by the standard "
@@ -296,10 +311,10 @@ class RLConfig(Section):
     )
     updates: int = setting(1, "number of updates per batch of samples", low=1, high=2**16)
     kl: float = setting(
-        0.0, "weight of the divergence from the initial model, >= 0; 0: no copy of the model is "
-        "kept",
+        0.0,
+        "weight of the divergence from the initial model, >= 0; 0: no copy of the model is kept",
         low=0,
-    )  # fmt: skip
+    )
     kl_estimator: str = setting(
         "k3", "estimator of the divergence (Schulman 2020): k2 or k3", choices=("k2", "k3")
     )
@@ -484,10 +499,12 @@ def _remat(given: Any) -> str:
     names = str(given).split("+")
     is_known = given in REMATS or (set(names) <= set(NAMED) and len(set(names)) == len(names))
     require(
-        is_known, "model.remat", given,
+        is_known,
+        "model.remat",
+        given,
         f"is neither one of {', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +",
         "use auto",
-    )  # fmt: skip
+    )
     return str(given)
 
 
@@ -499,9 +516,11 @@ def _rope(given: Any) -> str:
 def _dtype(given: Any) -> str:
     if given == "float16":
         raise SettingError(
-            "model.compute_dtype", given, "is not one of float32, bfloat16",
+            "model.compute_dtype",
+            given,
+            "is not one of float32, bfloat16",
             "its range is too small for activations and gradients; use 'bfloat16'",
-        )  # fmt: skip
+        )
     return _DTYPE.checked(given)
 
 
@@ -526,9 +545,12 @@ class ModelConfig(Section):
 
     head_size: int = setting(0, "size of one attention head; 0: width / heads", low=0)
     rotary_share: float = setting(
-        1.0, "fraction of each head that RoPE rotates, from its start, in (0, 1]", Trait.UNSEEN,
-        low=ABOVE_ZERO, high=1,
-    )  # fmt: skip
+        1.0,
+        "fraction of each head that RoPE rotates, from its start, in (0, 1]",
+        Trait.UNSEEN,
+        low=ABOVE_ZERO,
+        high=1,
+    )
     logit_alignment: str = setting(
         "same",
         "output that predicts the token at a position: same (the output at this position) or "
@@ -547,10 +569,11 @@ class ModelConfig(Section):
         0, "number of blocks at the start that have a plain MLP instead of experts", low=0
     )
     router_score: str = setting(
-        "softmax", "score of an expert for a token: softmax over all experts, or sigmoid of each "
-        "score",
-        Trait.UNSEEN, choices=("softmax", "sigmoid"),
-    )  # fmt: skip
+        "softmax",
+        "score of an expert for a token: softmax over all experts, or sigmoid of each score",
+        Trait.UNSEEN,
+        choices=("softmax", "sigmoid"),
+    )
     router_groups: int = setting(
         1,
         "number of groups of experts; router_groups_kept of them are selected first",
@@ -586,10 +609,11 @@ class ModelConfig(Section):
     )
 
     lora_rank: int = setting(
-        0, "rank of LoRA adapters, which are trained instead of the model; 0: none "
-        "(docs/training.md)",
-        Trait.OWN, low=0,
-    )  # fmt: skip
+        0,
+        "rank of LoRA adapters, which are trained instead of the model; 0: none (docs/training.md)",
+        Trait.OWN,
+        low=0,
+    )
     lora_alpha: float = setting(
         16.0, "adapters are scaled by lora_alpha / lora_rank", _HEAD, low=ABOVE_ZERO
     )
@@ -613,18 +637,24 @@ class ModelConfig(Section):
         4, "number of attention heads, a divisor of width", Trait.UNSEEN, low=1, high=2**12
     )
     kv_heads: int = setting(
-        0, "number of key/value heads, shared by groups of heads; 0: same as heads", Trait.UNSEEN,
-        low=0, high=2**12,
-    )  # fmt: skip
+        0,
+        "number of key/value heads, shared by groups of heads; 0: same as heads",
+        Trait.UNSEEN,
+        low=0,
+        high=2**12,
+    )
     mlp_width: int = setting(
-        0, "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, as a multiple of 8)", low=0,
+        0,
+        "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, as a multiple of 8)",
+        low=0,
         high=_MOST_WIDTH,
-    )  # fmt: skip
+    )
     activation: str = setting(
         "relu2",
         "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form), swiglu, or geglu (gated GELU)",
-        Trait.UNSEEN, choices=("relu2", "gelu", "swiglu", "geglu"),
-    )  # fmt: skip
+        Trait.UNSEEN,
+        choices=("relu2", "gelu", "swiglu", "geglu"),
+    )
     norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
     norm_epsilon: float = setting(
         1e-5, "epsilon added to the mean square or variance in a norm", Trait.UNSEEN, low=ABOVE_ZERO
@@ -655,17 +685,22 @@ class ModelConfig(Section):
         0,
         "block_causal: number of positions per block, from the start of the row; canvas: number of "
         "positions per canvas; at least 2",
-        Trait.TURNED, low=0,
-    )  # fmt: skip
+        Trait.TURNED,
+        low=0,
+    )
     attention_window: int = setting(
-        0, "canvas: attention window over the text in sliding layers; 0: unlimited",
-        Trait.UNSEEN, low=0,
-    )  # fmt: skip
+        0,
+        "canvas: attention window over the text in sliding layers; 0: unlimited",
+        Trait.UNSEEN,
+        low=0,
+    )
     full_every: int = setting(
-        0, "canvas: every n-th layer attends to all positions (full layer), and the other layers "
+        0,
+        "canvas: every n-th layer attends to all positions (full layer), and the other layers "
         "attend within attention_window; 0: all layers are full",
-        Trait.UNSEEN, low=0,
-    )  # fmt: skip
+        Trait.UNSEEN,
+        low=0,
+    )
     full_head_size: int = setting(0, "head_size of the full layers; 0: same as head_size", low=0)
     full_kv_heads: int = setting(
         0, "kv_heads of the full layers; 0: same as kv_heads", Trait.UNSEEN, low=0, high=2**12
@@ -674,10 +709,12 @@ class ModelConfig(Section):
         0.0, "rope_theta of the full layers; 0: same as rope_theta", Trait.UNSEEN, low=0
     )
     full_rotary_share: float = setting(
-        1.0, "fraction of the rotary pairs that are rotated in full layers, highest frequencies "
-        "first",
-        Trait.UNSEEN, low=ABOVE_ZERO, high=1,
-    )  # fmt: skip
+        1.0,
+        "fraction of the rotary pairs that are rotated in full layers, highest frequencies first",
+        Trait.UNSEEN,
+        low=ABOVE_ZERO,
+        high=1,
+    )
     full_value_from_key: bool = setting(
         False, "full layers use their keys as values, before norm and RoPE"
     )
@@ -707,9 +744,11 @@ class ModelConfig(Section):
         0, "number of logits; 0: size of the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
     )
     start_id: int = setting(
-        -1, "causal: id before the first token; -1: the tokenizer's MASK",
-        Trait.FOUND | Trait.TURNED | Trait.IDLE, low=-1,
-    )  # fmt: skip
+        -1,
+        "causal: id before the first token; -1: the tokenizer's MASK",
+        Trait.FOUND | Trait.TURNED | Trait.IDLE,
+        low=-1,
+    )
     compute_dtype: str = setting(
         "float32", _DTYPE.help, _HEAD, choices=("float32", "bfloat16"), parse=_dtype
     )
@@ -762,9 +801,13 @@ class ModelConfig(Section):
 
     def check(self) -> None:
         require(
-            self.start_id < (self.vocab_size or math.inf), "model.start_id", self.start_id,
-            "is outside the vocabulary", "use -1", "model.vocab_size",
-        )  # fmt: skip
+            self.start_id < (self.vocab_size or math.inf),
+            "model.start_id",
+            self.start_id,
+            "is outside the vocabulary",
+            "use -1",
+            "model.vocab_size",
+        )
         self._check_attention()
         if self.experts:
             self._check_experts()
@@ -774,105 +817,157 @@ class ModelConfig(Section):
         heads, kind = self.heads, self.attention_type
         if self.head_size == 0:
             require(
-                self.width % heads == 0 and (self.width // heads) % 2 == 0, "model.width",
-                self.width, f"is not an even multiple of model.heads={heads}",
+                self.width % heads == 0 and (self.width // heads) % 2 == 0,
+                "model.width",
+                self.width,
+                f"is not an even multiple of model.heads={heads}",
                 f"use a width of {2 * heads * max(1, round(self.width / (2 * heads)))}",
                 "model.heads",
-            )  # fmt: skip
+            )
         require(
-            self.head_size % 2 == 0, "model.head_size", self.head_size, "is odd",
+            self.head_size % 2 == 0,
+            "model.head_size",
+            self.head_size,
+            "is odd",
             f"use {self.head_size + 1}",
-        )  # fmt: skip
+        )
         require(
-            self.rotary_size >= 2 and self.rotary_size % 2 == 0, "model.rotary_share",
+            self.rotary_size >= 2 and self.rotary_size % 2 == 0,
+            "model.rotary_share",
             self.rotary_share,
             f"rotates {self.rotary_size} dimensions of a head, which is odd",
-            "use 1.0 or 0.5", "model.width", "model.heads", "model.head_size",
-        )  # fmt: skip
-        require(
-            self.kv_heads == 0 or heads % self.kv_heads == 0, "model.kv_heads", self.kv_heads,
-            f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}",
+            "use 1.0 or 0.5",
+            "model.width",
             "model.heads",
-        )  # fmt: skip
+            "model.head_size",
+        )
+        require(
+            self.kv_heads == 0 or heads % self.kv_heads == 0,
+            "model.kv_heads",
+            self.kv_heads,
+            f"does not divide model.heads={heads}",
+            f"use 0 or a divisor of {heads}",
+            "model.heads",
+        )
         self._check_canvas()
         is_in_blocks = kind in ("block_causal", "canvas")
         require(
             self.block_length >= 2 if is_in_blocks else self.block_length == 0,
-            "model.block_length", self.block_length,
+            "model.block_length",
+            self.block_length,
             f"is not supported with model.attention_type={kind!r}",
-            f"use {'at least 2' if is_in_blocks else 0}", "model.attention_type",
-        )  # fmt: skip
+            f"use {'at least 2' if is_in_blocks else 0}",
+            "model.attention_type",
+        )
 
     def _check_canvas(self) -> None:
         names = ("attention_window", "full_every", "layer_scales", "self_conditioning")
         for name in names if self.attention_type != "canvas" else ():
             require(
-                not getattr(self, name), f"model.{name}", getattr(self, name),
+                not getattr(self, name),
+                f"model.{name}",
+                getattr(self, name),
                 f"requires model.attention_type='canvas', not {self.attention_type!r}",
-                f"use {self.declared[name].default!r}", "model.attention_type",
-            )  # fmt: skip
+                f"use {self.declared[name].default!r}",
+                "model.attention_type",
+            )
         every, heads, groups = self.full_every, self.heads, self.full_kv_heads
         require(
             every == 0 or (every >= 2 and self.depth % every == 0 and not self.dense_layers),
-            "model.full_every", every,
+            "model.full_every",
+            every,
             f"does not divide model.depth={self.depth} into groups of at least 2 layers",
-            "use 0", "model.depth", "model.dense_layers",
-        )  # fmt: skip
+            "use 0",
+            "model.depth",
+            "model.dense_layers",
+        )
         require(
-            (every > 0) == (self.attention_window > 0), "model.attention_window",
-            self.attention_window, f"is not supported with model.full_every={every}",
+            (every > 0) == (self.attention_window > 0),
+            "model.attention_window",
+            self.attention_window,
+            f"is not supported with model.full_every={every}",
             "set both or neither",
             "model.full_every",
-        )  # fmt: skip
+        )
         require(
-            self.full_head_size % 2 == 0, "model.full_head_size", self.full_head_size, "is odd",
+            self.full_head_size % 2 == 0,
+            "model.full_head_size",
+            self.full_head_size,
+            "is odd",
             f"use {self.full_head_size + 1}",
-        )  # fmt: skip
+        )
         require(
-            groups == 0 or heads % groups == 0, "model.full_kv_heads", groups,
-            f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}", "model.heads",
-        )  # fmt: skip
+            groups == 0 or heads % groups == 0,
+            "model.full_kv_heads",
+            groups,
+            f"does not divide model.heads={heads}",
+            f"use 0 or a divisor of {heads}",
+            "model.heads",
+        )
 
     def _check_experts(self) -> None:
         require(
-            self.is_gated, "model.activation", self.activation,
-            "is not supported with experts", "use 'swiglu' or 'geglu'", "model.experts",
-        )  # fmt: skip
+            self.is_gated,
+            "model.activation",
+            self.activation,
+            "is not supported with experts",
+            "use 'swiglu' or 'geglu'",
+            "model.experts",
+        )
         require(
             not self.experts_beside or (self.post_norms and not self.dense_layers),
-            "model.experts_beside", True, "requires model.post_norms=true and model.dense_layers=0",
-            "change one of them", "model.post_norms", "model.dense_layers",
-        )  # fmt: skip
+            "model.experts_beside",
+            True,
+            "requires model.post_norms=true and model.dense_layers=0",
+            "change one of them",
+            "model.post_norms",
+            "model.dense_layers",
+        )
         require(
-            1 <= self.experts_per_token <= self.experts, "model.experts_per_token",
-            self.experts_per_token, f"is not in [1, {self.experts}], the number of model.experts",
-            "", "model.experts",
-        )  # fmt: skip
+            1 <= self.experts_per_token <= self.experts,
+            "model.experts_per_token",
+            self.experts_per_token,
+            f"is not in [1, {self.experts}], the number of model.experts",
+            "",
+            "model.experts",
+        )
         require(
             self.expert_width >= 1, "model.expert_width", self.expert_width, "must be at least 1"
         )
         require(
-            self.dense_layers < self.depth, "model.dense_layers", self.dense_layers,
+            self.dense_layers < self.depth,
+            "model.dense_layers",
+            self.dense_layers,
             f"leaves no block of model.depth={self.depth} with experts",
-            "lower it, or use model.experts=0", "model.depth",
-        )  # fmt: skip
+            "lower it, or use model.experts=0",
+            "model.depth",
+        )
         require(
-            self.experts % self.router_groups == 0, "model.router_groups", self.router_groups,
-            f"does not divide model.experts={self.experts}", "use 1", "model.experts",
-        )  # fmt: skip
+            self.experts % self.router_groups == 0,
+            "model.router_groups",
+            self.router_groups,
+            f"does not divide model.experts={self.experts}",
+            "use 1",
+            "model.experts",
+        )
         within = self.experts // self.router_groups
         require(
             self.router_groups_kept <= self.router_groups
             and self.router_groups_kept * within >= self.experts_per_token,
-            "model.router_groups_kept", self.router_groups_kept,
+            "model.router_groups_kept",
+            self.router_groups_kept,
             f"must be at most {self.router_groups}, and these groups of {within} experts must have "
             f"at least model.experts_per_token={self.experts_per_token} experts",
-            "", "model.experts_per_token",
-        )  # fmt: skip
+            "",
+            "model.experts_per_token",
+        )
         require(
-            self.router_groups == 1 or within >= 2, "model.router_groups", self.router_groups,
-            "leaves one expert per group", "use fewer",
-        )  # fmt: skip
+            self.router_groups == 1 or within >= 2,
+            "model.router_groups",
+            self.router_groups,
+            "leaves one expert per group",
+            "use fewer",
+        )
 
     def _check_heads(self) -> None:
         for head in HEADS:
@@ -880,20 +975,30 @@ class ModelConfig(Section):
             if not name or not getattr(self, name):
                 continue
             require(
-                self.mode == "language_model", f"model.{name}", True,
-                f"requires model.mode='language_model', not {self.mode!r}", "change one of them",
+                self.mode == "language_model",
+                f"model.{name}",
+                True,
+                f"requires model.mode='language_model', not {self.mode!r}",
+                "change one of them",
                 "model.mode",
-            )  # fmt: skip
+            )
             require(
-                kind in head.attention, f"model.{name}", True,
+                kind in head.attention,
+                f"model.{name}",
+                True,
                 f"requires model.attention_type={' or '.join(map(repr, head.attention))}, not "
                 f"{kind!r}",
-                "change one of them", "model.attention_type",
-            )  # fmt: skip
+                "change one of them",
+                "model.attention_type",
+            )
         require(
-            self.mode == "language_model" or self.attention_type == "bidirectional", "model.mode",
-            self.mode, "requires model.attention_type='bidirectional'", "", "model.attention_type",
-        )  # fmt: skip
+            self.mode == "language_model" or self.attention_type == "bidirectional",
+            "model.mode",
+            self.mode,
+            "requires model.attention_type='bidirectional'",
+            "",
+            "model.attention_type",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -923,21 +1028,30 @@ class Config:
     def _check_run(self) -> None:
         warmup, steps = self.optim.warmup_steps, self.train.steps
         require(
-            warmup < steps or steps == 1, "optim.warmup_steps", warmup,
-            f"is not less than train.steps={steps}", "lower it", "train.steps",
-        )  # fmt: skip
+            warmup < steps or steps == 1,
+            "optim.warmup_steps",
+            warmup,
+            f"is not less than train.steps={steps}",
+            "lower it",
+            "train.steps",
+        )
         require(
-            self.sample.gen_length <= self.data.seq_len, "sample.gen_length",
+            self.sample.gen_length <= self.data.seq_len,
+            "sample.gen_length",
             self.sample.gen_length,
             f"does not fit the canvas of data.seq_len={self.data.seq_len}",
-            "lower it, or use 0 to fill the canvas", "data.seq_len",
-        )  # fmt: skip
+            "lower it, or use 0 to fill the canvas",
+            "data.seq_len",
+        )
         share, rows = self.objective.denoising_share, self.train.batch_size
         require(
-            share in (0, 1) or 1 <= round(share * rows) < rows, "objective.denoising_share", share,
+            share in (0, 1) or 1 <= round(share * rows) < rows,
+            "objective.denoising_share",
+            share,
             f"of train.batch_size={rows} rows leaves an objective without rows",
-            "raise train.batch_size", "train.batch_size",
-        )  # fmt: skip
+            "raise train.batch_size",
+            "train.batch_size",
+        )
 
     def _check_process(self) -> None:
         model, kind = self.model, self.objective.process
@@ -948,131 +1062,198 @@ class Config:
             ("rl.reward", self.rl.reward, ""),
         ):
             require(
-                value == needed, "objective.process", kind, f"is not supported with {name}",
-                "use 'masked'", name,
-            )  # fmt: skip
+                value == needed,
+                "objective.process",
+                kind,
+                f"is not supported with {name}",
+                "use 'masked'",
+                name,
+            )
 
     def _check_policy(self) -> None:
         rows, group, model = self.train.batch_size, self.rl.group, self.model
         require(
-            rows % group == 0, "rl.group", group, f"does not divide train.batch_size={rows}",
-            f"use a divisor, or a batch of {group * max(1, rows // group)}", "train.batch_size",
-        )  # fmt: skip
+            rows % group == 0,
+            "rl.group",
+            group,
+            f"does not divide train.batch_size={rows}",
+            f"use a divisor, or a batch of {group * max(1, rows // group)}",
+            "train.batch_size",
+        )
         for name, value in (
-            ("mode", "language_model"), ("attention_type", "bidirectional"),
+            ("mode", "language_model"),
+            ("attention_type", "bidirectional"),
             *((name, False) for name in SWITCHES),
-        ):  # fmt: skip
+        ):
             require(
-                getattr(model, name) == value, f"model.{name}", getattr(model, name),
-                "is not supported with rl.reward", f"use {value!r}, or remove rl.reward",
+                getattr(model, name) == value,
+                f"model.{name}",
+                getattr(model, name),
+                "is not supported with rl.reward",
+                f"use {value!r}, or remove rl.reward",
                 "rl.reward",
-            )  # fmt: skip
+            )
         require(
-            self.rl.loss != "trace" or self.sample.temperature > 0, "sample.temperature", 0.0,
-            "makes no random choices, which rl.loss='trace' requires", "use 1", "rl.loss",
-        )  # fmt: skip
+            self.rl.loss != "trace" or self.sample.temperature > 0,
+            "sample.temperature",
+            0.0,
+            "makes no random choices, which rl.loss='trace' requires",
+            "use 1",
+            "rl.loss",
+        )
         require(
-            self.heads.train_main, "heads.train_main", False,
-            "leaves nothing for rl.reward to train", "use true", "rl.reward",
-        )  # fmt: skip
+            self.heads.train_main,
+            "heads.train_main",
+            False,
+            "leaves nothing for rl.reward to train",
+            "use true",
+            "rl.reward",
+        )
         require(
-            not (self.sample.edits or self.sample.renoises), "rl.reward", self.rl.reward,
+            not (self.sample.edits or self.sample.renoises),
+            "rl.reward",
+            self.rl.reward,
             "requires samples whose tokens do not move",
-            "remove edits and re-noise from [sample]", "sample.edit",
-        )  # fmt: skip
+            "remove edits and re-noise from [sample]",
+            "sample.edit",
+        )
 
     def _check_begin(self) -> None:
         is_fresh = self.train.init_from == ""
         require(
-            self.data.tokenizer != INIT or not is_fresh, "data.tokenizer", self.data.tokenizer,
-            "requires train.init_from, which is empty", "name a model", "train.init_from",
-        )  # fmt: skip
-        require(
-            not self.train.mask_like or not is_fresh, "train.mask_like", self.train.mask_like,
-            "requires train.init_from, which is empty", "name a model", "train.init_from",
-        )  # fmt: skip
-        require(
-            not self.train.ignore_config or not is_fresh, "train.ignore_config",
-            self.train.ignore_config, "requires train.init_from, which is empty", "name a model",
+            self.data.tokenizer != INIT or not is_fresh,
+            "data.tokenizer",
+            self.data.tokenizer,
+            "requires train.init_from, which is empty",
+            "name a model",
             "train.init_from",
-        )  # fmt: skip
+        )
         require(
-            not self.train.mask_like or self.model.attention_type != "causal", "train.mask_like",
-            self.train.mask_like, "has no effect with model.attention_type='causal'", "remove it",
+            not self.train.mask_like or not is_fresh,
+            "train.mask_like",
+            self.train.mask_like,
+            "requires train.init_from, which is empty",
+            "name a model",
+            "train.init_from",
+        )
+        require(
+            not self.train.ignore_config or not is_fresh,
+            "train.ignore_config",
+            self.train.ignore_config,
+            "requires train.init_from, which is empty",
+            "name a model",
+            "train.init_from",
+        )
+        require(
+            not self.train.mask_like or self.model.attention_type != "causal",
+            "train.mask_like",
+            self.train.mask_like,
+            "has no effect with model.attention_type='causal'",
+            "remove it",
             "model.attention_type",
-        )  # fmt: skip
+        )
         require(
-            self.heads.train_main or not is_fresh, "heads.train_main", False,
+            self.heads.train_main or not is_fresh,
+            "heads.train_main",
+            False,
             "freezes an untrained model",
-            "name a trained model in train.init_from", "train.init_from",
-        )  # fmt: skip
+            "name a trained model in train.init_from",
+            "train.init_from",
+        )
         require(
             self.model.lora_rank == 0 or (self.heads.train_main and not is_fresh),
-            "model.lora_rank", self.model.lora_rank,
+            "model.lora_rank",
+            self.model.lora_rank,
             "trains adapters of an existing model",
-            "name it in train.init_from, with heads.train_main=true", "train.init_from",
+            "name it in train.init_from, with heads.train_main=true",
+            "train.init_from",
             "heads.train_main",
-        )  # fmt: skip
+        )
 
     def _check_teacher(self) -> None:
         for name in self.objective.distilled:
             share, attention = f"objective.{name}_share", self.model.attention_type
             value = getattr(self.objective, f"{name}_share")
             require(
-                self.objective.teacher != "" or self.train.init_from != "", share, value,
-                "needs a teacher", "name a model in train.init_from or objective.teacher",
-                "train.init_from", "objective.teacher",
-            )  # fmt: skip
+                self.objective.teacher != "" or self.train.init_from != "",
+                share,
+                value,
+                "needs a teacher",
+                "name a model in train.init_from or objective.teacher",
+                "train.init_from",
+                "objective.teacher",
+            )
             require(
-                attention == "bidirectional", share, value,
-                f"is not supported with model.attention_type={attention!r}", "use 0",
+                attention == "bidirectional",
+                share,
+                value,
+                f"is not supported with model.attention_type={attention!r}",
+                "use 0",
                 "model.attention_type",
-            )  # fmt: skip
+            )
             require(
-                self.heads.train_main, share, value, "trains the model, which is frozen",
-                "use heads.train_main=true", "heads.train_main",
-            )  # fmt: skip
+                self.heads.train_main,
+                share,
+                value,
+                "trains the model, which is frozen",
+                "use heads.train_main=true",
+                "heads.train_main",
+            )
         require(
-            not self.objective.teacher or self.model.lora_rank == 0, "objective.teacher",
-            self.objective.teacher, "is not supported with adapters, whose teacher is "
-            "train.init_from",
-            "remove it", "model.lora_rank",
-        )  # fmt: skip
+            not self.objective.teacher or self.model.lora_rank == 0,
+            "objective.teacher",
+            self.objective.teacher,
+            "is not supported with adapters, whose teacher is train.init_from",
+            "remove it",
+            "model.lora_rank",
+        )
 
     def _check_attention(self) -> None:
         kind, block = self.model.attention_type, self.model.block_length
         require(
-            kind != "causal" or self.sample.order == "left_to_right", "model.attention_type", kind,
-            f"does not support sample.order={self.sample.order!r}", "use left_to_right",
+            kind != "causal" or self.sample.order == "left_to_right",
+            "model.attention_type",
+            kind,
+            f"does not support sample.order={self.sample.order!r}",
+            "use left_to_right",
             "sample.order",
-        )  # fmt: skip
+        )
         require(
             kind != "block_causal" or block % (self.sample.block_length or 1) == 0,
-            "sample.block_length", self.sample.block_length,
+            "sample.block_length",
+            self.sample.block_length,
             f"is neither model.block_length={block} nor a divisor of it",
-            "use 0 for the same value", "model.block_length",
-        )  # fmt: skip
+            "use 0 for the same value",
+            "model.block_length",
+        )
         require(
             kind != "block_causal" or self.objective.proofreading_share == 0,
-            "objective.proofreading_share", self.objective.proofreading_share,
+            "objective.proofreading_share",
+            self.objective.proofreading_share,
             "moves tokens between blocks, which model.attention_type='block_causal' does not "
             "support",
-            "use 0", "model.attention_type",
-        )  # fmt: skip
+            "use 0",
+            "model.attention_type",
+        )
 
 
 def declared() -> dict[str, Setting]:
     """All settings of a config, by dotted key."""
-    return {f"{name}.{key}": one for name, cls in sections().items()
-            for key, one in cls.declared.items()}  # fmt: skip
+    return {
+        f"{name}.{key}": one
+        for name, cls in sections().items()
+        for key, one in cls.declared.items()
+    }
 
 
 def keys(trait: Trait) -> tuple[str, ...]:
     """The dotted keys of the settings with a given trait."""
     return tuple(
-        f"{name}.{key}" for name, cls in sections().items()
-        for key, found in cls.traits.items() if trait in found
-    )  # fmt: skip
+        f"{name}.{key}"
+        for name, cls in sections().items()
+        for key, found in cls.traits.items()
+        if trait in found
+    )
 
 
 def sections() -> dict[str, Any]:

@@ -26,9 +26,14 @@ from dlm_jax.settings import UNSET, SettingError, require_values
 
 _SALT = 0x73706563
 _NEEDS = {
-    "order": ("threshold",), "remask": ("none",), "resample": (False,), "guidance": (0.0,),
-    "cache": ("none",), "threshold_alone": (0,), "threshold_least": (1,),
-}  # fmt: skip
+    "order": ("threshold",),
+    "remask": ("none",),
+    "resample": (False,),
+    "guidance": (0.0,),
+    "cache": ("none",),
+    "threshold_alone": (0,),
+    "threshold_least": (1,),
+}
 _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -56,10 +61,11 @@ class Speculative(FillRule):
     @classmethod
     def check(cls, row: Any) -> None:
         require_values(
-            row, _NEEDS,
+            row,
+            _NEEDS,
             "is not supported with fill='speculative', which verifies a draft of the whole row "
             "from left to right",
-        )  # fmt: skip
+        )
         if row.threshold <= 0:
             raise SettingError(
                 "threshold",

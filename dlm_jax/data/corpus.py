@@ -281,9 +281,16 @@ def load_corpus(
     name = corpora.describe(source)
     if layout == "documents":
         return _load_documents(
-            name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder,
-            tail=tail, start_id=start_id, chat=chat,
-        )  # fmt: skip
+            name,
+            documents,
+            tokenizer,
+            seq_len=seq_len,
+            held_out=held_out,
+            folder=folder,
+            tail=tail,
+            start_id=start_id,
+            chat=chat,
+        )
     return _load_windows(
         name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
     )
@@ -358,8 +365,9 @@ def _load_documents(
     train, val = corpora.split_documents(documents, held_out, name=name)
     parts = {"train": train, "val": val}
     coder = _coder(tokenizer, _all_text(documents), _all_text(train))
-    lines = (json.dumps(document.messages or [document.prompt, document.text])
-             for document in documents)  # fmt: skip
+    lines = (
+        json.dumps(document.messages or [document.prompt, document.text]) for document in documents
+    )
     sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
     prefix_ids = prefix_of(coder, start_id)
     sources = [] if talks is None or chat is None else [chat.source]

@@ -85,9 +85,12 @@ class Index:
     def _line(self) -> str:
         shards = {part: list(map(dataclasses.asdict, getattr(self, part))) for part in PARTS}
         facts: dict[str, Any] = {
-            "format": _FORMAT, "tokenizer": self.tokenizer.to_json(), "dtype": self.dtype,
-            "record_tokens": self.record_tokens, **shards,
-        }  # fmt: skip
+            "format": _FORMAT,
+            "tokenizer": self.tokenizer.to_json(),
+            "dtype": self.dtype,
+            "record_tokens": self.record_tokens,
+            **shards,
+        }
         return json.dumps(facts, sort_keys=True)
 
     def write(self, directory: epath.Path) -> None:

@@ -852,9 +852,13 @@ class HubTokenizer:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "type": "hub", "tokenizer_json": self.content, "mask_id": self.mask_id,
-            "pad_id": self.pad_id, "eos_id": self.eos_id, "bos_id": self.bos_id,
-        }  # fmt: skip
+            "type": "hub",
+            "tokenizer_json": self.content,
+            "mask_id": self.mask_id,
+            "pad_id": self.pad_id,
+            "eos_id": self.eos_id,
+            "bos_id": self.bos_id,
+        }
 
 
 def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
@@ -918,8 +922,14 @@ def _renamed_backend(
     """
     known = _backends(content)[2]
     data = json.loads(content)
-    usual = {"id": 0, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True}  # fmt: skip
+    usual = {
+        "id": 0,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     added = {token["content"]: token for token in data.get("added_tokens") or []}
     added |= {name: usual for name in names - added.keys()}
     data["added_tokens"] = [

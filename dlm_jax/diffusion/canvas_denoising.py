@@ -69,9 +69,13 @@ def canvas_denoising(
     """
     ids = {"mask_id": mask_id, "noise_ids": noise_ids}
     draw = functools.partial(
-        drawn, process=process, schedule=schedule, canvas_length=canvas_length,
-        conditioned_share=conditioned_share, **ids,
-    )  # fmt: skip
+        drawn,
+        process=process,
+        schedule=schedule,
+        canvas_length=canvas_length,
+        conditioned_share=conditioned_share,
+        **ids,
+    )
     loss = functools.partial(
         canvas_loss, text_weight=text_weight, mask_id=mask_id, is_conditioned=conditioned_share > 0
     )
@@ -103,10 +107,16 @@ def drawn(
     level_B = schedule.masked_ratio(stratified_times(time_key, num_rows))
     shown_BL = process.sample(noise_key, batch.tokens_BL, level_B, is_canvas_BL, **ids)
     return NoisedCanvas(
-        batch.tokens_BL, shown_BL, length_B, start_B, is_canvas_BL, is_text_BL,
+        batch.tokens_BL,
+        shown_BL,
+        length_B,
+        start_B,
+        is_canvas_BL,
+        is_text_BL,
         jax.random.bernoulli(row_key, conditioned_share, (num_rows,)),
-        jnp.sum(is_canvas_BL).astype(jnp.float32), jnp.sum(is_text_BL).astype(jnp.float32),
-    )  # fmt: skip
+        jnp.sum(is_canvas_BL).astype(jnp.float32),
+        jnp.sum(is_text_BL).astype(jnp.float32),
+    )
 
 
 def canvas_loss(
@@ -130,19 +140,20 @@ def canvas_loss(
     hidden_BLD = network.behind(params, *rows, signal_BLD)
     next_BL = jnp.roll(noised.tokens_BL, -1, axis=1)
     nats_BL = cross_entropy(
-        network, params, hidden_BLD,
+        network,
+        params,
+        hidden_BLD,
         jnp.where(noised.is_text_BL, next_BL, noised.tokens_BL),
-        mask_id=mask_id, is_read_BL=noised.is_canvas_BL | noised.is_text_BL,
-    )  # fmt: skip
+        mask_id=mask_id,
+        is_read_BL=noised.is_canvas_BL | noised.is_text_BL,
+    )
     of_canvas, of_text = (
         jnp.sum(jnp.where(is_in_BL, nats_BL, 0.0))
         for is_in_BL in (noised.is_canvas_BL, noised.is_text_BL)
     )
     # The second sum is rescaled to the weight of the first, so that both are means.
     scale = text_weight * noised.num_canvas / jnp.maximum(noised.num_text, 1.0)
-    figures = {
-        "canvas": (of_canvas, noised.num_canvas), "next_token": (of_text, noised.num_text)
-    }  # fmt: skip
+    figures = {"canvas": (of_canvas, noised.num_canvas), "next_token": (of_text, noised.num_text)}
     return Loss(of_canvas + scale * of_text, noised.num_canvas, figures)
 
 

@@ -57,18 +57,27 @@ def sdtt(
 
     def anchor(network: Network, params: Params, teacher: Params, noise: Any) -> Any:
         _, hidden_BLD = walk(
-            network, teacher, noise["shown"], noise["length"], noise["chance"], noise["draws"],
-            mask_id=mask_id, banned_ids=banned_ids,
-        )  # fmt: skip
+            network,
+            teacher,
+            noise["shown"],
+            noise["length"],
+            noise["chance"],
+            noise["draws"],
+            mask_id=mask_id,
+            banned_ids=banned_ids,
+        )
         return noise | {"hidden": hidden_BLD}
 
     def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)
         nats_BL = divergence(
-            (network.readout, network.readout), (teacher, params),
-            ((noise["hidden"],), (hidden_BLD,)), noise["is_hidden"],
-            vocab_size=network.vocab_size, mask_id=mask_id,
-        )  # fmt: skip
+            (network.readout, network.readout),
+            (teacher, params),
+            ((noise["hidden"],), (hidden_BLD,)),
+            noise["is_hidden"],
+            vocab_size=network.vocab_size,
+            mask_id=mask_id,
+        )
         return Loss(jnp.sum(jnp.where(noise["is_hidden"], nats_BL, 0.0)), noise["total"])
 
     return NetworkObjective(draw, loss, anchor, needs_teacher=True)
@@ -102,9 +111,16 @@ def certainty(
         left_K = teacher_steps - jnp.arange(teacher_steps)
         chance_BK = jnp.broadcast_to(1.0 / left_K, (shown_BL.shape[0], teacher_steps))
         tokens_BL, _ = walk(
-            network, teacher, shown_BL, noise["length"], chance_BK, noise["draws"],
-            mask_id=mask_id, banned_ids=banned_ids, temperature=teacher_temperature,
-        )  # fmt: skip
+            network,
+            teacher,
+            shown_BL,
+            noise["length"],
+            chance_BK,
+            noise["draws"],
+            mask_id=mask_id,
+            banned_ids=banned_ids,
+            temperature=teacher_temperature,
+        )
         return noise | {"targets": tokens_BL}
 
     def cost(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
@@ -122,9 +138,15 @@ def certainty(
     def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)
         nats_BL = read_out(
-            cost, network.readout, params, (hidden_BLD,), (noise["targets"],),
-            vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=noise["is_hidden"],
-        )  # fmt: skip
+            cost,
+            network.readout,
+            params,
+            (hidden_BLD,),
+            (noise["targets"],),
+            vocab_size=network.vocab_size,
+            mask_id=mask_id,
+            is_read_BL=noise["is_hidden"],
+        )
         return Loss(jnp.sum(jnp.where(noise["is_hidden"], nats_BL, 0.0)), noise["total"])
 
     return NetworkObjective(draw, loss, anchor, needs_teacher=True)
@@ -206,9 +228,12 @@ def walk(
         is_hole_BL = tokens_BL == mask_id
         hidden_BLD, _ = network.trunk(params, tokens_BL, length_B, None)
         ids_BL = at_positions(
-            drawn, params, (hidden_BLD, draws_BL2[..., 1]),
-            vocab_size=network.vocab_size, is_read_BL=is_hole_BL,
-        )  # fmt: skip
+            drawn,
+            params,
+            (hidden_BLD, draws_BL2[..., 1]),
+            vocab_size=network.vocab_size,
+            is_read_BL=is_hole_BL,
+        )
         is_written_BL = is_hole_BL & (draws_BL2[..., 0] < chance_B[:, None])
         tokens_BL = jnp.where(is_written_BL, ids_BL.astype(jnp.int32), tokens_BL)
         return (tokens_BL, jnp.where(is_hole_BL[..., None], hidden_BLD, last_BLD)), None

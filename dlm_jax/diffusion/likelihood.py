@@ -215,9 +215,14 @@ def causal_costs(
     batch = batch if network.predicts_first else batch.with_first_given()
     hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
     cost_BL = read_out(
-        signed, network.readout, params, (hidden_BLD,), (batch.tokens_BL,),
-        vocab_size=network.vocab_size, mask_id=unpredicted(network, mask_id),
-    )  # fmt: skip
+        signed,
+        network.readout,
+        params,
+        (hidden_BLD,),
+        (batch.tokens_BL,),
+        vocab_size=network.vocab_size,
+        mask_id=unpredicted(network, mask_id),
+    )
     cost_BL = jnp.where(batch.is_free_BL(), cost_BL, 0.0)
     return jnp.abs(cost_BL), cost_BL >= 0
 

@@ -67,10 +67,15 @@ def cross_entropy(
     and is not computed on accelerators.
     """
     return read_out(
-        nll, network.readout, params, (hidden_BLD,), (targets_BL,),
-        vocab_size=network.vocab_size, mask_id=unpredicted(network, mask_id),
+        nll,
+        network.readout,
+        params,
+        (hidden_BLD,),
+        (targets_BL,),
+        vocab_size=network.vocab_size,
+        mask_id=unpredicted(network, mask_id),
         is_read_BL=is_read_BL,
-    )  # fmt: skip
+    )
 
 
 def unpredicted(network: Network, mask_id: int) -> int:

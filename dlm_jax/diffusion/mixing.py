@@ -35,9 +35,12 @@ def _of_process(
     if not has_canvases:
         return process_elbo(process, block_length=block_length, **common)
     return canvas_denoising(
-        process, canvas_length=block_length, text_weight=config.text_weight,
-        conditioned_share=config.conditioned_share, **common,
-    )  # fmt: skip
+        process,
+        canvas_length=block_length,
+        text_weight=config.text_weight,
+        conditioned_share=config.conditioned_share,
+        **common,
+    )
 
 
 def mixture_of(
@@ -59,9 +62,13 @@ def mixture_of(
     process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
     if has_canvases or not process.is_masked:
         objective = _of_process(
-            config, schedule, mask_id=mask_id, noise_ids=noise_ids, block_length=block_length,
+            config,
+            schedule,
+            mask_id=mask_id,
+            noise_ids=noise_ids,
+            block_length=block_length,
             has_canvases=has_canvases,
-        )  # fmt: skip
+        )
         name, share = "denoising" if has_canvases else "elbo", config.random_length_share
         return Mixture({name: objective}, {name: 1.0}, random_length_share=share)
     taught = config.sdtt_share + config.certainty_share
@@ -69,8 +76,12 @@ def mixture_of(
         "elbo": (
             1.0 - config.denoising_share - config.proofreading_share - taught,
             functools.partial(
-                elbo, schedule=schedule, mask_id=mask_id, block_length=block_length,
-                over=config.normaliser, is_weighted=config.time_weight,
+                elbo,
+                schedule=schedule,
+                mask_id=mask_id,
+                block_length=block_length,
+                over=config.normaliser,
+                is_weighted=config.time_weight,
             ),
         ),
         "denoising": (
@@ -80,26 +91,34 @@ def mixture_of(
         "proofreading": (
             config.proofreading_share,
             functools.partial(
-                proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
-                kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
+                proofreading,
+                max_ratio=config.misprint_ratio,
+                mask_id=mask_id,
+                kinds=config.misprint_kinds,
+                masked_rows=config.misprint_masked_rows,
             ),
         ),
         "sdtt": (
             config.sdtt_share,
             sdtt(
-                steps=config.sdtt_steps, teacher_steps=config.sdtt_teacher_steps, mask_id=mask_id,
+                steps=config.sdtt_steps,
+                teacher_steps=config.sdtt_teacher_steps,
+                mask_id=mask_id,
                 banned_ids=banned_ids,
             ),
         ),
         "certainty": (
             config.certainty_share,
             certainty(
-                teacher_steps=config.certainty_steps, teacher_temperature=config.certainty_draws,
-                weight=config.certainty_weight, temperature=config.certainty_temperature,
-                mask_id=mask_id, banned_ids=banned_ids,
+                teacher_steps=config.certainty_steps,
+                teacher_temperature=config.certainty_draws,
+                weight=config.certainty_weight,
+                temperature=config.certainty_temperature,
+                mask_id=mask_id,
+                banned_ids=banned_ids,
             ),
         ),
-    }  # fmt: skip
+    }
     used = {name: found for name, found in table.items() if found[0] > 1e-6}
     return Mixture(
         {name: objective for name, (_, objective) in used.items()},

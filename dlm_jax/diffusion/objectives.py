@@ -37,9 +37,7 @@ from dlm_jax.diffusion.processes import (
 from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
 from dlm_jax.types import Network, Params, left_of, live_positions, right_of
 
-MISPRINTS = (
-    "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
-)  # fmt: skip
+MISPRINTS = ("missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair")
 USUAL_MISPRINTS = MISPRINTS[:3]
 TAUGHT = ("sdtt", "certainty")
 """Objectives that learn from a teacher."""
@@ -56,13 +54,16 @@ class ObjectiveConfig(Section):
 
     process: str = setting("masked", f"noise of the ELBO: {_noises()}; or a custom MODULE:CLASS")
     process_settings: tuple[str, ...] = setting(
-        (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)",
-        hint=tuple[str, ...], parse=tuple,
-    )  # fmt: skip
+        (),
+        "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)",
+        hint=tuple[str, ...],
+        parse=tuple,
+    )
     schedule: str = setting(
-        "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
+        "linear",
+        "noise schedule of the ELBO: linear, cosine or polynomial",
         choices=SCHEDULES,
-    )  # fmt: skip
+    )
     schedule_power: float = setting(
         2.0, "polynomial schedule: the share hidden at time t is t^power", low=ABOVE_ZERO, high=100
     )
@@ -76,17 +77,23 @@ class ObjectiveConfig(Section):
         True, "weight hidden tokens by time as in the ELBO; false: equal weights"
     )
     denoising_share: float = setting(
-        0.0, "share of each batch's rows, and of the loss, for denoising instead of the ELBO",
-        low=0, high=1,
-    )  # fmt: skip
+        0.0,
+        "share of each batch's rows, and of the loss, for denoising instead of the ELBO",
+        low=0,
+        high=1,
+    )
     patterns: tuple[str, ...] = setting(
-        PATTERNS, "denoising: pattern that selects the positions to restore, one per row",
-        hint=tuple[str, ...], parse=names_of("objective.patterns", PATTERNS),
-    )  # fmt: skip
+        PATTERNS,
+        "denoising: pattern that selects the positions to restore, one per row",
+        hint=tuple[str, ...],
+        parse=names_of("objective.patterns", PATTERNS),
+    )
     max_ratio: float = setting(
-        1.0, "denoising: random and sticky select a share drawn uniformly up to this maximum",
-        low=ABOVE_ZERO, high=1,
-    )  # fmt: skip
+        1.0,
+        "denoising: random and sticky select a share drawn uniformly up to this maximum",
+        low=ABOVE_ZERO,
+        high=1,
+    )
     sticky_alone: float = setting(
         0.03,
         "sticky: probability of selecting a position that has no selected neighbour",
@@ -121,9 +128,11 @@ class ObjectiveConfig(Section):
         high=1,
     )
     misprint_ratio: float = setting(
-        0.1, "proofreading: the share of misprints in a row is drawn uniformly up to this maximum",
-        low=ABOVE_ZERO, high=1,
-    )  # fmt: skip
+        0.1,
+        "proofreading: the share of misprints in a row is drawn uniformly up to this maximum",
+        low=ABOVE_ZERO,
+        high=1,
+    )
     misprint_kinds: tuple[str, ...] = setting(
         USUAL_MISPRINTS,
         "proofreading: kinds of misprints: missing, wrong, stray, transposed (with the next "
@@ -159,9 +168,11 @@ class ObjectiveConfig(Section):
         8, "certainty: number of steps in which the teacher fills a row", low=1, high=64
     )
     certainty_draws: float = setting(
-        0.0, "certainty: temperature of the teacher; 0 is greedy", low=0,
+        0.0,
+        "certainty: temperature of the teacher; 0 is greedy",
+        low=0,
         high=100,
-    )  # fmt: skip
+    )
     certainty_weight: float = setting(2.0, "certainty: weight of the entropy", low=0, high=1e3)
     certainty_temperature: float = setting(
         0.5, "certainty: temperature of the entropy", low=1e-2, high=100
@@ -188,31 +199,43 @@ class ObjectiveConfig(Section):
         ):
             first, second = getattr(self, one), getattr(self, other)
             require(
-                first + second <= 1 + 1e-6, f"objective.{one}", first,
-                f"and objective.{other}={second} add up to more than 1", "lower one",
+                first + second <= 1 + 1e-6,
+                f"objective.{one}",
+                first,
+                f"and objective.{other}={second} add up to more than 1",
+                "lower one",
                 f"objective.{other}",
-            )  # fmt: skip
+            )
         names = ("denoising", "proofreading", *self.distilled)
         total = sum(getattr(self, f"{name}_share") for name in names)
         for name in self.distilled:
             share = getattr(self, f"{name}_share")
             require(
-                total <= 1 + 1e-6, f"objective.{name}_share", share,
-                f"and the other shares add up to {total:.4g}", "lower one",
-            )  # fmt: skip
+                total <= 1 + 1e-6,
+                f"objective.{name}_share",
+                share,
+                f"and the other shares add up to {total:.4g}",
+                "lower one",
+            )
         require(
-            not self.teacher or bool(self.distilled), "objective.teacher", self.teacher,
-            "is not used", "set objective.sdtt_share or objective.certainty_share",
-        )  # fmt: skip
+            not self.teacher or bool(self.distilled),
+            "objective.teacher",
+            self.teacher,
+            "is not used",
+            "set objective.sdtt_share or objective.certainty_share",
+        )
         name = self.process
         if self.noise_process.is_masked:
             return
         for key, value in _MASKED_ALONE.items():
             require(
-                getattr(self, key) == value, f"objective.{key}", getattr(self, key),
-                f"requires objective.process='masked', not {name!r}", f"use {value!r}",
+                getattr(self, key) == value,
+                f"objective.{key}",
+                getattr(self, key),
+                f"requires objective.process='masked', not {name!r}",
+                f"use {value!r}",
                 "objective.process",
-            )  # fmt: skip
+            )
 
     @property
     def distilled(self) -> tuple[str, ...]:
@@ -226,9 +249,13 @@ class ObjectiveConfig(Section):
 
 
 _MASKED_ALONE = {
-    "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
-    "time_weight": True, "normaliser": "tokens",
-}  # fmt: skip
+    "denoising_share": 0,
+    "proofreading_share": 0,
+    "sdtt_share": 0,
+    "certainty_share": 0,
+    "time_weight": True,
+    "normaliser": "tokens",
+}
 """Settings that require the masked process, with their only values for other processes."""
 
 
@@ -371,11 +398,14 @@ def denoising(
     select = {
         "random": lambda key: mask_independently(key, ratio_B, is_free_BL),
         "sticky": lambda key: corruption.select_sticky(
-            key, ratio_B, is_free_BL,
-            alone=settings.sticky_alone, beside=settings.sticky_beside,
+            key,
+            ratio_B,
+            is_free_BL,
+            alone=settings.sticky_alone,
+            beside=settings.sticky_beside,
         ),
         "span": lambda key: corruption.select_spans(key, is_free_BL, count=settings.span_count),
-    }  # fmt: skip
+    }
     choice_B = jax.random.randint(choice_key, (num_rows,), 0, len(settings.patterns))
     is_selected_BL = jnp.zeros_like(is_free_BL)
     for number, (name, pattern_key) in enumerate(zip(settings.patterns, keys, strict=True)):
@@ -696,9 +726,15 @@ def process_costs(
 
     is_read_BL = noise.weight > 0
     term_BL = read_out(
-        cost, network.readout, params, (hidden_BLD,), (batch.tokens_BL, shown_BL, *noise),
-        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
-    )  # fmt: skip
+        cost,
+        network.readout,
+        params,
+        (hidden_BLD,),
+        (batch.tokens_BL, shown_BL, *noise),
+        vocab_size=network.vocab_size,
+        mask_id=mask_id,
+        is_read_BL=is_read_BL,
+    )
     return jnp.where(is_read_BL, noise.weight * term_BL, 0.0)
 
 
@@ -820,9 +856,13 @@ class Mixture:
         if hidden_BLD is not None:
             targets_BL = example.batch.tokens_BL
             nll_BL = cross_entropy(
-                network, params, hidden_BLD, targets_BL,
-                mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
-            )  # fmt: skip
+                network,
+                params,
+                hidden_BLD,
+                targets_BL,
+                mask_id=mask_id,
+                is_read_BL=example.is_supervised_BL(),
+            )
             for name, weight_BL in example.weights.items():
                 # Positions that are not predicted may contain MASK, whose cost is infinite.
                 weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)

@@ -88,9 +88,11 @@ def options(
         fault = _fault(device, name, value)
         if fault:
             raise SettingError(
-                "mesh.compiler_options", text,
-                f"is rejected by the compiler of {device.device_kind} ({fault})", "remove it",
-            )  # fmt: skip
+                "mesh.compiler_options",
+                text,
+                f"is rejected by the compiler of {device.device_kind} ({fault})",
+                "remove it",
+            )
         found[name] = value
     return found
 

@@ -217,10 +217,20 @@ def _carried_bound(
 Types = dict[str, str]
 """The type of each operation in a computation, by the operation's name."""
 
-_FREE = frozenset({
-    "bitcast", "get-tuple-element", "tuple", "parameter", "constant", "after-all", "partition-id",
-    "copy-done", "slice-done", "optimization-barrier",
-})  # fmt: skip
+_FREE = frozenset(
+    {
+        "bitcast",
+        "get-tuple-element",
+        "tuple",
+        "parameter",
+        "constant",
+        "after-all",
+        "partition-id",
+        "copy-done",
+        "slice-done",
+        "optimization-barrier",
+    }
+)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
 
@@ -408,9 +418,13 @@ def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Ope
 
 
 KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
     "ragged-all-to-all",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -498,10 +512,21 @@ _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 # A kernel's own estimate of its cost.
 _STATED = re.compile(r'"(flops|bytes_accessed)":"(\d+)"')
 _SHARES = re.compile(r"\bscores_(\d+)_(\d+)_of_10000\b")
-_UNTIMED = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "optimization-barrier", "copy-start", "copy-done", "iota",
-})  # fmt: skip
+_UNTIMED = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "optimization-barrier",
+        "copy-start",
+        "copy-done",
+        "iota",
+    }
+)
 
 
 def shares_scope(forward: float, backward: float) -> Any:

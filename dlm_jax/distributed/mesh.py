@@ -31,9 +31,12 @@ def _options(given: Any) -> tuple[str, ...]:
     for text in given:
         name, equals, _ = text.partition("=")
         require(
-            text == WITHOUT_DEFAULTS or bool(name and equals), "mesh.compiler_options", text,
-            "is not name=value", "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none",
-        )  # fmt: skip
+            text == WITHOUT_DEFAULTS or bool(name and equals),
+            "mesh.compiler_options",
+            text,
+            "is not name=value",
+            "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none",
+        )
     return tuple(given)
 
 
@@ -43,9 +46,11 @@ class MeshConfig(Section):
     """The arrangement of devices; the product of the axes is the number of devices."""
 
     data: int = setting(
-        -1, "number of devices across which the batch is split; -1: all remaining devices", low=-1,
+        -1,
+        "number of devices across which the batch is split; -1: all remaining devices",
+        low=-1,
         high=_MOST_DEVICES,
-    )  # fmt: skip
+    )
     fsdp: int = setting(
         0,
         "number of devices across which the batch, parameters and optimiser state are split; 0: "
@@ -54,18 +59,23 @@ class MeshConfig(Section):
         high=_MOST_DEVICES,
     )
     tensor: int = setting(
-        1, "number of devices across which the matrices of one layer are split", low=1,
+        1,
+        "number of devices across which the matrices of one layer are split",
+        low=1,
         high=_MOST_DEVICES,
-    )  # fmt: skip
+    )
     expert: int = setting(
         1,
         "number of devices across which experts are split, or the batch in layers without experts",
-        low=1, high=_MOST_DEVICES,
-    )  # fmt: skip
+        low=1,
+        high=_MOST_DEVICES,
+    )
     context: int = setting(
-        1, "number of devices across which the positions of a row are split, for very long rows",
-        low=1, high=_MOST_DEVICES,
-    )  # fmt: skip
+        1,
+        "number of devices across which the positions of a row are split, for very long rows",
+        low=1,
+        high=_MOST_DEVICES,
+    )
 
     compiler_options: tuple[str, ...] = setting(
         (),

@@ -356,8 +356,9 @@ def digest_of(params: Params) -> str:
     leaves = jax.tree.leaves(params)
     mesh = getattr(_sharding_of(params), "mesh", None)
     everywhere = None if mesh is None else NamedSharding(mesh, P())
-    sums = jax.jit(lambda leaves: jnp.stack([_sums(leaf) for leaf in leaves]),
-                   out_shardings=everywhere)(leaves)  # fmt: skip
+    sums = jax.jit(
+        lambda leaves: jnp.stack([_sums(leaf) for leaf in leaves]), out_shardings=everywhere
+    )(leaves)
     told = "".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves).encode()
     return hashlib.sha256(told + np.asarray(sums).astype("<u4").tobytes()).hexdigest()[:16]
 
@@ -376,10 +377,12 @@ def _sums(leaf: jax.Array) -> jax.Array:
     # The multiplications spread the differences between neighbouring indices over all bits.
     mixed = place * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
-    return jnp.stack([
-        jnp.sum(words * (factor | 1), dtype=jnp.uint32)
-        for factor in (mixed, (mixed >> 16) | (mixed << 16))
-    ])  # fmt: skip
+    return jnp.stack(
+        [
+            jnp.sum(words * (factor | 1), dtype=jnp.uint32)
+            for factor in (mixed, (mixed >> 16) | (mixed << 16))
+        ]
+    )
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:

@@ -146,19 +146,56 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 
 _READ = ("do_sample", "until", *_LENGTHS, "temperature")
 
-_WITHOUT_COUNTERPART = frozenset((
-    "assistant_early_exit", "bad_words_ids", "best_of", "bos_token_id", "cache_implementation",
-    "constraints", "diversity_penalty", "early_stopping", "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff",
-    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
-    "forced_eos_token_id", "include_stop_str_in_output", "length_penalty", "max_time", "min_length",
-    "min_new_tokens", "min_tokens", "n", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits",
-    "output_scores", "pad_token_id", "penalty_alpha", "prompt_lookup_num_tokens",
-    "remove_invalid_values", "renormalize_logits", "return_dict_in_generate", "sequence_bias",
-    "skip_special_tokens", "spaces_between_special_tokens", "suppress_tokens", "synced_gpus",
-    "top_h", "use_beam_search", "use_cache",
-))  # fmt: skip
+_WITHOUT_COUNTERPART = frozenset(
+    (
+        "assistant_early_exit",
+        "bad_words_ids",
+        "best_of",
+        "bos_token_id",
+        "cache_implementation",
+        "constraints",
+        "diversity_penalty",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "eos_token_id",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "force_words_ids",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "max_time",
+        "min_length",
+        "min_new_tokens",
+        "min_tokens",
+        "n",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_logits",
+        "output_scores",
+        "pad_token_id",
+        "penalty_alpha",
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "return_dict_in_generate",
+        "sequence_bias",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "suppress_tokens",
+        "synced_gpus",
+        "top_h",
+        "use_beam_search",
+        "use_cache",
+    )
+)
 """Generation arguments of other models without an equivalent in this library."""
 
 _ON_BY_DEFAULT = ("skip_special_tokens", "spaces_between_special_tokens", "use_cache")
@@ -425,17 +462,28 @@ class Likelihoods:
 
 
 def _bounds(
-    network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array,
-    masked: jax.Array, *, mask_id: int,
-) -> jax.Array:  # fmt: skip
+    network: Network,
+    params: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    given: jax.Array,
+    masked: jax.Array,
+    *,
+    mask_id: int,
+) -> jax.Array:
     batch = Batch(tokens, length, given)
     return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
 
 def _exact(
-    network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, *,
+    network: Network,
+    params: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    given: jax.Array,
+    *,
     mask_id: int,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Returns the cost of each row under a causal model, and whether all its scored tokens are the
     most likely ones.
     """
@@ -445,9 +493,15 @@ def _exact(
 
 
 def _guesses(
-    network: Network, params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array,
-    masked: jax.Array, *, mask_id: int,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    network: Network,
+    params: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    given: jax.Array,
+    masked: jax.Array,
+    *,
+    mask_id: int,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the most likely id at each position and its log-probability."""
     del given
     shown = jax.numpy.where(masked, mask_id, tokens)
@@ -582,9 +636,12 @@ class Evaluated:
             told = f"{name}={value!r} has no effect on a diffusion model; it is ignored"
             print(told, file=sys.stderr)
         found = texts(
-            self.model, asked, common=self._settings, slots=num_slots(),
+            self.model,
+            asked,
+            common=self._settings,
+            slots=num_slots(),
             seed=self._seed,
-        )  # fmt: skip
+        )
         self._keep("generate_until", requests, found)
         return found
 

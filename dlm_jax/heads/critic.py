@@ -54,9 +54,13 @@ def critic_head(setup: Any) -> Head:
 
     def positions(example: MixedExample) -> tuple[jax.Array, jax.Array]:
         return critic_positions(
-            example.shown_BL, example.batch.length_B, example.is_supervised_BL(),
-            mask_id=mask_id, masked_only=settings.critic_masked_only, shows_noise=not is_masked,
-        )  # fmt: skip
+            example.shown_BL,
+            example.batch.length_B,
+            example.is_supervised_BL(),
+            mask_id=mask_id,
+            masked_only=settings.critic_masked_only,
+            shows_noise=not is_masked,
+        )
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The seeds of the fill, uint32 ``[B]``, and the number of positions in the loss."""
@@ -66,14 +70,22 @@ def critic_head(setup: Any) -> Head:
 
     def loss(inputs: HeadInputs) -> Loss:
         batch, shown_BL, (seed_B, num_judged) = (
-            inputs.example.batch, inputs.example.shown_BL, inputs.noise
-        )  # fmt: skip
+            inputs.example.batch,
+            inputs.example.shown_BL,
+            inputs.noise,
+        )
         is_hole_BL, is_judged_BL = positions(inputs.example)
         candidates_BL = filled(
-            setup, inputs.network, inputs.stage.trains(SAMPLER) and is_masked,
-            jax.lax.stop_gradient(inputs.params), jax.lax.stop_gradient(inputs.hidden_BLD),
-            shown_BL, batch.length_B, is_hole_BL, seed_B,
-        )  # fmt: skip
+            setup,
+            inputs.network,
+            inputs.stage.trains(SAMPLER) and is_masked,
+            jax.lax.stop_gradient(inputs.params),
+            jax.lax.stop_gradient(inputs.hidden_BLD),
+            shown_BL,
+            batch.length_B,
+            is_hole_BL,
+            seed_B,
+        )
         is_noised_BL = inputs.example.is_supervised_BL() & (not is_masked)
         targets = critic_targets(
             shown_BL, batch.tokens_BL, candidates_BL, is_hole_BL, is_judged_BL, is_noised_BL

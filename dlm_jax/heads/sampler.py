@@ -132,20 +132,39 @@ def sampler_head(setup: Any) -> Head:
         example, (is_revealed_BL, num_supervised, *num_asked) = inputs.example, inputs.noise
         network, params, tokens_BL = inputs.network, inputs.params, example.batch.tokens_BL
         read = prepare_sampler_inputs(
-            network, params, example.shown_BL, tokens_BL, inputs.hidden_BLD,
-            example.batch.length_B, is_revealed_BL, mask_id=mask_id,
-            is_noised_BL=None if is_masked else example.is_supervised_BL(),
-        )  # fmt: skip
-        plain = sampler_loss(
-            network, params, read, tokens_BL, example.is_supervised_BL(), num_supervised,
+            network,
+            params,
+            example.shown_BL,
+            tokens_BL,
+            inputs.hidden_BLD,
+            example.batch.length_B,
+            is_revealed_BL,
             mask_id=mask_id,
-        )  # fmt: skip
+            is_noised_BL=None if is_masked else example.is_supervised_BL(),
+        )
+        plain = sampler_loss(
+            network,
+            params,
+            read,
+            tokens_BL,
+            example.is_supervised_BL(),
+            num_supervised,
+            mask_id=mask_id,
+        )
         if not share:
             return plain
         taught = trunk_loss(
-            network, params, read, example.shown_BL, tokens_BL, example.batch.length_B,
-            is_revealed_BL, is_asked_BL(example, is_revealed_BL), num_asked[0], mask_id=mask_id,
-        )  # fmt: skip
+            network,
+            params,
+            read,
+            example.shown_BL,
+            tokens_BL,
+            example.batch.length_B,
+            is_revealed_BL,
+            is_asked_BL(example, is_revealed_BL),
+            num_asked[0],
+            mask_id=mask_id,
+        )
         # Both losses are means. The second sum is rescaled to the weight of the first, so that
         # their combination is a mean too.
         scale = num_supervised / jnp.maximum(taught.weight, 1.0)
@@ -294,9 +313,15 @@ def sampler_loss(
     """
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
     nll_BL = read_out(
-        nll, network.heads["sampler"].readout, params, tuple(inputs), (targets_BL,),
-        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_supervised_BL,
-    )  # fmt: skip
+        nll,
+        network.heads["sampler"].readout,
+        params,
+        tuple(inputs),
+        (targets_BL,),
+        vocab_size=network.vocab_size,
+        mask_id=mask_id,
+        is_read_BL=is_supervised_BL,
+    )
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
 
 
@@ -328,7 +353,9 @@ def trunk_loss(
     nats_BL = divergence(
         (network.readout, network.heads["sampler"].readout),
         (frozen, frozen | {SAMPLER: params[SAMPLER]}),
-        ((hidden_BLD,), tuple(inputs)), is_asked_BL,
-        vocab_size=network.vocab_size, mask_id=mask_id,
-    )  # fmt: skip
+        ((hidden_BLD,), tuple(inputs)),
+        is_asked_BL,
+        vocab_size=network.vocab_size,
+        mask_id=mask_id,
+    )
     return Loss(jnp.sum(jnp.where(is_asked_BL, nats_BL, 0.0)), total)

@@ -107,9 +107,12 @@ def corrupt(
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
     num_rows, num_positions = batch.tokens_BL.shape
     task = denoising(
-        batch, pattern_key, mask_id=random_ids[0], random_ids=random_ids,
+        batch,
+        pattern_key,
+        mask_id=random_ids[0],
+        random_ids=random_ids,
         settings=replace(how, mask_share=0.0, random_share=1.0, identity_targets=False),
-    )  # fmt: skip
+    )
     # In a batch with a single row, tokens are copied from the row itself.
     step_BL = jax.random.randint(row_key, (num_rows, num_positions), 1, max(2, num_rows))
     other_BL = (jnp.arange(num_rows)[:, None] + step_BL) % num_rows

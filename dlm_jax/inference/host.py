@@ -89,11 +89,15 @@ def _open_places(
         array[rows]
         for array in jax.device_get(
             (
-                inputs.is_open_BL, inputs.filled.is_finite_B, canvas.tokens_BL,
-                canvas.frozen_BL, canvas.length_B, state.step_B,
+                inputs.is_open_BL,
+                inputs.filled.is_finite_B,
+                canvas.tokens_BL,
+                canvas.frozen_BL,
+                canvas.length_B,
+                state.step_B,
             )
         )
-    )  # fmt: skip
+    )
     is_open, is_hole = is_open & is_finite[:, None], (tokens == mask_id) & ~is_frozen
     found: list[_Place] = []
     for number, slot in enumerate(slots):

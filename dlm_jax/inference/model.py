@@ -204,9 +204,13 @@ class Model:
         )
 
     def program(
-        self, draw: str = "inverse_cdf", is_guided: bool = False, *,
-        rows: NamedSharding | None = None, num_traced: int = 0,
-    ) -> Program:  # fmt: skip
+        self,
+        draw: str = "inverse_cdf",
+        is_guided: bool = False,
+        *,
+        rows: NamedSharding | None = None,
+        num_traced: int = 0,
+    ) -> Program:
         """The static part of the denoising loop. See `Program` for the arguments."""
         facts = self.facts
         return Program(
@@ -287,9 +291,11 @@ def load(
         return dataclasses.replace(model, compiler_options=given)
     if ignore_config:
         raise SettingError(
-            "ignore_config", list(ignore_config), f"is not supported for {path}, which has no "
-            "config.json", "remove it",
-        )  # fmt: skip
+            "ignore_config",
+            list(ignore_config),
+            f"is not supported for {path}, which has no config.json",
+            "remove it",
+        )
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     made: list[Network] = []
 
@@ -313,10 +319,16 @@ def load(
     if chat is not None and chat.problem and report is not None:
         report(f"{chat.problem}; chats are refused")
     return _model(
-        config, params, tokenizer, network=made[0], chat=chat, **more,
+        config,
+        params,
+        tokenizer,
+        network=made[0],
+        chat=chat,
+        **more,
         untrained=untrained_heads(config, meta.get("step")),
-        corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")), compiler_options=given,
-    )  # fmt: skip
+        corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
+        compiler_options=given,
+    )
 
 
 def _model(
@@ -363,9 +375,14 @@ def _published(
     if found.chat is not None and found.chat.problem and report is not None:
         report(f"{found.chat.problem}; chats are refused")
     return _model(
-        found.config, found.params, found.tokenizer, more_eos_ids=found.more_eos_ids,
-        presets=found.presets, chat=found.chat, family=found.family.name,
-    )  # fmt: skip
+        found.config,
+        found.params,
+        found.tokenizer,
+        more_eos_ids=found.more_eos_ids,
+        presets=found.presets,
+        chat=found.chat,
+        family=found.family.name,
+    )
 
 
 def _sharding(mesh: Mesh | None, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
@@ -436,10 +453,18 @@ def export(
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample,
+        config,
+        model=dataclasses.replace(config.model, lora_rank=0),
+        sample=model.sample,
         data=dataclasses.replace(config.data, seq_len=model.max_length),
-    )  # fmt: skip
+    )
     return write_published(
-        path, bare, params, model.tokenizer, family=family or model.family or None,
-        chat=model.chat, more_eos_ids=model.more_eos_ids, max_shard_bytes=max_shard_bytes,
-    )  # fmt: skip
+        path,
+        bare,
+        params,
+        model.tokenizer,
+        family=family or model.family or None,
+        chat=model.chat,
+        more_eos_ids=model.more_eos_ids,
+        max_shard_bytes=max_shard_bytes,
+    )

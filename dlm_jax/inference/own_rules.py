@@ -20,13 +20,47 @@ _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
 """The kinds of custom rules, keyed by name."""
 
 
-RESERVED = frozenset((
-    "batch_size", "checkpoint", "commit", "defaults", "draft", "edits", "every", "help",
-    "host_sampler", "id", "infill", "inserts", "is_greedy", "max_candidates", "max_length",
-    "model", "num_processes", "num_samples", "on_commits", "output", "process_id", "prompt",
-    "prompts", "read_back", "refines", "remasks", "renoises", "report_chain", "rules", "seed",
-    "table", "template", "tokens", "trace", "transforms", "version", "watch",
-))  # fmt: skip
+RESERVED = frozenset(
+    (
+        "batch_size",
+        "checkpoint",
+        "commit",
+        "defaults",
+        "draft",
+        "edits",
+        "every",
+        "help",
+        "host_sampler",
+        "id",
+        "infill",
+        "inserts",
+        "is_greedy",
+        "max_candidates",
+        "max_length",
+        "model",
+        "num_processes",
+        "num_samples",
+        "on_commits",
+        "output",
+        "process_id",
+        "prompt",
+        "prompts",
+        "read_back",
+        "refines",
+        "remasks",
+        "renoises",
+        "report_chain",
+        "rules",
+        "seed",
+        "table",
+        "template",
+        "tokens",
+        "trace",
+        "transforms",
+        "version",
+        "watch",
+    )
+)
 """Names that requests, `SampleConfig` or ``sample.py`` already use."""
 
 
@@ -179,10 +213,12 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
     if isinstance(rules, ModuleType):
         values = [value for value in vars(rules).values() if isinstance(value, type)]
         found = [
-            cls for cls in values
-            if issubclass(cls, Rule) and _is_registered(cls)
+            cls
+            for cls in values
+            if issubclass(cls, Rule)
+            and _is_registered(cls)
             and f"{cls.__module__}.".startswith(f"{rules.__name__}.")
-        ]  # fmt: skip
+        ]
         if not found:
             raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
         return found

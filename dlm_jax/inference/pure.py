@@ -194,9 +194,11 @@ class Sampler:
             )
         if self.request.capacity > shape[1]:
             raise SettingError(
-                "tokens", UNSET, f"have {shape[1]} positions, but a row can grow to "
-                f"{self.request.capacity}", "pad them, or pass a lower max_length to sampler()",
-            )  # fmt: skip
+                "tokens",
+                UNSET,
+                f"have {shape[1]} positions, but a row can grow to {self.request.capacity}",
+                "pad them, or pass a lower max_length to sampler()",
+            )
         if any(isinstance(x, Tracer) for x in (tokens, lengths, is_draft)):
             return
         whole = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
@@ -206,9 +208,11 @@ class Sampler:
             vocab_size = self.model.network.vocab_size
             if (strange := row[:length][(row[:length] < 0) | (row[:length] >= vocab_size)]).size:
                 raise SettingError(
-                    "tokens", int(strange[0]), f"of row {number} is outside the vocabulary of "
-                    f"{vocab_size}", f"use 0 to {vocab_size - 1}",
-                )  # fmt: skip
+                    "tokens",
+                    int(strange[0]),
+                    f"of row {number} is outside the vocabulary of {vocab_size}",
+                    f"use 0 to {vocab_size - 1}",
+                )
             own = None if is_draft is None else np.asarray(is_draft)[number, :length]
             request = replace(self.request, tokens=row[:length], is_draft=own)
             check_canvas(request, self.model.facts, mask_id=self.program.mask_id)
@@ -231,9 +235,11 @@ def sampler(
     for name in ("seed", "prompt", "host_sampler", "read_back", *PROMPT_KEYS):
         if name in settings:
             raise SettingError(
-                name, UNSET, "is not a setting of a sampler",
+                name,
+                UNSET,
+                "is not a setting of a sampler",
                 "pass tokens and seeds to init(), or use generate()",
-            )  # fmt: skip
+            )
     sample = settings_of_call(model, settings)
     if trace:
         check_trace(sample)
@@ -277,9 +283,12 @@ def replay(
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((params, trace)))
     rows = None if is_traced else split_rows(params)
     program = Program(
-        network=network, mask_id=trace.mask_id, chunk=trace.chunk, rows=rows,
+        network=network,
+        mask_id=trace.mask_id,
+        chunk=trace.chunk,
+        rows=rows,
         is_guided=trace.is_guided,
-    )  # fmt: skip
+    )
     if is_traced:
         return replayed(program, params, trace, every_draw=every_draw)
     given = model.compiler_options if isinstance(model, Model) else ()

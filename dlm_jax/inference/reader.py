@@ -103,9 +103,14 @@ class TextReader:
     """
 
     def __init__(
-        self, model: Model, request: Request, stops: Sequence[str] = (),
-        stop_ids: Collection[int] = (), *, keeps_stop: bool = False,
-    ):  # fmt: skip
+        self,
+        model: Model,
+        request: Request,
+        stops: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+        *,
+        keeps_stop: bool = False,
+    ):
         self._tokenizer, self._eos_ids = model.tokenizer, model.eos_ids
         self._mask_id = model.tokenizer.mask_id
         specials = {stop: specials_in(self._tokenizer, stop) for stop in stops}

@@ -51,9 +51,13 @@ class Given(NamedTuple):
 
 
 def make_canvas(
-    tokenizer: Tokenizer, asked: Mapping[str, Any], *, gen_length: int, room: int,
+    tokenizer: Tokenizer,
+    asked: Mapping[str, Any],
+    *,
+    gen_length: int,
+    room: int,
     prefix_ids: Sequence[int] = (),
-) -> Given:  # fmt: skip
+) -> Given:
     """Returns the canvas of a request.
 
     Args:
@@ -455,9 +459,11 @@ class Request:
             raise SettingError("trace", self.trace, "is not a bool", "use True or False")
         if self.trace and self.needs_host:
             raise SettingError(
-                "trace", True, "is not supported with host samplers and read-back",
+                "trace",
+                True,
+                "is not supported with host samplers and read-back",
                 "remove them, or use trace=False",
-            )  # fmt: skip
+            )
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
                 f"capacity={self.capacity} must be at least 0; use 0 for the current length"
@@ -496,10 +502,11 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     rows = [
         SimpleNamespace(
             **vars(sample) | {"stop_at_eos": sample.stop_at_eos or not sample.edits},
-            seed=request.seed, capacity=request.capacity,
+            seed=request.seed,
+            capacity=request.capacity,
         )
         for request, sample in zip(requests, samples, strict=True)
-    ]  # fmt: skip
+    ]
     return RowParams.columns(rows, facts), samples[0].table.columns(samples, facts)
 
 
@@ -608,13 +615,23 @@ def make_requests(
             if key is not None and known is not None:
                 known[key] = sample
         given = make_canvas(
-            model.tokenizer, text, gen_length=sample.gen_length, room=room,
+            model.tokenizer,
+            text,
+            gen_length=sample.gen_length,
+            room=room,
             prefix_ids=model.prefix_ids,
-        )  # fmt: skip
+        )
         check_draft(sample, given)
         capacity = room if sample.inserts else 0
-        request = Request(given.tokens, sample, seed + index, given.is_draft, **host,
-                          capacity=capacity, trace=trace)  # fmt: skip
+        request = Request(
+            given.tokens,
+            sample,
+            seed + index,
+            given.is_draft,
+            **host,
+            capacity=capacity,
+            trace=trace,
+        )
         if trace:
             check_trace(sample)
         check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
@@ -733,10 +750,11 @@ def _settings(
     used = rules.table.named("fill", sample)
     if is_read and used.sources is FillRule.sources:
         raise SettingError(
-            "fill", used.name,
+            "fill",
+            used.name,
             f"draws tokens {used.drawn}, so that read-back cannot give the candidates of a token",
             "remove read_back, or use fill='parallel'",
-        )  # fmt: skip
+        )
     if is_hosted and getattr(sample, "confidence_of", "clean") != "clean":
         raise SettingError(
             "confidence_of",

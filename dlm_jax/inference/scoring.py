@@ -172,10 +172,16 @@ def score_rows(
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     given = rows.get("given", np.zeros_like(rows["length"]))
     run = compiled(
-        costs, model.network, model.compiler_options, is_causal=model.is_causal,
-        num_draws=num_draws, mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
-        process=model.process, noise_ids=model.noise_ids,
-    )  # fmt: skip
+        costs,
+        model.network,
+        model.compiler_options,
+        is_causal=model.is_causal,
+        num_draws=num_draws,
+        mask_id=model.tokenizer.mask_id,
+        eos_id=model.tokenizer.eos_id,
+        process=model.process,
+        noise_ids=model.noise_ids,
+    )
     found = _in_batches(run, model, {**rows, "given": given}, batch_size, seed)
     return jax.tree.map(lambda column_N: column_N.astype(float), found)
 

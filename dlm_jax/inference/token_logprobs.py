@@ -112,10 +112,13 @@ def token_logprobs(
     """
     _check_holes(model)
     run = compiled(
-        _read_top, model.network, model.compiler_options,
-        mask_id=unpredicted(model.network, model.tokenizer.mask_id), banned_ids=model.banned_ids,
+        _read_top,
+        model.network,
+        model.compiler_options,
+        mask_id=unpredicted(model.network, model.tokenizer.mask_id),
+        banned_ids=model.banned_ids,
         num_top=min(num_top, model.network.vocab_size - len(model.banned_ids)),
-    )  # fmt: skip
+    )
     canvases: dict[int, list[tuple[int, range]]] = {}
     for number, ids in enumerate(texts):
         at = range(len(ids))
@@ -258,9 +261,15 @@ class _Canvases:
 
 
 def _read(
-    network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
-    place_PB: jax.Array, ids_PBK: jax.Array, *, mask_id: int,
-) -> jax.Array:  # fmt: skip
+    network: Network,
+    params: Params,
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    place_PB: jax.Array,
+    ids_PBK: jax.Array,
+    *,
+    mask_id: int,
+) -> jax.Array:
     """Returns the log-probabilities in nats of ids at positions, ``[P, B, K]``. MASK is excluded,
     as in the losses.
     """
@@ -279,10 +288,17 @@ def _read(
 
 
 def _read_top(
-    network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
-    place_PB: jax.Array, id_PB: jax.Array, *, mask_id: int, banned_ids: tuple[int, ...],
+    network: Network,
+    params: Params,
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    place_PB: jax.Array,
+    id_PB: jax.Array,
+    *,
+    mask_id: int,
+    banned_ids: tuple[int, ...],
     num_top: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the log-probabilities ``[P, B]`` of one id per position, and the `num_top` most
     likely ids with their log-probabilities, ``[P, B, K]``.
     """

@@ -611,9 +611,11 @@ def _total(weights_BGNM: jax.Array, dtype: Any) -> jax.Array:
         return jnp.sum(weights_BGNM, axis=-1, keepdims=True)
     ones_MK = jnp.ones((weights_BGNM.shape[-1], _LANES), dtype)
     total_BGNK = jax.lax.dot_general(
-        weights_BGNM.astype(dtype), jax.lax.optimization_barrier(ones_MK), (((3,), (0,)), ((), ())),
+        weights_BGNM.astype(dtype),
+        jax.lax.optimization_barrier(ones_MK),
+        (((3,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )
     return total_BGNK[..., :1]
 
 
@@ -623,9 +625,11 @@ def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     `a_BGNM` is first cast to the dtype of `b`.
     """
     return jax.lax.dot_general(
-        a_BGNM.astype(b.dtype), b, (((3,), (axis,)), ((0, 1), (0, 1))),
+        a_BGNM.astype(b.dtype),
+        b,
+        (((3,), (axis,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )
 
 
 def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:

@@ -102,9 +102,14 @@ def cached_trunk(
     """
     made = _Pieces(config, embed, block, norm)
     return CachedTrunk(
-        made.block_length, made.init, made.whole, made.window, made.store,
-        made.beside_clean if made.block_length > 1 else None, made.ready,
-    )  # fmt: skip
+        made.block_length,
+        made.init,
+        made.whole,
+        made.window,
+        made.store,
+        made.beside_clean if made.block_length > 1 else None,
+        made.ready,
+    )
 
 
 @dataclass(frozen=True)
@@ -211,9 +216,14 @@ class _Pieces:
         at_NW = jnp.maximum(place_NW - 1, 0) if self.hides_first else place_NW
         turns = tuple(table_LK[at_NW] for table_LK in self.angles(num_positions))
         seen = seen_keys(
-            window, place_NW, length_N, num_seen, block_length=self.block_length,
-            num_shared=self.config.heads // self.num_groups, first=int(self.hides_first),
-        )  # fmt: skip
+            window,
+            place_NW,
+            length_N,
+            num_seen,
+            block_length=self.block_length,
+            num_shared=self.config.heads // self.num_groups,
+            first=int(self.hides_first),
+        )
 
         def layer(x_NWD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
             module, made, old = self.block(block), [], kept
@@ -300,10 +310,11 @@ class _Pieces:
         def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
             length_B, turns = context
             return self.block(block).around(
-                x, turns,
+                x,
+                turns,
                 lambda q, k, v: attend(q, k, v, length_B, block_length=block_length),
                 keys,
-            )  # fmt: skip
+            )
 
         layer = rematerialised(layer, self.config)
         x = self.embed(params, tokens)

@@ -262,11 +262,16 @@ class Canvases:
         ]
         seen = {
             of: seen_behind(
-                window, place_NW, length_N, num_seen, reach=of.reach, is_canvas=is_canvas,
+                window,
+                place_NW,
+                length_N,
+                num_seen,
+                reach=of.reach,
+                is_canvas=is_canvas,
                 num_shared=self.config.heads // of.groups,
             )
             for of in self.layers
-        }  # fmt: skip
+        }
 
         def attend(of: Stack, q: jax.Array, k: jax.Array, v: jax.Array, old: Any) -> jax.Array:
             leaves, at = old

@@ -239,7 +239,12 @@ def _splash_kernel(
 
     pieces = may_see.pieces
     return split_kernel(
-        2 * pieces.num_positions, pieces.num_positions + pieces.own, may_see,
-        num_devices=pieces.count, multiple=pieces.own // 2,
-        unit=may_see.block_length, saved=SAVED, interpret=interpret,
-    )  # fmt: skip
+        2 * pieces.num_positions,
+        pieces.num_positions + pieces.own,
+        may_see,
+        num_devices=pieces.count,
+        multiple=pieces.own // 2,
+        unit=may_see.block_length,
+        saved=SAVED,
+        interpret=interpret,
+    )

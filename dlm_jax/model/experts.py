@@ -130,9 +130,11 @@ def over_devices(
         return jax.lax.psum(y_BLD, "expert") if splits_experts else y_BLD
 
     split = jax.shard_map(
-        of_share, in_specs=((inward, inward, outward), rows, rows, rows), out_specs=rows,
+        of_share,
+        in_specs=((inward, inward, outward), rows, rows, rows),
+        out_specs=rows,
         check_vma=False,
-    )  # fmt: skip
+    )
     return split(kernels, *arrays)
 
 

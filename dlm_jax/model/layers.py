@@ -190,9 +190,13 @@ def saved_bytes(config: ModelConfig, names: str, num_positions: float) -> float:
     """
     heads, groups = config.heads, config.kv_heads or config.heads
     widths = {
-        "attention": heads * config.size_of_head, "query": heads * config.size_of_head,
-        "key": groups * config.size_of_head, "value": groups * config.size_of_head,
-        "middle": config.width, "gate": config.inner_width, "up": config.inner_width,
-    }  # fmt: skip
+        "attention": heads * config.size_of_head,
+        "query": heads * config.size_of_head,
+        "key": groups * config.size_of_head,
+        "value": groups * config.size_of_head,
+        "middle": config.width,
+        "gate": config.inner_width,
+        "up": config.inner_width,
+    }
     width = config.width + sum(widths.get(name, 0) for name in names.split("+"))
     return config.depth * num_positions * width * jnp.dtype(config.compute_dtype).itemsize

@@ -105,9 +105,11 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
         if stack in _KEPT or stack.endswith("_head") or (is_in_block and not is_expert):
             return leaf
         raise SettingError(
-            "quantize", kind, f"has no rule for the parameter {path!r}",
+            "quantize",
+            kind,
+            f"has no rule for the parameter {path!r}",
             f"remove quantize, or use a model {'without experts' if is_expert else 'of [model]'}",
-        )  # fmt: skip
+        )
 
     return of_leaf
 

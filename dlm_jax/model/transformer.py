@@ -88,10 +88,11 @@ class Attention(nnx.Module):
         if self.norms_value:
             v = unit_norm(v, self.value_epsilon)
         q, k = (
-            turned(x, *angles) if norm is None
+            turned(x, *angles)
+            if norm is None
             else turned(x, *angles, scale_K=norm.scale[...], epsilon=norm.epsilon)
             for x, norm in ((q, self.query_norm), (k, self.key_norm))
-        )  # fmt: skip
+        )
         if self.scale:
             # The kernels divide by the square root of the head size.
             q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)
@@ -337,21 +338,34 @@ def build(config: ModelConfig) -> Network:
     readout, logits_of = _readouts(config)
     if config.attention_type == "canvas":
         return Network(
-            init=init, embed=embed, readout=readout, vocab_size=config.vocab_size,
-            logits_of=logits_of, is_matrix=is_matrix,
+            init=init,
+            embed=embed,
+            readout=readout,
+            vocab_size=config.vocab_size,
+            logits_of=logits_of,
+            is_matrix=is_matrix,
             **_canvases(config, vectors_of, module_of, final_norm).functions(),
-        )  # fmt: skip
+        )
     cached = None
     if config.mode == "language_model":
         cached = cached_trunk(config, vectors_of, module_of, final_norm)
     return Network(
-        init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
-        cached=cached, is_matrix=is_matrix,
+        init,
+        trunk,
+        embed,
+        readout,
+        config.vocab_size,
+        logits_of=logits_of,
+        cached=cached,
+        is_matrix=is_matrix,
         inside=_inside_of(config, vectors_of, module_of, final_norm),
-        heads={head.key: _head_function(head, config, readout) for head in HEADS
-               if head.is_added(config)},
+        heads={
+            head.key: _head_function(head, config, readout)
+            for head in HEADS
+            if head.is_added(config)
+        },
         predicts_first=config.predicts_first,
-    )  # fmt: skip
+    )
 
 
 def _inside_of(

@@ -88,9 +88,14 @@ class ChatTemplate:
     problem: str = field(default="", kw_only=True)
 
     def text(
-        self, messages: Messages, /, *, begins_answer: bool = True, continues: bool = False,
+        self,
+        messages: Messages,
+        /,
+        *,
+        begins_answer: bool = True,
+        continues: bool = False,
         **more: Any,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The conversation as text, up to the start of the model's answer.
 
         Args:
@@ -104,9 +109,14 @@ class ChatTemplate:
         return self._write(given, begins_answer, continues, time.time())
 
     def ids(
-        self, messages: Messages, /, *, begins_answer: bool = True, continues: bool = False,
+        self,
+        messages: Messages,
+        /,
+        *,
+        begins_answer: bool = True,
+        continues: bool = False,
         **more: Any,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """The token ids of `text` with the same arguments, int32 ``[n]``.
 
         Only the template writes special tokens: in `messages` and `more`, the names of special
@@ -258,8 +268,12 @@ class ChatTemplate:
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
         tokenizer = self.tokenizer
-        names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
-                 "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
+        names = {
+            "bos_token": tokenizer.bos_id,
+            "eos_token": tokenizer.eos_id,
+            "pad_token": tokenizer.pad_id,
+            "mask_token": tokenizer.mask_id,
+        }
         return {name: "" if id_ is None else tokenizer.token(id_) for name, id_ in names.items()}
 
     @functools.cached_property
@@ -286,9 +300,14 @@ class ChatTemplate:
         return ""
 
     def _write(
-        self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float,
-        *, marks: bool = False,
-    ) -> str:  # fmt: skip
+        self,
+        given: dict[str, Any],
+        begins_answer: bool,
+        continues: bool,
+        now: float,
+        *,
+        marks: bool = False,
+    ) -> str:
         def render(more: dict[str, Any]) -> str:
             values = {"add_generation_prompt": begins_answer} | self.specials() | given | more
             try:
@@ -409,10 +428,14 @@ class _Sandbox:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", str(_PROGRAM)], text=True, encoding="ascii",
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    [sys.executable, "-P", str(_PROGRAM)],
+                    text=True,
+                    encoding="ascii",
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
                     start_new_session=True,
-                )  # fmt: skip
+                )
                 self._answer(self._process, "", _SECONDS_TO_START)
             answer = self._answer(self._process, f"{line}\n", _SECONDS)
         if "error" in answer:

@@ -49,10 +49,15 @@ OWN = "dlm_jax"
 """The field of `GENERATION` with the settings that only this library has."""
 
 _SHARED = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "typical_p": "typical_p", "repetition_penalty": "repetition_penalty", "steps": "steps",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "steps": "steps",
     "max_new_tokens": "gen_length",
-}  # fmt: skip
+}
 """Fields of `GENERATION` that are settings, and the names of these settings in this library."""
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -142,16 +147,21 @@ def read_published(
         like = _row_of(mask_like, tokenizer, model) if mask_like else None
         place, finish = _with_mask_row(whole, model.vocab_size, like, place, finish)
     params = read_params(
-        shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
-        place=place, finish=finish,
-    )  # fmt: skip
+        shards,
+        pieces,
+        abstract,
+        dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
+        place=place,
+        finish=finish,
+    )
     model = whole
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
     config = Config(
-        model=model, data=DataConfig(seq_len=length),
+        model=model,
+        data=DataConfig(seq_len=length),
         objective=ObjectiveConfig(process=family.process),
         sample=_recommended(implied_sample(family, model, length), said),
-    )  # fmt: skip
+    )
     return Published(family, config, params, tokenizer, chat, presets, more_eos, said, ignored)
 
 
@@ -352,9 +362,11 @@ def read_tokenizer(
     eos = ids("eos") or ids("pad")
     if not eos:
         raise ValueError(f"{_config_of(directory)} has no field 'eos_token_id'; add it")
-    mask = ids("mask") or tuple(
-        id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None
-    ) or (() if family.mask_id is None else (family.mask_id,))  # fmt: skip
+    mask = (
+        ids("mask")
+        or tuple(id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None)
+        or (() if family.mask_id is None else (family.mask_id,))
+    )
     # A causal model has no MASK. If the last id of the vocabulary is unused, it becomes MASK, so
     # that the model can be trained to fill holes.
     mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
@@ -486,9 +498,14 @@ def _template_of(directory: Path) -> tuple[str | None, Path]:
 def _with_token(content: str, id_: int, name: str) -> str:
     """The text of a tokenizer.json with a further special token."""
     token = {
-        "id": id_, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-        "normalized": False, "special": True,
-    }  # fmt: skip
+        "id": id_,
+        "content": name,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     data = json.loads(content)
     data["added_tokens"] = [*(data.get("added_tokens") or ()), token]
     return json.dumps(data, ensure_ascii=False)
@@ -597,18 +614,27 @@ def write_tokenizer(
     """
     (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
-    ids = {"mask_token_id": tokenizer.mask_id, "pad_token_id": tokenizer.pad_id,
-           "eos_token_id": eos, "bos_token_id": tokenizer.bos_id}  # fmt: skip
+    ids = {
+        "mask_token_id": tokenizer.mask_id,
+        "pad_token_id": tokenizer.pad_id,
+        "eos_token_id": eos,
+        "bos_token_id": tokenizer.bos_id,
+    }
     said_ids = {name: id_ for name, id_ in ids.items() if id_ not in (None, NO_MASK)}
     if not says_mask:
         said_ids.pop("mask_token_id", None)
     _write(directory / GENERATION, {**said_ids, **settings})
-    roles = {"mask": tokenizer.mask_id, "pad": tokenizer.pad_id, "eos": tokenizer.eos_id,
-             "bos": tokenizer.bos_id}  # fmt: skip
+    roles = {
+        "mask": tokenizer.mask_id,
+        "pad": tokenizer.pad_id,
+        "eos": tokenizer.eos_id,
+        "bos": tokenizer.bos_id,
+    }
     said: dict[str, Any] = {
-        f"{role}_token": tokenizer.token(id_) for role, id_ in roles.items()
+        f"{role}_token": tokenizer.token(id_)
+        for role, id_ in roles.items()
         if id_ not in (None, NO_MASK) and tokenizer.token(id_)
-    } | {"tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
+    } | {"tokenizer_class": "PreTrainedTokenizerFast"}
     if chat is not None and chat.source:
         said["chat_template"] = chat.source
         (directory / TEMPLATE).write_text(chat.source, encoding="utf-8")
@@ -683,9 +709,13 @@ def write_published(
             text = json.dumps(fields, indent=2, sort_keys=True)
             (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
             write_tokenizer(
-                temporary, tokenizer, chat, more_eos=more_eos_ids, settings=settings,
+                temporary,
+                tokenizer,
+                chat,
+                more_eos=more_eos_ids,
+                settings=settings,
                 says_mask=found.generates_from_mask,
-            )  # fmt: skip
+            )
             write_weights(temporary, kept, pieces, max_shard_bytes)
             os.replace(temporary, target)
     finally:
@@ -722,10 +752,13 @@ def _config_fields(
     family: Family, config: Config, tokenizer: HubTokenizer, *, dtype: str
 ) -> dict[str, Any]:
     fields = family.write(config.model) | {
-        family.max_length: config.data.seq_len, "mask_token_id": tokenizer.mask_id,
-        "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id,
-        "torch_dtype": dtype, "use_cache": False,
-    }  # fmt: skip
+        family.max_length: config.data.seq_len,
+        "mask_token_id": tokenizer.mask_id,
+        "pad_token_id": tokenizer.pad_id,
+        "eos_token_id": tokenizer.eos_id,
+        "torch_dtype": dtype,
+        "use_cache": False,
+    }
     if tokenizer.bos_id is not None:
         fields["bos_token_id"] = tokenizer.bos_id
     if tokenizer.mask_id == NO_MASK:

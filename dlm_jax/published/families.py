@@ -26,7 +26,7 @@ from dlm_jax.published.family import (
     Source,
     in_blocks,
     qwen_sources,
-)  # fmt: skip
+)
 from dlm_jax.published.gemma import DIFFUSION_GEMMA
 from dlm_jax.settings import brief, closest
 
@@ -34,9 +34,14 @@ from dlm_jax.settings import brief, closest
 _ROPE_THETA = 10000.0
 
 _IDLE_OF_SDAR = (
-    "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
-    "skip_checkpoint", "use_deepep",
-)  # fmt: skip
+    "attn_implementation",
+    "debug",
+    "ep_size",
+    "fuse_cross_entropy",
+    "micro_forward",
+    "skip_checkpoint",
+    "use_deepep",
+)
 """Fields of SDAR's config.json that have no effect."""
 
 _ASKED_BY_SDAR = {"fuse_cross_entropy": False}
@@ -45,12 +50,21 @@ _ASKED_BY_SDAR = {"fuse_cross_entropy": False}
 
 def _read_llada(fields: FileFields) -> ModelConfig:
     fields.must(
-        block_type="llama", layer_norm_type="rms", activation_type=("silu", "swiglu"), rope=True,
-        alibi=False, include_bias=False, attention_layer_norm=False, input_emb_norm=False,
-        scale_logits=False, bias_for_layer_norm=False, block_group_size=1,
-        layer_norm_with_affine=True, attention_layer_norm_with_affine=True,
+        block_type="llama",
+        layer_norm_type="rms",
+        activation_type=("silu", "swiglu"),
+        rope=True,
+        alibi=False,
+        include_bias=False,
+        attention_layer_norm=False,
+        input_emb_norm=False,
+        scale_logits=False,
+        bias_for_layer_norm=False,
+        block_group_size=1,
+        layer_norm_with_affine=True,
+        attention_layer_norm_with_affine=True,
         multi_query_attention=False,
-    )  # fmt: skip
+    )
     vocab_size = fields.take("vocab_size", int)
     heads = fields.take("n_heads", int)
     return ModelConfig(
@@ -71,17 +85,35 @@ def _read_llada(fields: FileFields) -> ModelConfig:
 
 def _write_llada(model: ModelConfig) -> dict[str, Any]:
     return {
-        "activation_type": "silu", "alibi": False, "attention_dropout": 0.0,
-        "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
-        "block_type": "llama", "d_model": model.width, "embedding_dropout": 0.0,
-        "embedding_size": model.vocab_size, "flash_attention": False, "include_bias": False,
-        "include_qkv_bias": model.qkv_bias, "input_emb_norm": False, "layer_norm_type": "rms",
-        "layer_norm_with_affine": True, "mlp_hidden_size": model.mlp_width, "n_heads": model.heads,
-        "n_kv_heads": model.kv_heads or model.heads, "n_layers": model.depth,
-        "residual_dropout": 0.0, "rms_norm_eps": model.norm_epsilon, "rope": True,
-        "rope_full_precision": True, "rope_theta": model.rope_theta, "scale_logits": False,
-        "vocab_size": model.vocab_size, "weight_tying": model.tied_head,
-    }  # fmt: skip
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_dropout": 0.0,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "d_model": model.width,
+        "embedding_dropout": 0.0,
+        "embedding_size": model.vocab_size,
+        "flash_attention": False,
+        "include_bias": False,
+        "include_qkv_bias": model.qkv_bias,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "mlp_hidden_size": model.mlp_width,
+        "n_heads": model.heads,
+        "n_kv_heads": model.kv_heads or model.heads,
+        "n_layers": model.depth,
+        "residual_dropout": 0.0,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": model.rope_theta,
+        "scale_logits": False,
+        "vocab_size": model.vocab_size,
+        "weight_tying": model.tied_head,
+    }
 
 
 def _llada_sources(model: ModelConfig) -> dict[str, Source]:
@@ -134,9 +166,12 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeSca
     original = fields.take("original_max_position_embeddings", float, longest)
     if kind == "llama3":
         return rope.RopeScaling(
-            kind, fields.take("factor", float), original,
-            low=fields.take("low_freq_factor", float), high=fields.take("high_freq_factor", float),
-        )  # fmt: skip
+            kind,
+            fields.take("factor", float),
+            original,
+            low=fields.take("low_freq_factor", float),
+            high=fields.take("high_freq_factor", float),
+        )
     fields.must(truncate=True)
     factor = fields.take("factor", float, longest / original)
     scales = [fields.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
@@ -146,10 +181,13 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeSca
 
     scale = scale_of(scales[0]) / scale_of(scales[1]) if all(scales) else scale_of(1.0)
     return rope.RopeScaling(
-        kind, factor, original, low=fields.take("beta_slow", float, 0.0) or 1.0,
+        kind,
+        factor,
+        original,
+        low=fields.take("beta_slow", float, 0.0) or 1.0,
         high=fields.take("beta_fast", float, 0.0) or 32.0,
         scale=fields.take("attention_factor", float, scale),
-    )  # fmt: skip
+    )
 
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -160,8 +198,13 @@ def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
     low, high = {"yarn": ("beta_slow", "beta_fast")}.get(
         found.kind, ("low_freq_factor", "high_freq_factor")
     )
-    names = {"factor": "factor", "original": "original_max_position_embeddings", "low": low,
-             "high": high, "scale": "attention_factor"}  # fmt: skip
+    names = {
+        "factor": "factor",
+        "original": "original_max_position_embeddings",
+        "low": low,
+        "high": high,
+        "scale": "attention_factor",
+    }
     said: dict[str, Any] = {names[own]: getattr(found, own) for own in rope.KINDS[found.kind]}
     if found.original.is_integer() and "original" in rope.KINDS[found.kind]:
         said[names["original"]] = int(found.original)
@@ -173,9 +216,13 @@ def _read_qwen(
 ) -> ModelConfig:
     """Reads the config of Qwen, Llama and related models."""
     fields.must(
-        hidden_act="silu", use_sliding_window=False, use_mrope=False, mlp_bias=False,
-        attention_bias=qkv_bias, partial_rotary_factor=(1, 1.0),
-    )  # fmt: skip
+        hidden_act="silu",
+        use_sliding_window=False,
+        use_mrope=False,
+        mlp_bias=False,
+        attention_bias=qkv_bias,
+        partial_rotary_factor=(1, 1.0),
+    )
     if settings.get("attention_type") == "causal":
         fields.must(is_causal=True)
     layers = fields.take("layer_types", list, ["full_attention"])
@@ -223,20 +270,27 @@ def _read_head_size(fields: FileFields, shape: dict[str, Any]) -> int:
 def _write_shape(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that all families except LLaDA have, including mixtures."""
     return {
-        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
-        "num_attention_heads": model.heads, "num_hidden_layers": model.depth,
-        "num_key_value_heads": model.kv_heads or model.heads, "rms_norm_eps": model.norm_epsilon,
-        "rope_scaling": _write_scaling(model), "rope_theta": model.rope_theta,
-        "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
-    }  # fmt: skip
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": model.width,
+        "num_attention_heads": model.heads,
+        "num_hidden_layers": model.depth,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_scaling": _write_scaling(model),
+        "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tied_head,
+        "vocab_size": model.vocab_size,
+    }
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that Qwen, Llama and related models have."""
     head_size = model.size_of_head
     written = _write_shape(model) | {
-        "intermediate_size": model.mlp_width, "use_sliding_window": False,
-    }  # fmt: skip
+        "intermediate_size": model.mlp_width,
+        "use_sliding_window": False,
+    }
     if model.qk_norm or model.head_size:
         written |= {"head_dim": head_size, "attention_bias": model.qkv_bias}
     return written
@@ -252,9 +306,12 @@ def _read_sdar(fields: FileFields) -> ModelConfig:
 def _read_fast_dllm(fields: FileFields) -> ModelConfig:
     block_length = fields.take("bd_size", int, 32)
     return _read_qwen(
-        fields, qkv_bias=True, attention_type="block_causal", block_length=block_length,
+        fields,
+        qkv_bias=True,
+        attention_type="block_causal",
+        block_length=block_length,
         logit_alignment="shifted",
-    )  # fmt: skip
+    )
 
 
 def _write_causal(model: ModelConfig) -> dict[str, Any]:
@@ -286,11 +343,16 @@ def _num_experts(fields: FileFields) -> int:
 
 def _read_moe(fields: FileFields) -> ModelConfig:
     fields.must(
-        hidden_act="silu", attention_bias=False, clip_qkv=None, moe_router_score_function="softmax",
-        partial_rotary_factor=(1, 1.0, -1), router_num_group=(1, -2, -1),
-        router_topk_group=(1, -2, -1), routed_scaling_factor=(1, 1.0),
+        hidden_act="silu",
+        attention_bias=False,
+        clip_qkv=None,
+        moe_router_score_function="softmax",
+        partial_rotary_factor=(1, 1.0, -1),
+        router_num_group=(1, -2, -1),
+        router_topk_group=(1, -2, -1),
+        routed_scaling_factor=(1, 1.0),
         norm_topk_prob=(False, True),
-    )  # fmt: skip
+    )
     shape = _read_shape(fields, epsilon=1e-5)
     depth = shape["depth"]
     frequency = fields.take("moe_layer_freq", list, []) or [1] * depth
@@ -316,22 +378,28 @@ def _read_moe(fields: FileFields) -> ModelConfig:
 def _write_moe(model: ModelConfig) -> dict[str, Any]:
     num_dense = model.dense_layers
     return _write_shape(model) | {
-        "attention_bias": False, "clip_qkv": None,
+        "attention_bias": False,
+        "clip_qkv": None,
         "dense_intermediate_size": model.mlp_width or -1,
         "expert_intermediate_size": model.expert_width,
         "moe_layer_freq": [0] * num_dense + [1] * (model.depth - num_dense),
         "moe_router_enable_expert_bias": model.router_bias == "weight",
-        "moe_router_score_function": "softmax", "norm_topk_prob": False,
-        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
-        "partial_rotary_factor": 1, "qk_layernorm": model.qk_norm, "routed_scaling_factor": 1,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": False,
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "partial_rotary_factor": 1,
+        "qk_layernorm": model.qk_norm,
+        "routed_scaling_factor": 1,
         "shared_expert_intermediate_size": model.shared_width or None,
-    }  # fmt: skip
+    }
 
 
 def _moe_sources(model: ModelConfig) -> dict[str, Source]:
     parts = ("gate", "up", "down")
-    shared = {f"mlp/shared/{part}/kernel": f"mlp.shared_expert.{part}_proj.weight"
-              for part in parts}  # fmt: skip
+    shared = {
+        f"mlp/shared/{part}/kernel": f"mlp.shared_expert.{part}_proj.weight" for part in parts
+    }
     return qwen_sources(model, more=shared | {"mlp/router_bias": "mlp.gate.expert_bias"})
 
 
@@ -339,29 +407,48 @@ def _read_sdar_moe(fields: FileFields) -> ModelConfig:
     fields.must(decoder_sparse_step=1, mlp_only_layers=[])
     block_length = fields.take("block_size", int, 4)
     return _read_qwen(
-        fields, qk_norm=True, attention_type="block_causal", block_length=block_length,
+        fields,
+        qk_norm=True,
+        attention_type="block_causal",
+        block_length=block_length,
         experts=_num_experts(fields),
         experts_per_token=fields.take("num_experts_per_tok", int),
         expert_width=fields.take("moe_intermediate_size", int),
         router_normalised=fields.take("norm_topk_prob", bool, False),
-    )  # fmt: skip
+    )
 
 
 def _write_sdar_moe(model: ModelConfig) -> dict[str, Any]:
-    return _write_qwen(model) | {
-        "block_size": model.block_length, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": model.expert_width, "norm_topk_prob": model.router_normalised,
-        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
-    } | _ASKED_BY_SDAR  # fmt: skip
+    return (
+        _write_qwen(model)
+        | {
+            "block_size": model.block_length,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": model.expert_width,
+            "norm_topk_prob": model.router_normalised,
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+        }
+        | _ASKED_BY_SDAR
+    )
 
 
 def _read_llada2(fields: FileFields) -> ModelConfig:
     fields.must(
-        hidden_act="silu", use_bias=False, use_qkv_bias=False, use_sliding_window=False,
-        norm_head=False, score_function="sigmoid", norm_topk_prob=True, router_dtype="fp32",
-        moe_router_enable_expert_bias=True, norm_softmax=False, use_rmsnorm=True,
+        hidden_act="silu",
+        use_bias=False,
+        use_qkv_bias=False,
+        use_sliding_window=False,
+        norm_head=False,
+        score_function="sigmoid",
+        norm_topk_prob=True,
+        router_dtype="fp32",
+        moe_router_enable_expert_bias=True,
+        norm_softmax=False,
+        use_rmsnorm=True,
         using_split_qkv_in_self_attention=False,
-    )  # fmt: skip
+    )
     shape = {"kv_heads": fields.take("num_key_value_heads", int)}
     shape = _read_shape(fields, epsilon=1e-5, is_partial=True) | shape
     head_size = _read_head_size(fields, shape)
@@ -397,19 +484,31 @@ def _read_llada2(fields: FileFields) -> ModelConfig:
 def _write_llada2(model: ModelConfig) -> dict[str, Any]:
     head_size = model.size_of_head
     return _write_shape(model) | {
-        "block_length": model.block_length, "embedding_dropout": 0.0,
-        "first_k_dense_replace": model.dense_layers, "head_dim": head_size,
-        "intermediate_size": model.mlp_width, "moe_intermediate_size": model.expert_width,
-        "moe_router_enable_expert_bias": True, "n_group": model.router_groups, "norm_head": False,
-        "norm_topk_prob": True, "num_experts": model.experts,
+        "block_length": model.block_length,
+        "embedding_dropout": 0.0,
+        "first_k_dense_replace": model.dense_layers,
+        "head_dim": head_size,
+        "intermediate_size": model.mlp_width,
+        "moe_intermediate_size": model.expert_width,
+        "moe_router_enable_expert_bias": True,
+        "n_group": model.router_groups,
+        "norm_head": False,
+        "norm_topk_prob": True,
+        "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "num_shared_experts": model.shared_width // max(model.expert_width, 1) or None,
-        "output_dropout": 0.0, "partial_rotary_factor": model.rotary_share,
+        "output_dropout": 0.0,
+        "partial_rotary_factor": model.rotary_share,
         "rotary_dim": model.rotary_size,
-        "routed_scaling_factor": model.router_scale, "router_dtype": "fp32",
-        "score_function": "sigmoid", "topk_group": model.router_groups_kept, "use_bias": False,
-        "use_qk_norm": model.qk_norm, "use_qkv_bias": False, "use_sliding_window": False,
-    }  # fmt: skip
+        "routed_scaling_factor": model.router_scale,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "topk_group": model.router_groups_kept,
+        "use_bias": False,
+        "use_qk_norm": model.qk_norm,
+        "use_qkv_bias": False,
+        "use_sliding_window": False,
+    }
 
 
 def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
@@ -432,8 +531,11 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
     # One matrix contains the rows of the query, key and value matrices.
     size = model.size_of_head
     wide, narrow = model.heads * size, (model.kv_heads or model.heads) * size
-    rows = {"query": (0, wide), "key": (wide, wide + narrow),
-            "value": (wide + narrow, wide + 2 * narrow)}  # fmt: skip
+    rows = {
+        "query": (0, wide),
+        "key": (wide, wide + narrow),
+        "value": (wide + narrow, wide + 2 * narrow),
+    }
     for stack in ("blocks", "dense_blocks"):
         for part, span in rows.items():
             found[f"{stack}/attention/{part}/kernel"] = (

@@ -26,16 +26,50 @@ from dlm_jax.types import Params
 
 _MISSING = object()
 
-IDLE = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
-    "bos_token", "chunk_size_feed_forward", "dtype", "embedding_dropout", "eos_token_id",
-    "eos_token", "flash_attention", "id2label", "init_cutoff_factor", "init_device", "init_fn",
-    "init_std", "initializer_range", "label2id", "mask_token_id", "max_window_layers",
-    "mlp_ratio", "model_type", "name_or_path", "output_attentions", "output_dropout",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "precision",
-    "pretraining_tp", "problem_type", "residual_dropout", "return_dict", "router_aux_loss_coef",
-    "rope_full_precision", "sliding_window", "torch_dtype", "transformers_version", "use_cache",
-})  # fmt: skip
+IDLE = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "bos_token",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embedding_dropout",
+        "eos_token_id",
+        "eos_token",
+        "flash_attention",
+        "id2label",
+        "init_cutoff_factor",
+        "init_device",
+        "init_fn",
+        "init_std",
+        "initializer_range",
+        "label2id",
+        "mask_token_id",
+        "max_window_layers",
+        "mlp_ratio",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_dropout",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "precision",
+        "pretraining_tp",
+        "problem_type",
+        "residual_dropout",
+        "return_dict",
+        "router_aux_loss_coef",
+        "rope_full_precision",
+        "sliding_window",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
 """Fields that do not affect the computation of a model, or that other code reads."""
 
 _OF_OTHER_PROGRAMS = re.compile(
@@ -117,11 +151,12 @@ class FileFields:
             else:
                 path = self.within + name
                 raise self.refuse(
-                    name, value,
+                    name,
+                    value,
                     "is unknown to dlm_jax and may have an effect; if it does not change the "
                     f"model's outputs, ignore it: --ignore-config {path}, ignore_config="
                     f"[{path!r}] of dlm_jax.load, or train.ignore_config={path}",
-                )  # fmt: skip
+                )
         self.ignored = tuple(ignored)
 
 
@@ -298,9 +333,11 @@ QWEN = {
 DENSE = {f"mlp/{part}/kernel": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
 EXPERTS = {
     "mlp/router/kernel": "mlp.gate.weight",
-    **{f"mlp/expert_{part}": f"mlp.experts.{{e}}.{part}_proj.weight"
-       for part in ("gate", "up", "down")},
-}  # fmt: skip
+    **{
+        f"mlp/expert_{part}": f"mlp.experts.{{e}}.{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    },
+}
 
 
 def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:

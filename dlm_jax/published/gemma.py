@@ -17,18 +17,21 @@ _SHARE = 0.25
 
 def _read(fields: FileFields) -> ModelConfig:
     fields.must(
-        hidden_activation="gelu_pytorch_tanh", attention_bias=False, tie_word_embeddings=True,
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        tie_word_embeddings=True,
         use_bidirectional_attention="vision",
-    )  # fmt: skip
+    )
     depth, heads = fields.take("num_hidden_layers", int), fields.take("num_attention_heads", int)
     default = [_FULL if (at + 1) % _EVERY == 0 else _SLIDING for at in range(depth)]
     kinds = fields.take("layer_types", list, default)
     every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
     if every < 2 or depth % every or kinds != [*[_SLIDING] * (every - 1), _FULL] * (depth // every):
         raise fields.refuse(
-            "layer_types", kinds, "is not implemented; use equal groups of sliding layers with "
-            "one full layer"
-        )  # fmt: skip
+            "layer_types",
+            kinds,
+            "is not implemented; use equal groups of sliding layers with one full layer",
+        )
     head_size, groups = fields.take("head_dim", int), fields.take("num_key_value_heads", int)
     full_size, full_groups = _read_full(fields, kinds, groups)
     rope = fields.take("rope_parameters", dict, {})
@@ -113,29 +116,38 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     if not model.full_every:
         raise ValueError("this family requires groups of sliding and full layers")
     return {
-        "attention_bias": False, "attention_dropout": 0.0, "canvas_length": model.block_length,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "canvas_length": model.block_length,
         "final_logit_softcapping": model.logit_cap,
         "global_head_dim": model.full_head_size or model.size_of_head,
-        "head_dim": model.size_of_head, "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": model.width, "intermediate_size": model.mlp_width,
+        "head_dim": model.size_of_head,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": model.width,
+        "intermediate_size": model.mlp_width,
         "layer_types": [
             _FULL if at in model.layers["full_blocks"] else _SLIDING for at in range(model.depth)
         ],
-        "moe_intermediate_size": model.expert_width, "num_attention_heads": model.heads,
+        "moe_intermediate_size": model.expert_width,
+        "num_attention_heads": model.heads,
         "num_experts": model.experts,
         "num_global_key_value_heads": model.full_kv_heads or model.kv_heads or model.heads,
-        "num_hidden_layers": model.depth, "num_key_value_heads": model.kv_heads or model.heads,
+        "num_hidden_layers": model.depth,
+        "num_key_value_heads": model.kv_heads or model.heads,
         "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": {
             _SLIDING: {"rope_type": "default", "rope_theta": model.rope_theta},
             _FULL: {
-                "rope_type": "proportional", "rope_theta": model.full_rope_theta,
+                "rope_type": "proportional",
+                "rope_theta": model.full_rope_theta,
                 "partial_rotary_factor": model.full_rotary_share,
             },
         },
-        "sliding_window": model.attention_window, "tie_word_embeddings": model.tied_head,
-        "top_k_experts": model.experts_per_token, "vocab_size": model.vocab_size,
-    }  # fmt: skip
+        "sliding_window": model.attention_window,
+        "tie_word_embeddings": model.tied_head,
+        "top_k_experts": model.experts_per_token,
+        "vocab_size": model.vocab_size,
+    }
 
 
 def _sources(model: ModelConfig) -> dict[str, Source]:
@@ -178,9 +190,11 @@ def _sources(model: ModelConfig) -> dict[str, Source]:
 _OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
 # Other fields of generation_config.json, with their types and minimum values.
 _NUMBERS: tuple[tuple[str, Any, float], ...] = (
-    ("max_denoising_steps", int, 1), ("max_new_tokens", int, 1),
-    ("t_min", int | float, 0), ("t_max", int | float, 0),
-)  # fmt: skip
+    ("max_denoising_steps", int, 1),
+    ("max_new_tokens", int, 1),
+    ("t_min", int | float, 0),
+    ("t_max", int | float, 0),
+)
 # Number of decimals to which temperatures are rounded, so that exported values are read back
 # exactly.
 _DECIMALS = 9
@@ -225,13 +239,17 @@ def _spoken(sample: SampleConfig, model: ModelConfig) -> dict[str, Any]:
     if rest or steps < 2 or not (sample.gen_length and is_above and last < first):
         return {}
     return {
-        "max_new_tokens": sample.gen_length, "max_denoising_steps": steps, "t_max": first,
+        "max_new_tokens": sample.gen_length,
+        "max_denoising_steps": steps,
+        "t_max": first,
         "t_min": round((last * steps - first) / (steps - 1), _DECIMALS),
-        "confidence_threshold": sample.renoise_stop, "stability_threshold": 1,
+        "confidence_threshold": sample.renoise_stop,
+        "stability_threshold": 1,
         "sampler_config": {
-            "_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": sample.entropy_bound,
+            "_cls_name": "EntropyBoundSamplerConfig",
+            "entropy_bound": sample.entropy_bound,
         },
-    }  # fmt: skip
+    }
 
 
 DIFFUSION_GEMMA = Family(
@@ -248,7 +266,7 @@ DIFFUSION_GEMMA = Family(
         "image_token_id",
         "vision_config",
         "vision_soft_tokens_per_image",
-    ),  # fmt: skip
+    ),
     within="text_config",
     generates_from_mask=False,
     process="uniform",

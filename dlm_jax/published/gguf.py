@@ -27,17 +27,22 @@ from dlm_jax.store.files import said
 SUFFIX = ".gguf"
 
 ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", True), "llada": ("LLaDAModelLM", True),
-    "qwen2": ("Qwen2ForCausalLM", False), "qwen3": ("Qwen3ForCausalLM", False),
+    "llama": ("LlamaForCausalLM", True),
+    "llada": ("LLaDAModelLM", True),
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen3": ("Qwen3ForCausalLM", False),
     "dream": ("DreamModel", False),
-}  # fmt: skip
+}
 """Architectures, with their names in config.json, and whether llama.cpp stores the two halves of a
 rotated head alternately."""
 
 _IDLE = {
-    "vocab_size", "attention.causal", "rope.dimension_count", "rope.scaling.finetuned",
+    "vocab_size",
+    "attention.causal",
+    "rope.dimension_count",
+    "rope.scaling.finetuned",
     "tensor_data_layout",
-}  # fmt: skip
+}
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _LLADA = (
@@ -49,32 +54,37 @@ _LLADA = (
 _PATTERNS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
-                    (r"\p{N}", _GPT2)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (qwen_split(1),)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), (qwen_split(3),)),
     **dict.fromkeys(("llada-moe", "bailingmoe"), (_LLADA,)),
-}  # fmt: skip
+}
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 
 # Types of tokens in tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _ADDED, _UNUSED = 2, 3, 4, 5
 
 _BLOCKS = {
-    "attention_norm/scale": "attn_norm.weight", "mlp_norm/scale": "ffn_norm.weight",
+    "attention_norm/scale": "attn_norm.weight",
+    "mlp_norm/scale": "ffn_norm.weight",
     "attention/out/kernel": "attn_output.weight",
-    **{f"attention/{long}/{kind}": f"attn_{short}.{name}"
-       for long, short in (("query", "q"), ("key", "k"), ("value", "v"))
-       for kind, name in (("kernel", "weight"), ("bias", "bias"))},
+    **{
+        f"attention/{long}/{kind}": f"attn_{short}.{name}"
+        for long, short in (("query", "q"), ("key", "k"), ("value", "v"))
+        for kind, name in (("kernel", "weight"), ("bias", "bias"))
+    },
     "attention/query_norm/scale": "attn_q_norm.weight",
     "attention/key_norm/scale": "attn_k_norm.weight",
     **{f"mlp/{part}/kernel": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
-}  # fmt: skip
+}
 
 SOURCES: dict[str, Source] = in_blocks(_BLOCKS, {}, "blk.{i}.") | {
-    "embedding": "token_embd.weight", "norm/scale": "output_norm.weight",
+    "embedding": "token_embd.weight",
+    "norm/scale": "output_norm.weight",
     "head/kernel": "output.weight",
-}  # fmt: skip
+}
 """The tensor of each parameter."""
 
 
@@ -164,10 +174,14 @@ class GgufFile:
     def _config(self, fields: FileFields, name: str) -> dict[str, Any]:
         architecture, is_alternating = ARCHITECTURES[name]
         own = FileFields(
-            {key.removeprefix(f"{name}."): value for key, value in fields.values.items()
-             if key.startswith(f"{name}.")},
-            str(self.path), within=f"{name}.",
-        )  # fmt: skip
+            {
+                key.removeprefix(f"{name}."): value
+                for key, value in fields.values.items()
+                if key.startswith(f"{name}.")
+            },
+            str(self.path),
+            within=f"{name}.",
+        )
         width, heads = own.take("embedding_length", int), own.take("attention.head_count", int)
         groups = own.take("attention.head_count_kv", int, heads)
         size = own.take("attention.key_length", int, width // max(heads, 1))
@@ -196,16 +210,27 @@ class GgufFile:
             if scaling or size * heads != width:
                 raise own.refuse("rope.scaling", scaling, "is not implemented")
             return made | {
-                "d_model": width, "n_heads": heads, "n_kv_heads": groups, "n_layers": depth,
-                "mlp_hidden_size": inner, "max_sequence_length": longest, "block_type": "llama",
-                "weight_tying": is_tied, "include_qkv_bias": "blk.0.attn_q.bias" in self.entries,
-            }  # fmt: skip
+                "d_model": width,
+                "n_heads": heads,
+                "n_kv_heads": groups,
+                "n_layers": depth,
+                "mlp_hidden_size": inner,
+                "max_sequence_length": longest,
+                "block_type": "llama",
+                "weight_tying": is_tied,
+                "include_qkv_bias": "blk.0.attn_q.bias" in self.entries,
+            }
         return made | {
-            "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": groups,
-            "num_hidden_layers": depth, "intermediate_size": inner, "head_dim": size,
-            "max_position_embeddings": longest, "tie_word_embeddings": is_tied,
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "num_hidden_layers": depth,
+            "intermediate_size": inner,
+            "head_dim": size,
+            "max_position_embeddings": longest,
+            "tie_word_embeddings": is_tied,
             "rope_scaling": scaling,
-        }  # fmt: skip
+        }
 
     def _llama3(self, size: int, theta: float) -> dict[str, Any] | None:
         """The scaling of Llama 3.1, of which a file keeps the divisor of each frequency."""
@@ -220,9 +245,12 @@ class GgufFile:
                 "which is the only one that is read"
             )
         return {
-            "rope_type": "llama3", "factor": found.factor, "low_freq_factor": found.low,
-            "high_freq_factor": found.high, "original_max_position_embeddings": 8192,
-        }  # fmt: skip
+            "rope_type": "llama3",
+            "factor": found.factor,
+            "low_freq_factor": found.low,
+            "high_freq_factor": found.high,
+            "original_max_position_embeddings": 8192,
+        }
 
 
 @functools.lru_cache(maxsize=1)
@@ -242,9 +270,11 @@ def _package(path: Path) -> ModuleType:
         import gguf
     except ImportError:
         raise SettingError(
-            "checkpoint", str(path), "requires the package gguf",
+            "checkpoint",
+            str(path),
+            "requires the package gguf",
             "install it: pip install 'dlm_jax[gguf]'",
-        ) from None  # fmt: skip
+        ) from None
     return gguf
 
 
@@ -252,11 +282,14 @@ def _scaling(fields: FileFields) -> dict[str, Any] | None:
     """The ``rope_scaling`` of config.json for the fields ``rope.scaling``."""
     kind = fields.take("rope.scaling.type", str, "none")
     names = {
-        "factor": "factor", "original_context_length": "original_max_position_embeddings",
-        "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
-    }  # fmt: skip
-    found = {theirs: fields.take(f"rope.scaling.{name}", float, 0.0)
-             for name, theirs in names.items()}  # fmt: skip
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    found = {
+        theirs: fields.take(f"rope.scaling.{name}", float, 0.0) for name, theirs in names.items()
+    }
     if kind == "none":
         return None
     return {"rope_type": kind} | {name: value for name, value in found.items() if value}
@@ -302,11 +335,15 @@ def _tokenizer_json(fields: FileFields) -> str:
         bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
         special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
         made["post_processor"] = {
-            "type": "TemplateProcessing", "special_tokens": {tokens[bos_id]: bos},
+            "type": "TemplateProcessing",
+            "special_tokens": {tokens[bos_id]: bos},
             "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [special, {"Sequence": {"id": "A", "type_id": 0}},
-                     {"Sequence": {"id": "B", "type_id": 0}}],
-        }  # fmt: skip
+            "pair": [
+                special,
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 0}},
+            ],
+        }
     return json.dumps(made)
 
 
@@ -316,8 +353,12 @@ def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, 
     if pre not in _PATTERNS:
         known = ", ".join(_PATTERNS)
         raise fields.refuse("tokenizer.ggml.pre", pre, f"is not read; only {known} are")
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                "use_regex": False}  # fmt: skip
+    bytes_of = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in _PATTERNS[pre]
@@ -329,11 +370,13 @@ def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, 
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
         "decoder": bytes_of,
         "model": {
-            "type": "BPE", "vocab": vocabulary, "ignore_merges": pre in _LLAMA3,
+            "type": "BPE",
+            "vocab": vocabulary,
+            "ignore_merges": pre in _LLAMA3,
             "merges": fields.take("tokenizer.ggml.merges", list),
         },
         "adds_bos": pre in _LLAMA3,
-    }  # fmt: skip
+    }
 
 
 def _sentencepiece(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
@@ -364,16 +407,23 @@ def _sentencepiece(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[st
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
         "model": {
-            "type": "BPE", "vocab": vocabulary, "merges": [list(pair) for *_, pair in ranked],
-            "byte_fallback": True, "fuse_unk": True, "unk_token": unknown,
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": [list(pair) for *_, pair in ranked],
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": unknown,
         },
         "adds_bos": True,
-    }  # fmt: skip
+    }
 
 
 _MODELS: dict[str, Callable[[FileFields, Mapping[str, int]], dict[str, Any]]] = {
-    "gpt2": _byte_level, "llama": _sentencepiece,
-}  # fmt: skip
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}

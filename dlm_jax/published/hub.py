@@ -54,9 +54,12 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
     hub = _hub(path, setting)
     try:
         copy = hub.snapshot_download(
-            name, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"],
+            name,
+            revision=revision,
+            allow_patterns=_FILES,
+            ignore_patterns=["*/*"],
             library_name="dlm_jax",
-        )  # fmt: skip
+        )
     except Exception as error:
         raise _refusal(hub, str(path), setting, error) from error
     found = Path(copy)
@@ -66,15 +69,22 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
     if len(weights) == 1:
         return weights[0]
     raise SettingError(
-        setting, path, f"has neither a config.json nor a single {SUFFIX} file",
+        setting,
+        path,
+        f"has neither a config.json nor a single {SUFFIX} file",
         "use a repository of a family that docs/published.md lists",
-    )  # fmt: skip
+    )
 
 
 def push_to_hub(
-    path: str | os.PathLike[str], repo_id: str, *, private: bool | None = None,
-    revision: str | None = None, license: str | None = None, message: str = "Upload a model",
-) -> str:  # fmt: skip
+    path: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    license: str | None = None,
+    message: str = "Upload a model",
+) -> str:
     """Uploads a published directory or a weights file in one commit, and returns its URL.
 
     The repository is created if it does not exist. A model card (`model_card`) is added if neither
@@ -101,9 +111,11 @@ def push_to_hub(
         files = {WEIGHTS: source}
     else:
         raise SettingError(
-            "path", str(path), "is neither a published directory nor a weights file",
+            "path",
+            str(path),
+            "is neither a published directory nor a weights file",
             "write one: dlm_jax.export, or python -m dlm_jax.export",
-        )  # fmt: skip
+        )
     hub = _hub(repo_id, "repo_id")
     api = hub.HfApi(library_name="dlm_jax")
     try:
@@ -173,9 +185,11 @@ def _hub(path: object, setting: str = "checkpoint") -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise SettingError(
-            setting, path, "is not a local path, and the Hub requires huggingface_hub",
+            setting,
+            path,
+            "is not a local path, and the Hub requires huggingface_hub",
             "check the path, or install it: pip install 'dlm_jax[hub]'",
-        ) from None  # fmt: skip
+        ) from None
     return huggingface_hub
 
 

@@ -102,9 +102,10 @@ def _to_json(
 @functools.lru_cache(maxsize=4)
 def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _Generation],
-    )  # fmt: skip
+    )
     environment.filters["tojson"] = _to_json
 
     def refuse(message: str) -> None:

@@ -419,8 +419,11 @@ def _write_file(
     for name, shape in shapes.items():
         dtype = np.dtype(parts[name][0][1].dtype)
         size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape),
-                        "data_offsets": [end, end + size]}  # fmt: skip
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [end, end + size],
+        }
         end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -202,8 +202,10 @@ def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
 
 
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "grpo": group_relative, "grpo_mean": centred, "rloo": leave_one_out
-}  # fmt: skip
+    "grpo": group_relative,
+    "grpo_mean": centred,
+    "rloo": leave_one_out,
+}
 """Functions that compute advantages from rewards ``[P, G]`` (P groups of size G), keyed
 by ``rl.advantage``."""
 

@@ -155,10 +155,12 @@ class Rollouts:
         parts, windows = self._share[1], setup.config.train.eval_windows
         if (batch_size // settings.group) % parts:
             raise SettingError(
-                "rl.group", settings.group,
+                "rl.group",
+                settings.group,
                 f"leaves {batch_size // settings.group} prompts for {parts} processes",
-                "use a smaller group or a larger train.batch_size", ("train.batch_size",),
-            )  # fmt: skip
+                "use a smaller group or a larger train.batch_size",
+                ("train.batch_size",),
+            )
         if windows < parts:
             raise SettingError(
                 "train.eval_windows", windows, f"is less than the {parts} processes", "raise it"
@@ -235,18 +237,23 @@ class Rollouts:
     def _model(self, params: Params) -> Model:
         config = self._setup.config
         return Model(
-            network=self._network, params=params, tokenizer=self._setup.tokenizer,
-            max_length=config.data.seq_len, sample=config.sample,
-        )  # fmt: skip
+            network=self._network,
+            params=params,
+            tokenizer=self._setup.tokenizer,
+            max_length=config.data.seq_len,
+            sample=config.sample,
+        )
 
     def _sampled(
         self, params: Params, rows: Mapping[str, np.ndarray], group: int, step: int, *, trace: bool
     ) -> Texts:
         """The samples for these rows, with the seeds that a single process uses."""
-        parts = self._parts([
-            {"tokens": tokens[:given]} if given else {"prompt": ""}
-            for tokens, given in zip(rows["tokens"], rows["given"], strict=True)
-        ])  # fmt: skip
+        parts = self._parts(
+            [
+                {"tokens": tokens[:given]} if given else {"prompt": ""}
+                for tokens, given in zip(rows["tokens"], rows["given"], strict=True)
+            ]
+        )
         part = self._share[0]
         prompts = list(itertools.chain(*parts))
         first = group * sum(map(len, parts[:part]))
@@ -315,9 +322,13 @@ class Rollouts:
         step_BL = np.where(is_kept_B[:, None] & (place_1L < made.lengths[:, None]), step_BL, -1)
         trace = None if made.trace is None else self._fixed(made.trace)
         columns: list[Any] = [
-            tokens_BL.astype(np.int32), length_B.astype(np.int32), given_B,
-            step_BL.astype(np.int32), advantage_B, trace,
-        ]  # fmt: skip
+            tokens_BL.astype(np.int32),
+            length_B.astype(np.int32),
+            given_B,
+            step_BL.astype(np.int32),
+            advantage_B,
+            trace,
+        ]
         return Rollout(*columns)
 
     def _fixed(self, trace: Trace) -> Trace:
@@ -328,9 +339,7 @@ class Rollouts:
         config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
         num_positions, num_steps = config.data.seq_len, config.sample.steps
         fills = {"tokens": -1, "canvas": pad_id, "is_frozen": True}
-        by_step = (
-            "canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level"
-        )  # fmt: skip
+        by_step = ("canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level")
 
         def padded(name: str, *sizes: int) -> np.ndarray:
             found = np.asarray(getattr(trace, name))

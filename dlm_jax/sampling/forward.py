@@ -125,8 +125,12 @@ def _behind(program: Program, params: Params, state: State) -> Pass:
     length_B = jnp.minimum(canvas.length_B, block.end_B)
     hidden_BLD = returned(
         network.behind(params, canvas.tokens_BL, length_B, block.begin_B, _signal_now(state)),
-        network, "behind", "B, L, D", (*canvas.tokens_BL.shape, None), float,
-    )  # fmt: skip
+        network,
+        "behind",
+        "B, L, D",
+        (*canvas.tokens_BL.shape, None),
+        float,
+    )
     none_B = jnp.zeros_like(length_B)
     return TrunkOutput(hidden_BLD), None, jnp.ones_like(length_B), none_B
 
@@ -270,9 +274,15 @@ def _windows(
             first_N = jnp.minimum(rows.plan.begin_B, num_positions - size)
             window = Window(first_N, rows.plan.begin_B, rows.plan.end_B)
             hidden_NSD, _ = _pieces(program).window(
-                params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=size,
+                params,
+                kept,
+                row_N,
+                rows.tokens_BL,
+                rows.length_B,
+                window,
+                size=size,
                 num_seen=num_seen,
-            )  # fmt: skip
+            )
             return hidden_NSD, rows.place_B - window.place_N
 
         def put(

@@ -200,9 +200,13 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
     now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
     is_read_BL = (now.tokens_BSL >= 0) & steps_B[:, None]
     one = _Step(
-        now.canvas_BSL, now.tokens_BSL, is_read_BL, now.level_BSL, before.committed_BL,
+        now.canvas_BSL,
+        now.tokens_BSL,
+        is_read_BL,
+        now.level_BSL,
+        before.committed_BL,
         before.step_B,
-    )  # fmt: skip
+    )
     begun = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
 
     def score(params: Params, seen: tuple[State, _Step]) -> jax.Array:
@@ -263,9 +267,13 @@ def replayed(
     is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
     width = num_positions if every_draw else trace.width
     begun = init(
-        trace.canvas[:, 0], trace.length, trace.row, trace.rules, mask_id=trace.mask_id,
+        trace.canvas[:, 0],
+        trace.length,
+        trace.row,
+        trace.rules,
+        mask_id=trace.mask_id,
         frozen_BL=trace.is_frozen,
-    )  # fmt: skip
+    )
 
     def of_step(params: Params, one: _Step) -> jax.Array:
         return jax.lax.cond(

@@ -22,15 +22,20 @@ from dlm_jax.settings import (
 )
 
 STEPS = Setting(
-    "steps", 128, "number of denoising steps per sample", low=1,
+    "steps",
+    128,
+    "number of denoising steps per sample",
+    low=1,
     aliases=("num_steps", "diffusion_steps"),
-)  # fmt: skip
+)
 TIES = Setting(
-    "ties", "key",
+    "ties",
+    "key",
     "order of positions that tie within float rounding: random, from the seed (key), or lower "
     "positions first (lower), as in published loops",
-    choices={"key": "key", "lower": "lower"}, is_preset=True,
-)  # fmt: skip
+    choices={"key": "key", "lower": "lower"},
+    is_preset=True,
+)
 _SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
 _CAPACITY = Setting("capacity", 0, "maximum number of tokens in a row after edits", low=0)
 
@@ -45,43 +50,68 @@ class RowParams(Rule):
 
     steps_B: jax.Array = per_row(STEPS)
     seed_B: jax.Array = per_row(_SEED, column=lambda rows: np.array(rows, np.uint32))
-    block_length_B: jax.Array = per_row(Setting(
-        "block_length", 0,
-        "number of tokens per block; blocks are finished in order; 0 uses a single block",
-        low=0,
-    ))  # fmt: skip
-    open_blocks_B: jax.Array = per_row(Setting(
-        "open_blocks", 1,
-        "maximum number of open blocks; the next block opens when the share open_share of the "
-        "last one is written",
-        low=1, high=64,
-    ))  # fmt: skip
-    open_share_B: jax.Array = per_row(Setting(
-        "open_share", 0.5,
-        "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
-        low=ABOVE_ZERO, high=1.0, activates=False,
-    ))  # fmt: skip
-    guidance_B: jax.Array = per_row(Setting(
-        "guidance", 0.0,
-        "classifier-free guidance towards the given tokens, >= 0; above 0, it costs a forward pass",
-        low=0.0, high=1e6, aliases=("cfg_scale",),
-    ))  # fmt: skip
-    stops_at_eos_B: jax.Array = per_row(Setting(
-        "stop_at_eos", False,
-        "for rows with edits: end a row when a finished block contains EOS. Rows without edits "
-        "always end at an EOS that precedes all holes and follows all given tokens. A recommended "
-        "ignore_eos no longer holds beside it",
-        resets=("ignore_eos",),
-    ))  # fmt: skip
+    block_length_B: jax.Array = per_row(
+        Setting(
+            "block_length",
+            0,
+            "number of tokens per block; blocks are finished in order; 0 uses a single block",
+            low=0,
+        )
+    )
+    open_blocks_B: jax.Array = per_row(
+        Setting(
+            "open_blocks",
+            1,
+            "maximum number of open blocks; the next block opens when the share open_share of the "
+            "last one is written",
+            low=1,
+            high=64,
+        )
+    )
+    open_share_B: jax.Array = per_row(
+        Setting(
+            "open_share",
+            0.5,
+            "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
+            low=ABOVE_ZERO,
+            high=1.0,
+            activates=False,
+        )
+    )
+    guidance_B: jax.Array = per_row(
+        Setting(
+            "guidance",
+            0.0,
+            "classifier-free guidance towards the given tokens, >= 0; above 0, it "
+            "costs a forward pass",
+            low=0.0,
+            high=1e6,
+            aliases=("cfg_scale",),
+        )
+    )
+    stops_at_eos_B: jax.Array = per_row(
+        Setting(
+            "stop_at_eos",
+            False,
+            "for rows with edits: end a row when a finished block contains EOS. Rows without "
+            "edits always end at an EOS that precedes all holes and follows all given tokens. A "
+            "recommended ignore_eos no longer holds beside it",
+            resets=("ignore_eos",),
+        )
+    )
     resamples_B: jax.Array = per_row(
         Setting("resample", False, "treat every token that is not given as a hole at every step")
     )
     capacity_B: jax.Array = per_row(_CAPACITY)
-    max_new_B: jax.Array = per_row(Setting(
-        "max_new_tokens", 0,
-        "length_target_mode: number of generated tokens; 0 uses the initial number",
-        low=0, high=2**20 - 1,
-    ))  # fmt: skip
+    max_new_B: jax.Array = per_row(
+        Setting(
+            "max_new_tokens",
+            0,
+            "length_target_mode: number of generated tokens; 0 uses the initial number",
+            low=0,
+            high=2**20 - 1,
+        )
+    )
     ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
 
@@ -105,9 +135,12 @@ def check_space(name: str, row: Any, facts: Any, does: str) -> None:
     """Raises `SettingError` for the value ``space`` of a setting if no space can be written."""
     remedy = f"use {name}='mask'"
     require(
-        facts.space_id >= 0, name, "space", "requires a space token, which the tokenizer lacks",
+        facts.space_id >= 0,
+        name,
+        "space",
+        "requires a space token, which the tokenizer lacks",
         remedy,
-    )  # fmt: skip
+    )
     is_banned = (facts.space_id, -math.inf) in row.logit_bias
     require(not is_banned, name, "space", f"{does} spaces, which logit_bias bans", remedy)
 

@@ -111,18 +111,21 @@ class Rules(NamedTuple):
 AUTO = "auto"
 """Value of ``fill`` that selects a fill according to the model's heads."""
 IGNORE_EOS = Setting(
-    "ignore_eos", False,
+    "ignore_eos",
+    False,
     "ban every id that ends a generation; a recommended stop_at_eos no longer holds beside it",
     resets=("stop_at_eos",),
-)  # fmt: skip
+)
 EDIT = Setting(
     "edit", False, "insert and delete tokens between steps, which changes the lengths of rows"
 )
 DRAW = Setting(
-    "draw", "inverse_cdf",
+    "draw",
+    "inverse_cdf",
     "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
-    choices={name: name for name in METHODS}, is_preset=True,
-)  # fmt: skip
+    choices={name: name for name in METHODS},
+    is_preset=True,
+)
 GEN_LENGTH = Setting(
     "gen_length",
     0,
@@ -191,20 +194,49 @@ class RuleTable:
           ValueError: if two rules declare the same setting with different definitions.
         """
         chosen = (
-            _choice("order", "random", "rule for the holes that a step commits", self.commit,
-                    aliases=("remasking", "alg")),
-            _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
-                AUTO: "wavefront for a model of masked noise with a trained sampler head, with "
-                "sampler_even_odd unless that is given; parallel for other models"}),
-            _choice("remask", "none", "rule for the tokens that become holes after a step",
-                    self.remask, {"none": ""}),
-            _choice("edit_scoring", "uncertainty", "edit: rule for insertions and deletions",
-                    self.edit),
-            _choice("cache", "none", "keys and values that are cached between steps", self.cache,
-                    {"none": ""}),
-            Setting("chain", tuple(self.transforms), "logit transforms in order of application",
-                parse=self._parsed_chain, hint=tuple[str, ...], aliases=("samplers",)),
-        )  # fmt: skip
+            _choice(
+                "order",
+                "random",
+                "rule for the holes that a step commits",
+                self.commit,
+                aliases=("remasking", "alg"),
+            ),
+            _choice(
+                "fill",
+                AUTO,
+                "rule for the candidates of a step",
+                self.fill,
+                {
+                    AUTO: "wavefront for a model of masked noise with a trained sampler head, with "
+                    "sampler_even_odd unless that is given; parallel for other models"
+                },
+            ),
+            _choice(
+                "remask",
+                "none",
+                "rule for the tokens that become holes after a step",
+                self.remask,
+                {"none": ""},
+            ),
+            _choice(
+                "edit_scoring", "uncertainty", "edit: rule for insertions and deletions", self.edit
+            ),
+            _choice(
+                "cache",
+                "none",
+                "keys and values that are cached between steps",
+                self.cache,
+                {"none": ""},
+            ),
+            Setting(
+                "chain",
+                tuple(self.transforms),
+                "logit transforms in order of application",
+                parse=self._parsed_chain,
+                hint=tuple[str, ...],
+                aliases=("samplers",),
+            ),
+        )
         found: dict[str, Setting] = {}
         own = (s for cls in self.rules() for s in cls.settings())
         for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *own, IGNORE_EOS):
@@ -318,8 +350,10 @@ class RuleTable:
         biased = [id_ for id_, _ in row.logit_bias]
         for what, ids in (
             ("banned_ids", frozenset(facts.banned_ids) - frozenset(facts.eos_ids)),
-            ("eos_ids", facts.eos_ids), ("logit_bias", biased), ("dry_breakers", row.dry_breakers),
-        ):  # fmt: skip
+            ("eos_ids", facts.eos_ids),
+            ("logit_bias", biased),
+            ("dry_breakers", row.dry_breakers),
+        ):
             check_ids(what, ids, facts.vocab_size)
         if not facts.eos_ids and row.ignore_eos:
             warnings.warn("ignore_eos is disabled: the vocabulary has no EOS token", stacklevel=3)
@@ -371,9 +405,15 @@ class RuleTable:
 
 
 BUILT_IN = RuleTable(
-    TRANSFORMS, {**COMMIT_RULES, **NOISE_RULES}, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES,
-    {Renoise.name: Renoise}, {Structure.name: Structure},
-)  # fmt: skip
+    TRANSFORMS,
+    {**COMMIT_RULES, **NOISE_RULES},
+    FILL_RULES,
+    REMASK_RULES,
+    EDIT_RULES,
+    CACHE_RULES,
+    {Renoise.name: Renoise},
+    {Structure.name: Structure},
+)
 """The rules that this package provides."""
 
 

@@ -253,10 +253,14 @@ def make_app(
     ]
     checks = [Middleware(OwnHost, hosts=options.hosts)] if options.hosts else []
     if options.origins:
-        checks.append(Middleware(
-            CORSMiddleware, allow_origins=options.origins, allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        ))  # fmt: skip
+        checks.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
     return Starlette(
         routes=routes,
         middleware=checks,
@@ -357,9 +361,12 @@ class _Server:
         """Returns the model object, or a list that contains it."""
         name = request.path_params.get("name")
         told = {
-            "id": self._options.name, "object": "model", "created": self._began,
-            "owned_by": "dlm_jax", "max_model_len": self._model.max_length,
-        }  # fmt: skip
+            "id": self._options.name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "dlm_jax",
+            "max_model_len": self._model.max_length,
+        }
         if name is None:
             return Json({"object": "list", "data": [told]})
         if name != self._options.name:
@@ -435,9 +442,12 @@ class _Server:
             self._count(path, status, began)
 
         return Events(
-            run, ended, self._options.limits.seconds, spent=time.perf_counter() - began,
+            run,
+            ended,
+            self._options.limits.seconds,
+            spent=time.perf_counter() - began,
             ends_with_done=answer.ends_with_done,
-        )  # fmt: skip
+        )
 
     def _count(self, path: str, status: int, began: float) -> None:
         route = path if not path.startswith("/v1/models/") else "/v1/models"
@@ -457,9 +467,16 @@ class _Server:
             texts = {"prompts": given, "texts": [one.infilled or one.text for one in done]}
         waited = max(one.row.waited for one in done)
         log_answer(
-            "done", id=answer.id, route=path, seconds=time.perf_counter() - began, waited=waited,
-            is_stream=bool(answer.asked.stream), choices=len(done), **usage, **texts,
-        )  # fmt: skip
+            "done",
+            id=answer.id,
+            route=path,
+            seconds=time.perf_counter() - began,
+            waited=waited,
+            is_stream=bool(answer.asked.stream),
+            choices=len(done),
+            **usage,
+            **texts,
+        )
 
     @contextlib.contextmanager
     def _admitted(self, count: int):

@@ -54,8 +54,11 @@ def start_logs() -> None:
     """Starts logging of the server, the engine and uvicorn to standard error as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    names = {LOGGER.name: logging.INFO, "dlm_jax.inference": logging.WARNING,
-             "uvicorn.error": logging.WARNING}  # fmt: skip
+    names = {
+        LOGGER.name: logging.INFO,
+        "dlm_jax.inference": logging.WARNING,
+        "uvicorn.error": logging.WARNING,
+    }
     for name, least in names.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
@@ -107,15 +110,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
-            415, f"content-type={kind[:40]!r} is not application/json; send this header and JSON",
+            415,
+            f"content-type={kind[:40]!r} is not application/json; send this header and JSON",
             code="unsupported_media_type",
-        )  # fmt: skip
+        )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
-            415, f"content-encoding={encoding[:40]!r} is not supported; send the body unencoded",
+            415,
+            f"content-encoding={encoding[:40]!r} is not supported; send the body unencoded",
             code="unsupported_encoding",
-        )  # fmt: skip
+        )
     too_large = ApiError(
         413, f"the body has more than {limit} bytes; send a smaller one", code="too_large"
     )
@@ -464,10 +469,15 @@ class Server(uvicorn.Server):
         most = most_connections()
         made: Any = functools.partial(_Connection, {}, most)
         config = uvicorn.Config(
-            _limited(app, lambda: len(self.server_state.connections) > most), http=made,
-            backlog=_ACCEPTS, log_config=None, access_log=False, server_header=False, lifespan="on",
+            _limited(app, lambda: len(self.server_state.connections) > most),
+            http=made,
+            backlog=_ACCEPTS,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
             timeout_graceful_shutdown=max(1, round(drain)),
-        )  # fmt: skip
+        )
         super().__init__(config)
         self._sock, self._listens = sock, listens
 

@@ -73,9 +73,12 @@ class ApiError(Exception):
         kind = _TYPES.get(HTTPStatus(self.status), kind)
         return {
             "error": {
-                "message": self.message, "type": kind, "param": self.param, "code": self.code,
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
             }
-        }  # fmt: skip
+        }
 
 
 def refused(message: str, param: str | None) -> ApiError:
@@ -401,11 +404,16 @@ class Message(Fields):
             told |= {} if getattr(self, name) is None else {name: getattr(self, name)}
         if self.tool_calls:
             told["tool_calls"] = [
-                {"id": one.id, "type": one.type, "function": {
-                    "name": one.function.name,
-                    "arguments": tools.arguments_of(one.function.arguments),
-                }} for one in self.tool_calls
-            ]  # fmt: skip
+                {
+                    "id": one.id,
+                    "type": one.type,
+                    "function": {
+                        "name": one.function.name,
+                        "arguments": tools.arguments_of(one.function.arguments),
+                    },
+                }
+                for one in self.tool_calls
+            ]
         return told
 
 
@@ -648,9 +656,13 @@ class Planner:
     """
 
     def __init__(
-        self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
+        self,
+        model: Model,
+        name: str,
+        limits: Limits,
+        defaults: Mapping[str, Any] | None = None,
         length: int = SHORT,
-    ):  # fmt: skip
+    ):
         self.model, self.name, self.limits = model, name, limits
         self._length = length
         self._defaults = dict(defaults or {})
@@ -664,9 +676,11 @@ class Planner:
 
     def answer(self, asked: SamplingFields) -> Answer:
         makers: dict[type[Any], Callable[[Any], Answer]] = {
-            Completion: self._completion, Chat: self._chat, Responses: self._response,
+            Completion: self._completion,
+            Chat: self._chat,
+            Responses: self._response,
             Infill: self._infill,
-        }  # fmt: skip
+        }
         try:
             self.check_model(asked.model)
             return makers[type(asked)](asked)
@@ -681,8 +695,9 @@ class Planner:
         if asked.echo and asked.suffix is not None:
             raise refused("echo has no effect with a suffix; remove one", "echo")
         if asked.suffix is not None and asked.stop_token_ids:
-            raise refused("stop_token_ids has no effect with a suffix; remove one",
-                          "stop_token_ids")  # fmt: skip
+            raise refused(
+                "stop_token_ids has no effect with a suffix; remove one", "stop_token_ids"
+            )
         if asked.max_tokens == 0:
             return self._echo(asked, prompts)
         length = asked.max_tokens
@@ -823,8 +838,9 @@ class Planner:
         if continues and asked.add_generation_prompt:
             raise refused(
                 "continue_final_message and add_generation_prompt cannot be combined; "
-                "pass only one of them", "continue_final_message",
-            )  # fmt: skip
+                "pass only one of them",
+                "continue_final_message",
+            )
         begins = not continues and asked.add_generation_prompt is not False
         more = asked.chat_template_kwargs or {}
         offered = asked.tools if isinstance(asked, Chat) else None
@@ -855,9 +871,11 @@ class Planner:
         """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             raise ApiError(
-                404, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
+                404,
+                f"model {name[:100]!r} is not served; use {self.name!r}",
+                "model",
                 "model_not_found",
-            )  # fmt: skip
+            )
 
     def _answer(
         self,
@@ -889,8 +907,9 @@ class Planner:
             name = "n" if count > 1 else "prompt"
             raise refused(
                 f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
-                "send several requests", name,
-            )  # fmt: skip
+                "send several requests",
+                name,
+            )
         stops, stop_ids = self._stops(asked)
         if structure is not None and (stops or stop_ids):
             name = "stop" if stops else "stop_token_ids"
@@ -903,9 +922,13 @@ class Planner:
         requests: list[Request] = []
         for place, content in enumerate(contents):
             requests += self._rows(
-                asked, content | settings, common,
-                (place * count, count, len(contents) * count), shape, reads,
-            )  # fmt: skip
+                asked,
+                content | settings,
+                common,
+                (place * count, count, len(contents) * count),
+                shape,
+                reads,
+            )
         text, key = pattern or settings.get("structure"), self.shape(asked)
         if isinstance(text, str) and text and key is not None:
             if len(self._patterns) > _REMEMBERED:
@@ -913,14 +936,25 @@ class Planner:
             self._patterns[key] = text
         kind = ResponseAnswer if isinstance(asked, Responses) else Answer
         return kind(
-            asked, self.name, self.model.tokenizer, requests, stops, stop_ids, seed,
+            asked,
+            self.name,
+            self.model.tokenizer,
+            requests,
+            stops,
+            stop_ids,
+            seed,
             [text for text in echoes for _ in range(count)],
-        )  # fmt: skip
+        )
 
     def _rows(
-        self, asked: SamplingFields, own: dict[str, Any], common: dict[str, Any],
-        place: tuple[int, int, int], shape: str, reads: str,
-    ) -> list[Request]:  # fmt: skip
+        self,
+        asked: SamplingFields,
+        own: dict[str, Any],
+        common: dict[str, Any],
+        place: tuple[int, int, int],
+        shape: str,
+        reads: str,
+    ) -> list[Request]:
         content = "template" if "template" in own else asked.content
         if len(self._known) > _REMEMBERED:
             self._known.clear()
@@ -960,8 +994,9 @@ class Planner:
 
     def _own_settings(self, asked: SamplingFields, length: int | None) -> dict[str, Any]:
         """Returns the settings of a request by name. Each setting is validated separately."""
-        given = {name: value for name, value in (asked.model_extra or {}).items()
-                 if value is not None}  # fmt: skip
+        given = {
+            name: value for name, value in (asked.model_extra or {}).items() if value is not None
+        }
         if length is not None:
             if given.get("gen_length", length) != length:
                 raise refused(
@@ -1000,9 +1035,10 @@ class Planner:
                 name = "response_format" if shaped else "structure"
                 raise refused(f"{name} and tools cannot be combined; use tool_choice=none", name)
             return tools.pattern_of(
-                functions, is_parallel=bool(asked.parallel_tool_calls),
+                functions,
+                is_parallel=bool(asked.parallel_tool_calls),
                 may_talk=asked.tool_choice in (None, "auto"),
-            )  # fmt: skip
+            )
         if form is None or not shaped:
             return (asked.model_extra or {}).get("structure") or None
         if has_structure:
@@ -1016,8 +1052,9 @@ class Planner:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
             raise refused(
                 f"max_length={asked.max_length} exceeds {self.model.max_length}, the canvas of "
-                f"the model", "max_length",
-            )  # fmt: skip
+                f"the model",
+                "max_length",
+            )
         return asked.max_length or self.model.max_length
 
     def _gap(self, ids: Sequence[int], suffix: str, length: int, name: str) -> dict[str, Any]:
@@ -1516,20 +1553,34 @@ class ResponseAnswer(Answer):
         assert isinstance(asked, Responses)
         more = asked.model_extra or {}
         form = None if asked.text is None else asked.text.format
-        shown = {"type": "text"} if form is None else form.model_dump(
-            by_alias=True, exclude_none=True
-        )  # fmt: skip
+        shown = (
+            {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+        )
         return {
-            "id": self.id, "object": self.asked.object, "created_at": self.created,
-            "status": status, "error": None, "incomplete_details": None,
-            "instructions": asked.instructions, "model": self.model, "output": output,
+            "id": self.id,
+            "object": self.asked.object,
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "model": self.model,
+            "output": output,
             "max_output_tokens": asked.max_output_tokens or asked.max_tokens,
-            "temperature": more.get("temperature"), "top_p": more.get("top_p"),
-            "text": {"format": shown}, "tools": [], "tool_choice": "none",
-            "parallel_tool_calls": False, "previous_response_id": None, "store": False,
-            "background": False, "truncation": "disabled", "metadata": asked.metadata or {},
-            "user": asked.user, "usage": None,
-        }  # fmt: skip
+            "temperature": more.get("temperature"),
+            "top_p": more.get("top_p"),
+            "text": {"format": shown},
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "background": False,
+            "truncation": "disabled",
+            "metadata": asked.metadata or {},
+            "user": asked.user,
+            "usage": None,
+        }
 
     @property
     def _item_id(self) -> str:

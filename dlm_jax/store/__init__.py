@@ -20,12 +20,14 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME_OF = {
-    "CustomNetworkError": "checkpoint_files", "not_finite": "checkpoint_files",
-    "load_weights": "weights", "save_weights": "weights",
+    "CustomNetworkError": "checkpoint_files",
+    "not_finite": "checkpoint_files",
+    "load_weights": "weights",
+    "save_weights": "weights",
     **dict.fromkeys(
         ("Checkpoints", "Restored", "load_any", "load_meta", "load_params"), "checkpoints"
     ),
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -209,10 +209,13 @@ def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any])
             for index in sharding.addressable_devices_indices_map(store.shape).values()
         }
         pending.append((leaf, store.shape, sharding, reads))
-    return jax.tree.unflatten(jax.tree.structure(abstract), [
-        _assembled(leaf, shape, sharding, lambda index, reads=reads: reads[str(index)].result())
-        for leaf, shape, sharding, reads in pending
-    ])  # fmt: skip
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract),
+        [
+            _assembled(leaf, shape, sharding, lambda index, reads=reads: reads[str(index)].result())
+            for leaf, shape, sharding, reads in pending
+        ],
+    )
 
 
 def _assembled(
@@ -484,10 +487,12 @@ def load_params(
     if not saved:
         raise ValueError(f"checkpoint {path} has no params; pass one written by train.py")
     if abstract_params is None:
-        wanted = nested({
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-            for name, (dtype, shape) in saved.items()
-        })  # fmt: skip
+        wanted = nested(
+            {
+                name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+                for name, (dtype, shape) in saved.items()
+            }
+        )
     else:
         wanted = {entry: abstract_params(meta)}
         leaves = describe(wanted, "abstract_params")

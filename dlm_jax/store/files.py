@@ -353,8 +353,7 @@ def program_facts() -> dict[str, str]:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()} {len(content)} ".encode() + content)
     version = sys.modules[package].__version__
-    return {f"version of {package}": version,
-            f"source code of {package}": digest.hexdigest()[:16]}  # fmt: skip
+    return {f"version of {package}": version, f"source code of {package}": digest.hexdigest()[:16]}
 
 
 _READERS = 32

@@ -359,9 +359,11 @@ class _SchemaWriter:
         for name in one.keys() & other.keys():
             a, b = one[name], other[name]
             if name[:3] in ("min", "max", "exc") and _is_number(a) and _is_number(b):
-                joined[name] = max(a, b) if name.lower().endswith("minimum") or (
-                    name.startswith("min")
-                ) else min(a, b)  # fmt: skip
+                joined[name] = (
+                    max(a, b)
+                    if name.lower().endswith("minimum") or (name.startswith("min"))
+                    else min(a, b)
+                )
             elif name == "required":
                 joined[name] = [*_required(one, where), *_required(other, where)]
             elif name == "allOf":
@@ -390,12 +392,14 @@ class _SchemaWriter:
         if "prefixItems" in joined:
             listed = [_list_of({"prefixItems": []} | s, "prefixItems", where) for s in (one, other)]
             joined["prefixItems"] = [
-                _conjunction(*(
-                    parts[n] if n < len(parts) else schema.get("items", True)
-                    for parts, schema in zip(listed, (one, other), strict=True)
-                ))
+                _conjunction(
+                    *(
+                        parts[n] if n < len(parts) else schema.get("items", True)
+                        for parts, schema in zip(listed, (one, other), strict=True)
+                    )
+                )
                 for n in range(max(map(len, listed)))
-            ]  # fmt: skip
+            ]
         for name in ("additionalProperties", "items"):
             if name in joined:
                 joined[name] = _conjunction(one.get(name, True), other.get(name, True))

@@ -278,8 +278,10 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _COMPILE, *map(str, limits), where],
-            input=rust.encode(), capture_output=True, timeout=30 * MOST_SECONDS,
-        )  # fmt: skip
+            input=rust.encode(),
+            capture_output=True,
+            timeout=30 * MOST_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         raise too_large from None
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT):

@@ -187,10 +187,21 @@ def plot_run(out_dir: Path, held_out: str, unit: str) -> None:
 
 
 CLOCK = frozenset(
-    ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
-     "host_seconds", "flop_utilisation", "device_memory_bytes", "run", "goodput",
-     "pipeline_tokens_per_second", *(f"wall_{part}" for part in PARTS))
-)  # fmt: skip
+    (
+        "time",
+        "tokens_per_second",
+        "step_seconds",
+        "input_seconds",
+        "device_seconds",
+        "host_seconds",
+        "flop_utilisation",
+        "device_memory_bytes",
+        "run",
+        "goodput",
+        "pipeline_tokens_per_second",
+        *(f"wall_{part}" for part in PARTS),
+    )
+)
 """Fields of a record that describe the machine and the identity of the run."""
 
 _NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
@@ -272,9 +283,13 @@ class _Wandb:
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
         name = hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16]
         self._run = importlib.import_module("wandb").init(
-            project="dlm_jax", name=out_dir.name, id=name, resume="allow", dir=str(out_dir),
+            project="dlm_jax",
+            name=out_dir.name,
+            id=name,
+            resume="allow",
+            dir=str(out_dir),
             config=config,
-        )  # fmt: skip
+        )
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log(scalars(record), step=record["step"])

@@ -450,9 +450,12 @@ def _head_optimizer(
         optax.clip_by_global_norm(settings.clip),
         optax.adamw(
             _head_rate(optim, settings, num_steps),
-            b1=optim.b1, b2=optim.b2, weight_decay=settings.weight_decay, mask=decays,
+            b1=optim.b1,
+            b2=optim.b2,
+            weight_decay=settings.weight_decay,
+            mask=decays,
         ),
-    )  # fmt: skip
+    )
 
 
 def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -100,10 +100,16 @@ def planned_task(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None)
     """The task of `plan`, which has the same arguments."""
     if tokenizer is None:
         mask_id = config.model.vocab_size - 1
-        tokenizer = cast(Tokenizer, SimpleNamespace(
-            vocab_size=config.model.vocab_size, mask_id=mask_id, pad_id=mask_id - 1,
-            eos_id=mask_id - 2, banned_ids=(mask_id,),
-        ))  # fmt: skip
+        tokenizer = cast(
+            Tokenizer,
+            SimpleNamespace(
+                vocab_size=config.model.vocab_size,
+                mask_id=mask_id,
+                pad_id=mask_id - 1,
+                eos_id=mask_id - 2,
+                banned_ids=(mask_id,),
+            ),
+        )
     return make_task(Setup(config, tokenizer, mesh))
 
 
@@ -114,10 +120,15 @@ def lowered_step(
     task, train = planned_task(config, mesh, tokenizer), config.train
     stage, state = task.stage(train.steps), task.abstract_state()
     step = make_train_step(
-        task.loss(stage), task.optimizer(stage), state, mesh=mesh, batch_size=train.batch_size,
-        accumulate=train.accumulate, ema_decay=config.optim.ema_decay,
+        task.loss(stage),
+        task.optimizer(stage),
+        state,
+        mesh=mesh,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        ema_decay=config.optim.ema_decay,
         compiler_options=config.mesh.compiler_options,
-    )  # fmt: skip
+    )
     batch = abstract_batch(config, batch_sharding(mesh, train.batch_size))
     return step.lower(state, batch, jax.eval_shape(lambda: key_of(0))), task
 

@@ -363,9 +363,12 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
     if config.model.lora_rank and MASK_ROW in config.model.lora_targets:
         mask_id = corpus.tokenizer.mask_id
         require(
-            mask_id == size - 1, "model.lora_targets", MASK_ROW,
-            f"is the embedding of the last id, but MASK is id {mask_id} of {size}", "remove it",
-        )  # fmt: skip
+            mask_id == size - 1,
+            "model.lora_targets",
+            MASK_ROW,
+            f"is the embedding of the last id, but MASK is id {mask_id} of {size}",
+            "remove it",
+        )
     start = config.model.start_id
     if config.model.has_start and start < 0:
         start = corpus.tokenizer.mask_id
@@ -451,9 +454,11 @@ def begin_with(
     for name, value in (("mask_like", mask_like), ("ignore_config", ignore)):
         if value and not teaches:
             raise SettingError(
-                f"train.{name}", value, "has no effect, because train.init_from is not a "
-                "published model", "remove it",
-            )  # fmt: skip
+                f"train.{name}",
+                value,
+                "has no effect, because train.init_from is not a published model",
+                "remove it",
+            )
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
@@ -524,9 +529,13 @@ def _begin_published(
 ) -> TrainState:
     own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
     found = read_published(
-        source, dtype="float32", place=lambda path, shape: own.get(path),
-        ignore=ignore, adds_mask=adds_mask, mask_like=mask_like,
-    )  # fmt: skip
+        source,
+        dtype="float32",
+        place=lambda path, shape: own.get(path),
+        ignore=ignore,
+        adds_mask=adds_mask,
+        mask_like=mask_like,
+    )
     given = found.params
     is_new = adds_mask and tokenizer.mask_id >= read_model(Path(source), ignore)[1].vocab_size
     if mask_like or is_new:
@@ -836,9 +845,12 @@ class Problem:
         """An infinite iterator over the batches of the run that starts at `start_step`."""
         train = self.setup.config.train
         for rows in train_batches(
-            self.corpus.train_rows, seq_len=self.setup.config.data.seq_len,
-            batch_size=train.batch_size, seed=train.seed, start_step=start_step,
-        ):  # fmt: skip
+            self.corpus.train_rows,
+            seq_len=self.setup.config.data.seq_len,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            start_step=start_step,
+        ):
             yield Batch(*(jnp.asarray(rows[name]) for name in ("tokens", "length", "given")))
 
     def _parts(
@@ -870,20 +882,22 @@ def problem(
         config = configs.load(str(config))
     if config.rl.reward:
         raise SettingError(
-            "rl.reward", config.rl.reward, "requires samples, which a custom loop must generate "
-            "itself",
+            "rl.reward",
+            config.rl.reward,
+            "requires samples, which a custom loop must generate itself",
             "use dlm_jax.train, or remove it",
-        )  # fmt: skip
+        )
     mesh = _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, network, objective, heads, report=report)
     task = make_task(setup, network, objective, heads)
     if task.mixture.needs_teacher:
         name = next(iter(config.objective.distilled), "")
         raise SettingError(
-            f"objective.{name}_share" if name else "objective", UNSET,
+            f"objective.{name}_share" if name else "objective",
+            UNSET,
             "requires a teacher, whose parameters a custom loop must keep itself",
             "use dlm_jax.train",
-        )  # fmt: skip
+        )
     return Problem(setup, corpus, task)
 
 
@@ -965,20 +979,29 @@ def _begun(
         for leaf in jax.tree.leaves(task.abstract_state())
     ]
     require_room(
-        sum(shares), mesh.devices.flat, "the training state",
+        sum(shares),
+        mesh.devices.flat,
+        "the training state",
         "use a smaller [model], or split it over more devices with mesh.fsdp",
-    )  # fmt: skip
+    )
     fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
     state = begin_with(
-        _init_path(config), fresh, tokenizer, model=config.model, report=report,
-        mask_like=config.train.mask_like, ignore=config.train.ignore_config,
-    )  # fmt: skip
+        _init_path(config),
+        fresh,
+        tokenizer,
+        model=config.model,
+        report=report,
+        mask_like=config.train.mask_like,
+        ignore=config.train.ignore_config,
+    )
     if not config.objective.teacher:
         return state
     source = os.fspath(fetched(config.objective.teacher, TEACHER))
-    return state.taught_by(begin_with(
-        source, fresh, tokenizer, model=config.model, report=lambda line: None, setting=TEACHER
-    ))  # fmt: skip
+    return state.taught_by(
+        begin_with(
+            source, fresh, tokenizer, model=config.model, report=lambda line: None, setting=TEACHER
+        )
+    )
 
 
 def _kept(config: Config, report: Callable[[str], None]) -> dict[str, Any]:
@@ -1007,9 +1030,11 @@ def _checked_mesh(config: Config) -> Mesh:
     if local := config.train.local_checkpoint_dir:
         if is_remote(local):
             raise SettingError(
-                "train.local_checkpoint_dir", local, "is a URL",
+                "train.local_checkpoint_dir",
+                local,
+                "is a URL",
                 "name a directory on the disk of each host",
-            )  # fmt: skip
+            )
         check_writable("train.local_checkpoint_dir", Path(local))
     where = checkpoints_of(config)
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
@@ -1058,9 +1083,12 @@ def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
         del groups[MAIN]
     stage = Stage(tuple(groups), setup.config.model.lora_rank > 0)
     check_adds_up(
-        task.loss(stage), state.params, mesh=setup.mesh, seq_len=setup.config.data.seq_len,
+        task.loss(stage),
+        state.params,
+        mesh=setup.mesh,
+        seq_len=setup.config.data.seq_len,
         token_ids=setup.text_ids,
-    )  # fmt: skip
+    )
 
 
 def _name(made: Any) -> str:

@@ -128,10 +128,15 @@ class Task:
         """The optimiser of a stage. Its state has the same structure in all stages."""
         config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         made = make_grouped_optimizer(
-            config.optim, config.heads, self.heads, stage,
-            num_steps=config.train.steps, matrices=self.matrices, own=self.own_optimizer,
+            config.optim,
+            config.heads,
+            self.heads,
+            stage,
+            num_steps=config.train.steps,
+            matrices=self.matrices,
+            own=self.own_optimizer,
             schedule=schedule,
-        )  # fmt: skip
+        )
 
         def trained(params: Params) -> Params:
             return self.loss(stage).split(params)[0]
@@ -151,10 +156,14 @@ class Task:
         """The learning rates of a step (counted from 0), for its metrics."""
         config, schedule = by_update(self.setup.config, self.schedule, self.updates)
         return learning_rates(
-            config, self.heads, stage, step * self.updates,
+            config,
+            self.heads,
+            stage,
+            step * self.updates,
             num_steps=config.train.steps,
-            is_own=self.own_optimizer is not None, schedule=schedule,
-        )  # fmt: skip
+            is_own=self.own_optimizer is not None,
+            schedule=schedule,
+        )
 
     def _taught(self, params: Params) -> Params:
         """The parameters in the main group, which are the trainable parameters of the model."""
@@ -224,15 +233,24 @@ def language_model(
     A causal model predicts the next token, and has an exact likelihood instead of a bound.
     """
     cost = functools.partial(
-        costs, network, is_causal=setup.config.model.attention_type == "causal",
-        mask_id=setup.mask_id, eos_id=setup.tokenizer.eos_id,
-        process=setup.config.objective.noise_process, noise_ids=setup.noise_ids,
-    )  # fmt: skip
+        costs,
+        network,
+        is_causal=setup.config.model.attention_type == "causal",
+        mask_id=setup.mask_id,
+        eos_id=setup.tokenizer.eos_id,
+        process=setup.config.objective.noise_process,
+        noise_ids=setup.noise_ids,
+    )
     mixture = make_mixture(setup) if objective is None else _own_mixture(setup, objective)
     return Task(
-        setup, network, mixture, heads, lambda *rows: cost(*rows).nats_B, _bound_of,
+        setup,
+        network,
+        mixture,
+        heads,
+        lambda *rows: cost(*rows).nats_B,
+        _bound_of,
         _bound_line,
-    )  # fmt: skip
+    )
 
 
 def figure_of(config: Config) -> tuple[str, str]:
@@ -321,9 +339,15 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
         if len(set(names)) < len(names):
             raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
     taken = {
-        "loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token",
+        "loss",
+        "grad_norm",
+        "param_norm",
+        "elbo",
+        "denoising",
+        "proofreading",
+        "next_token",
         *TAUGHT,
-    }  # fmt: skip
+    }
     for head in own:
         if isinstance(head, Head) and head.metric in taken:
             raise ValueError(
@@ -350,11 +374,14 @@ def make_mixture(setup: Setup) -> Mixture:
         example = functools.partial(next_token, predicts_first=config.model.predicts_first)
         return Mixture({"next_token": lambda batch, key: example(batch)}, {"next_token": 1.0})
     mixture = mixture_of(
-        config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
-        banned_ids=setup.banned_ids, noise_ids=setup.noise_ids,
+        config.objective,
+        mask_id=setup.mask_id,
+        random_ids=setup.text_ids,
+        banned_ids=setup.banned_ids,
+        noise_ids=setup.noise_ids,
         block_length=config.model.block_length,
         has_canvases=config.model.attention_type == "canvas",
-    )  # fmt: skip
+    )
     num_rows = config.train.batch_size
     for name in mixture.without_rows(num_rows):
         share = mixture.shares[name]
@@ -371,9 +398,12 @@ def _check_canvases(config: Config) -> None:
     objective, model = config.objective, config.model
     if model.attention_type == "canvas" and objective.noise_process.is_masked:
         raise SettingError(
-            "objective.process", objective.process, "has no sampler for models with canvases",
-            "use uniform", "model.attention_type",
-        )  # fmt: skip
+            "objective.process",
+            objective.process,
+            "has no sampler for models with canvases",
+            "use uniform",
+            "model.attention_type",
+        )
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:

@@ -152,9 +152,14 @@ def train(
     if not isinstance(config, Config):
         config = configs.load(str(config))
     run = prepare(
-        config, network=network, objective=objective, heads=heads, optimizer=optimizer,
-        schedule=schedule, report=report,
-    )  # fmt: skip
+        config,
+        network=network,
+        objective=objective,
+        heads=heads,
+        optimizer=optimizer,
+        schedule=schedule,
+        report=report,
+    )
     with run.checkpoints:
         describe(run, report)
         return run_loop(run, show_sample=show_sample, callbacks=callbacks)
@@ -196,9 +201,12 @@ def groups_line(run: Run) -> str:
     """The number of parameters that each optimiser updates, and matrices judged by their shapes."""
     task = run.task
     counts = parameter_groups(
-        run.config, task.heads, run.state.params, matrices=task.matrices,
+        run.config,
+        task.heads,
+        run.state.params,
+        matrices=task.matrices,
         is_own=task.own_optimizer is not None,
-    )  # fmt: skip
+    )
     groups = ", ".join(
         f"{name} {size:,} in {arrays} arrays" for name, (arrays, size) in sorted(counts.items())
     )
@@ -299,9 +307,12 @@ class _Loop:
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
         self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
         self._eval_step = compile_eval_step(
-            run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size,
+            run.task.measure,
+            run.state.params,
+            mesh=run.mesh,
+            batch_size=self._train.batch_size,
             compiler_options=config.mesh.compiler_options,
-        )  # fmt: skip
+        )
         if run.task.rollouts is None:
             self._clock.charge("other")
             self._compile_train_step(abstract_batch(config, self._rows))
@@ -326,9 +337,13 @@ class _Loop:
         self._sampling: futures.Future[Any] | None = None
         self._is_rate_told = False
         self._bar = Progress(
-            "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
+            "train",
+            self._train.steps,
+            "step",
+            done=self.step,
+            idle=lambda: self._idle,
             is_shown=jax.process_index() == 0,
-        )  # fmt: skip
+        )
         if run.local is not None:
             # The run repeats the later steps.
             remove_from(run.local.directory, self.step + 1)
@@ -341,17 +356,26 @@ class _Loop:
         run = self._run
         self._stage = run.task.stage(self.step)
         step = make_train_step(
-            run.task.loss(self._stage), run.task.optimizer(self._stage), self.state, mesh=run.mesh,
-            batch_size=self._train.batch_size, accumulate=self._train.accumulate,
-            ema_decay=run.config.optim.ema_decay, updates=run.task.updates,
+            run.task.loss(self._stage),
+            run.task.optimizer(self._stage),
+            self.state,
+            mesh=run.mesh,
+            batch_size=self._train.batch_size,
+            accumulate=self._train.accumulate,
+            ema_decay=run.config.optim.ema_decay,
+            updates=run.task.updates,
             compiler_options=run.config.mesh.compiler_options,
-        )  # fmt: skip
+        )
         start = time.perf_counter()
         # The step is compiled ahead of time, so that the training rate excludes compilation.
         with waiting("compiling the training step", is_shown=jax.process_index() == 0):
             self._train_step = step.lower(self.state, batch, run.noise_key).compile()
-        require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
-                             "lower train.batch_size, or raise train.accumulate")  # fmt: skip
+        require_working_room(
+            self._train_step,
+            run.mesh.devices.flat,
+            "a training step",
+            "lower train.batch_size, or raise train.accumulate",
+        )
         what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
@@ -514,9 +538,11 @@ class _Loop:
 
     def _meta(self) -> dict[str, Any]:
         """The metadata of a checkpoint."""
-        return self._run.meta | self._clock.figures() | {
-            "step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)
-        }  # fmt: skip
+        return (
+            self._run.meta
+            | self._clock.figures()
+            | {"step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)}
+        )
 
     def _place(self, local: np.ndarray) -> jax.Array:
         """The global array whose rows on this process are `local`."""

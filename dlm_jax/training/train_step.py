@@ -139,9 +139,13 @@ class StageLoss:
         if self.stage.trains(MAIN):
             reads = hidden_BLD if self.mixture.reads_trunk else None
             found = self.mixture.losses(
-                self.network, params, example, reads, mask_id=self.mask_id,
+                self.network,
+                params,
+                example,
+                reads,
+                mask_id=self.mask_id,
                 teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
-            )  # fmt: skip
+            )
             figures = [(name, loss.figures) for name, loss in found.items()]
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
@@ -239,8 +243,10 @@ class TrainState(NamedTuple):
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
         opt_state = self.opt_state
         if isinstance(opt_state, Kept):
-            copies = [{name: jax.tree.map(jnp.copy, params[name]) for name in kept}
-                      for kept in (opt_state.reference, opt_state.previous)]  # fmt: skip
+            copies = [
+                {name: jax.tree.map(jnp.copy, params[name]) for name in kept}
+                for kept in (opt_state.reference, opt_state.previous)
+            ]
             opt_state = Kept(opt_state.inner, *copies)
         return self._replace(params=params, opt_state=opt_state, ema=ema)
 
@@ -273,8 +279,10 @@ def keeping(
     """
 
     def init(params: Params) -> Kept:
-        copies = [{} if select is None else jax.tree.map(jnp.copy, select(params))
-                  for select in (reference, previous)]  # fmt: skip
+        copies = [
+            {} if select is None else jax.tree.map(jnp.copy, select(params))
+            for select in (reference, previous)
+        ]
         return Kept(optimizer.init(params), *copies)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -471,7 +479,7 @@ def check_adds_up(
     num_rows = next(
         (n for n in range(2 * shards, 128 * shards, 2 * shards) if step_loss.mixture.fills(n, 2)),
         2 * shards,
-    )  # fmt: skip
+    )
     rows, everywhere = batch_sharding(mesh, num_rows), NamedSharding(mesh, P())
     tokens_BL = np.resize(np.array(token_ids, np.int32), (num_rows, seq_len))
     length_B, step = np.full(num_rows, seq_len, np.int32), jnp.int32(0)

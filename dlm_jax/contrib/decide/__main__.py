@@ -37,8 +37,12 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument
     add("--labelled", metavar="FILE", required=True, help=f"JSONL of {_FIELDS}")
     add("--checkpoint", metavar="PATH", help="a model, as for dlm_jax.load")
-    add("--order", default=ORDERS[0], metavar="ORDER",
-        help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
+    add(
+        "--order",
+        default=ORDERS[0],
+        metavar="ORDER",
+        help=f"order of the tokens of a label: {' or '.join(ORDERS)} ({ORDERS[0]})",
+    )
     add("--task", metavar="NAME", help="name of the task of --labelled")
     fit_help = "output file for the fitted scale of --task; other tasks in the file are kept"
     add("--fit", metavar="FILE", help=fit_help)
@@ -88,9 +92,12 @@ def _decide(args: Namespace) -> None:
         shares = [scale.shares(*own) for own in zip(scores, sizes, strict=True)]
     hits = [int(own.argmax()) == k for own, k in zip(shares, right, strict=True)]
     record = {
-        "lines": len(right), "accuracy": float(np.mean(hits)), "nats_per_line": nll(shares, right),
-        "calibration_error": expected_calibration_error(shares, right), **scale._asdict(),
-    }  # fmt: skip
+        "lines": len(right),
+        "accuracy": float(np.mean(hits)),
+        "nats_per_line": nll(shares, right),
+        "calibration_error": expected_calibration_error(shares, right),
+        **scale._asdict(),
+    }
     if args.fit is not None:
         write_calibration(args.fit, model, args.task, order=args.order, **record)
     if args.json:

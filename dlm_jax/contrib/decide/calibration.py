@@ -82,8 +82,10 @@ def calibrate_lengths(
     bounds = [(math.log(0.01), math.log(100.0)), (0.0, 2.0)]
     start = np.array([math.log(heat), 0.0])
     found: Any = minimize(cost, start, bounds=bounds, method="Powell", options={"xtol": 1e-4})
-    return min((Scale(math.exp(x[0]), float(x[1])) for x in (found.x, start)),
-               key=lambda one: cost(np.array([math.log(one[0]), one[1]])))  # fmt: skip
+    return min(
+        (Scale(math.exp(x[0]), float(x[1])) for x in (found.x, start)),
+        key=lambda one: cost(np.array([math.log(one[0]), one[1]])),
+    )
 
 
 def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:

@@ -209,9 +209,14 @@ def decide(
                 error.name, error.value, error.why, f"{where}{error.remedy}", error.others
             ) from None
     return answers(
-        model, asked, order=order, scale=scale, num_draws=num_draws, batch_size=batch_size,
+        model,
+        asked,
+        order=order,
+        scale=scale,
+        num_draws=num_draws,
+        batch_size=batch_size,
         seed=seed,
-    )  # fmt: skip
+    )
 
 
 class Question(NamedTuple):
@@ -273,9 +278,12 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     if not len(parts[0]) and not model.network.predicts_first:
         if not model.first_ids:
             raise SettingError(
-                "prompt", UNSET, "has no text before the first slot, but the model predicts each "
-                "token from the tokens before it, and there is no BOS", "put a text before it",
-            )  # fmt: skip
+                "prompt",
+                UNSET,
+                "has no text before the first slot, but the model predicts each "
+                "token from the tokens before it, and there is no BOS",
+                "put a text before it",
+            )
         parts[0] = np.array(model.first_ids, np.int32)
     known = {name: _checked(name, labels) for name, labels in named.items()}
     ids = [_ids(model, name, labels) for name, labels in known.items()]
@@ -283,15 +291,20 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     length = sum(map(len, parts)) + made.num_tokens
     if length > model.max_length:
         raise SettingError(
-            "prompt", UNSET, f"with its labels has {length} tokens, but the canvas of the model "
-            f"has {model.max_length}", "shorten it",
-        )  # fmt: skip
+            "prompt",
+            UNSET,
+            f"with its labels has {length} tokens, but the canvas of the model "
+            f"has {model.max_length}",
+            "shorten it",
+        )
     sees_behind = not model.is_causal and not model.network.block_length
     if not sees_behind and any(len(part) for part in parts[1:]):
         raise SettingError(
-            "prompt", UNSET, "has text after a slot, which a causal or block-causal model does "
-            "not attend to", "use a single slot at the end",
-        )  # fmt: skip
+            "prompt",
+            UNSET,
+            "has text after a slot, which a causal or block-causal model does not attend to",
+            "use a single slot at the end",
+        )
     return made
 
 
@@ -335,9 +348,13 @@ def answers(
 
 
 def _drawn(
-    asked: Question, read: Callable[[Sequence[DecodingRow]], np.ndarray], rng: np.random.Generator,
-    scale: Scale, num_draws: int, mask_id: int,
-) -> Decision:  # fmt: skip
+    asked: Question,
+    read: Callable[[Sequence[DecodingRow]], np.ndarray],
+    rng: np.random.Generator,
+    scale: Scale,
+    num_draws: int,
+    mask_id: int,
+) -> Decision:
     """Returns a decision from randomly drawn combinations. The lengths of all labels are drawn
     first, and then the labels, slot by slot.
     """
@@ -383,9 +400,12 @@ def _drawn(
 
 
 def _scale(
-    model: Model, scale: Scale, task: str | None,
-    calibration: str | os.PathLike[str] | Mapping[str, float | Scale] | None, order: str,
-) -> Scale:  # fmt: skip
+    model: Model,
+    scale: Scale,
+    task: str | None,
+    calibration: str | os.PathLike[str] | Mapping[str, float | Scale] | None,
+    order: str,
+) -> Scale:
     if (task is None) != (calibration is None):
         raise SettingError(
             "task", task, "and calibration must be passed together", "pass both or neither"
@@ -417,10 +437,12 @@ def _check(
     for one in asked:
         if one.num_tokens > MOST_ORDERED or one.num_joint > MOST_JOINT:
             raise SettingError(
-                "order", order, f"is limited to {MOST_ORDERED} tokens and {MOST_JOINT} "
+                "order",
+                order,
+                f"is limited to {MOST_ORDERED} tokens and {MOST_JOINT} "
                 f"combinations, but the labels have {one.num_tokens} and {one.num_joint}",
                 "use left_to_right",
-            )  # fmt: skip
+            )
 
 
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
@@ -451,9 +473,11 @@ def _slots(
     for name in (*names, *choices):
         if names.count(name) != 1 or name not in choices:
             raise SettingError(
-                "choices", UNSET, f"and prompt do not agree on the slot {name!r}",
+                "choices",
+                UNSET,
+                f"and prompt do not agree on the slot {name!r}",
                 f"write <slot:{name}> once, and pass its labels",
-            )  # fmt: skip
+            )
     if not names:
         raise SettingError(
             "choices",

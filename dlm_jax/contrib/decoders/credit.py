@@ -41,20 +41,33 @@ class Credit(CommitRule):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    weight_B: jax.Array = per_row(Setting(
-        "credit_weight", 0.7,
-        "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
-        low=0.0, high=1e3,
-    ))  # fmt: skip
-    decay_B: jax.Array = per_row(Setting(
-        "credit_decay", 0.8,
-        "order=credit: share of the credit that is kept at each step, in [0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    power_B: jax.Array = per_row(Setting(
-        "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
-        low=0.0, high=1e3,
-    ))  # fmt: skip
+    weight_B: jax.Array = per_row(
+        Setting(
+            "credit_weight",
+            0.7,
+            "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
+            low=0.0,
+            high=1e3,
+        )
+    )
+    decay_B: jax.Array = per_row(
+        Setting(
+            "credit_decay",
+            0.8,
+            "order=credit: share of the credit that is kept at each step, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    power_B: jax.Array = per_row(
+        Setting(
+            "credit_power",
+            0.2,
+            "order=credit: exponent of the credited probability, >= 0",
+            low=0.0,
+            high=1e3,
+        )
+    )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def init(self, num_rows: int, num_positions: int) -> Any:

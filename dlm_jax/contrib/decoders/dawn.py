@@ -48,26 +48,44 @@ class Dawn(Confident):
     log_prob = certain
 
     high_B: jax.Array = per_row(THRESHOLD)
-    induced_B: jax.Array = per_row(Setting(
-        "induced_threshold", 0.7,
-        "order=dawn: minimum confidence of a committed hole that depends on an anchor, in [0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    low_B: jax.Array = per_row(Setting(
-        "apart_threshold", 0.7,
-        "order=dawn: minimum confidence of a committed hole that conflicts with no other, in "
-        "[0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    edge_B: jax.Array = per_row(Setting(
-        "dependence", 0.07,
-        "order=dawn: minimum attention from a position to another position on which it depends",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    sink_B: jax.Array = per_row(Setting(
-        "sink", 0.02, "order=dawn: positions that receive more than this mean attention are sinks",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
+    induced_B: jax.Array = per_row(
+        Setting(
+            "induced_threshold",
+            0.7,
+            "order=dawn: minimum confidence of a committed hole that depends on an "
+            "anchor, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    low_B: jax.Array = per_row(
+        Setting(
+            "apart_threshold",
+            0.7,
+            "order=dawn: minimum confidence of a committed hole that conflicts with no other, in "
+            "[0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    edge_B: jax.Array = per_row(
+        Setting(
+            "dependence",
+            0.07,
+            "order=dawn: minimum attention from a position to another position on which it depends",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    sink_B: jax.Array = per_row(
+        Setting(
+            "sink",
+            0.02,
+            "order=dawn: positions that receive more than this mean attention are sinks",
+            low=0.0,
+            high=1.0,
+        )
+    )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 

@@ -25,11 +25,15 @@ class Dilated(CommitRule):
     about = "a grid that is refined at each step, regardless of confidence"
     log_prob = certain
 
-    base_B: jax.Array = per_row(Setting(
-        "dilated_base", 2,
-        "order=dilated: factor by which each round divides the distance between positions",
-        low=2, high=2**15,
-    ))  # fmt: skip
+    base_B: jax.Array = per_row(
+        Setting(
+            "dilated_base",
+            2,
+            "order=dilated: factor by which each round divides the distance between positions",
+            low=2,
+            high=2**15,
+        )
+    )
 
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The holes on the grid of this round; all holes after the last round."""

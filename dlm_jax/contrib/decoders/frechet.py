@@ -34,13 +34,17 @@ class Frechet(Confident):
     about = "holes with a high lower bound on their joint probability"
     log_prob = certain
 
-    margin_B: jax.Array = per_row(Setting(
-        "frechet_margin", 0.25,
-        "order=frechet: minimum difference between the lower bound on the joint probability and "
-        "the upper bound on that of any other choice; values down to -1 commit more than the "
-        "bounds allow",
-        low=-1e6, high=1.0,
-    ))  # fmt: skip
+    margin_B: jax.Array = per_row(
+        Setting(
+            "frechet_margin",
+            0.25,
+            "order=frechet: minimum difference between the lower bound on the joint probability "
+            "and the upper bound on that of any other choice; values down to -1 commit more than "
+            "the bounds allow",
+            low=-1e6,
+            high=1.0,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
 
     def select(

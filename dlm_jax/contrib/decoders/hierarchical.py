@@ -33,12 +33,16 @@ class Hierarchical(Confident):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    floor_B: jax.Array = per_row(Setting(
-        "hierarchy_floor", 0.0,
-        "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, 1]; "
-        "0 is off",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
+    floor_B: jax.Array = per_row(
+        Setting(
+            "hierarchy_floor",
+            0.0,
+            "order=hierarchical: minimum confidence for the most confident hole of a run, in [0, "
+            "1]; 0 is off",
+            low=0.0,
+            high=1.0,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
 
     def select(

@@ -61,17 +61,24 @@ class Klass(CommitRule):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    divergence_B: jax.Array = per_row(Setting(
-        "klass_divergence", 0.01,
-        "order=klass: upper bound (exclusive) on the change of a stable prediction per step, in "
-        "nats, >= 0",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
-    steps_B: jax.Array = per_row(Setting(
-        "klass_steps", 2,
-        "order=klass: number of consecutive steps for which a prediction must be stable",
-        low=0,
-    ))  # fmt: skip
+    divergence_B: jax.Array = per_row(
+        Setting(
+            "klass_divergence",
+            0.01,
+            "order=klass: upper bound (exclusive) on the change of a stable prediction per step, "
+            "in nats, >= 0",
+            low=0.0,
+            high=1e6,
+        )
+    )
+    steps_B: jax.Array = per_row(
+        Setting(
+            "klass_steps",
+            2,
+            "order=klass: number of consecutive steps for which a prediction must be stable",
+            low=0,
+        )
+    )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def init(self, num_rows: int, num_positions: int) -> Any:

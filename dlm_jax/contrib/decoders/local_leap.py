@@ -40,16 +40,24 @@ class LocalLeap(Confident):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    relaxed_B: jax.Array = per_row(Setting(
-        "leap_threshold", 0.75,
-        "order=local_leap: minimum confidence of a committed hole near a hole that reaches "
-        "threshold, in [0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    radius_B: jax.Array = per_row(Setting(
-        "leap_radius", 4, "order=local_leap: maximum distance from a hole that reaches threshold",
-        low=0,
-    ))  # fmt: skip
+    relaxed_B: jax.Array = per_row(
+        Setting(
+            "leap_threshold",
+            0.75,
+            "order=local_leap: minimum confidence of a committed hole near a hole that reaches "
+            "threshold, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    radius_B: jax.Array = per_row(
+        Setting(
+            "leap_radius",
+            4,
+            "order=local_leap: maximum distance from a hole that reaches threshold",
+            low=0,
+        )
+    )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 

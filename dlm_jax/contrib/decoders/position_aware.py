@@ -53,21 +53,34 @@ class PositionAware(Confident):
     about = "a quota of the holes, ranked by position, probability and token rarity"
     log_prob = certain
 
-    decay_B: jax.Array = per_row(Setting(
-        "position_decay", 0.25,
-        "order=position_aware: decay rate of the weight exp(-decay i) of position i, >= 0",
-        low=0.0, high=1e3,
-    ))  # fmt: skip
-    limit_B: jax.Array = per_row(Setting(
-        "information_limit", 10.0, "order=position_aware: upper bound on -p ln f of a token, > 0",
-        low=1e-6, high=1e6,
-    ))  # fmt: skip
-    common: tuple[tuple[int, float], ...] = static(Setting(
-        "common_ids", (),
-        "order=position_aware: frequencies of ids in the corpus, such as 12:0.05,30:0.2; all "
-        "other ids share the rest evenly",
-        parse=_shares, hint=Mapping[int, float] | tuple[tuple[int, float], ...],
-    ))  # fmt: skip
+    decay_B: jax.Array = per_row(
+        Setting(
+            "position_decay",
+            0.25,
+            "order=position_aware: decay rate of the weight exp(-decay i) of position i, >= 0",
+            low=0.0,
+            high=1e3,
+        )
+    )
+    limit_B: jax.Array = per_row(
+        Setting(
+            "information_limit",
+            10.0,
+            "order=position_aware: upper bound on -p ln f of a token, > 0",
+            low=1e-6,
+            high=1e6,
+        )
+    )
+    common: tuple[tuple[int, float], ...] = static(
+        Setting(
+            "common_ids",
+            (),
+            "order=position_aware: frequencies of ids in the corpus, such as 12:0.05,30:0.2; all "
+            "other ids share the rest evenly",
+            parse=_shares,
+            hint=Mapping[int, float] | tuple[tuple[int, float], ...],
+        )
+    )
     quota: Quota = static(SCHEDULE)
     confidence: Measure = static(CONFIDENCE)
     vocab_size: int = fact("vocab_size", 0)

@@ -39,12 +39,16 @@ class Prophet(Confident):
     about = "a quota of the most confident holes, or all holes when their predictions are clear"
     log_prob = certain
 
-    gap_B: jax.Array = per_row(Setting(
-        "prophet_gap", 7.5,
-        "order=prophet: minimum mean gap between the two largest logits at which all holes are "
-        "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
+    gap_B: jax.Array = per_row(
+        Setting(
+            "prophet_gap",
+            7.5,
+            "order=prophet: minimum mean gap between the two largest logits at which all holes are "
+            "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
+            low=0.0,
+            high=1e6,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod
@@ -52,9 +56,11 @@ class Prophet(Confident):
         super().check(row)
         if row.resample:
             raise SettingError(
-                "resample", True, "does not support the quota of order='prophet'",
+                "resample",
+                True,
+                "does not support the quota of order='prophet'",
                 "use order='threshold'",
-            )  # fmt: skip
+            )
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         return jnp.zeros((num_rows, num_positions), jnp.float32)

@@ -57,21 +57,33 @@ class SlowFast(Confident):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    reach_B: jax.Array = per_row(Setting(
-        "slow_threshold", 0.3,
-        "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    steps_B: jax.Array = per_row(Setting(
-        "slow_steps", 6, "order=slow_fast: maximum number of slow steps before a span",
-        low=1,
-    ))  # fmt: skip
-    spread_B: jax.Array = per_row(Setting(
-        "slow_spread", 1.0,
-        "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals "
-        "fix the end of a span",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
+    reach_B: jax.Array = per_row(
+        Setting(
+            "slow_threshold",
+            0.3,
+            "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    steps_B: jax.Array = per_row(
+        Setting(
+            "slow_steps",
+            6,
+            "order=slow_fast: maximum number of slow steps before a span",
+            low=1,
+        )
+    )
+    spread_B: jax.Array = per_row(
+        Setting(
+            "slow_spread",
+            1.0,
+            "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals "
+            "fix the end of a span",
+            low=0.0,
+            high=1e6,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod

@@ -26,12 +26,16 @@ class Wino(RemaskRule):
     needs = ("logprobs",)
     log_prob = certain
 
-    threshold_B: jax.Array = per_row(Setting(
-        "verify_threshold", 0.9,
-        "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 "
-        "disables it",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
+    threshold_B: jax.Array = per_row(
+        Setting(
+            "verify_threshold",
+            0.9,
+            "remask=wino: minimum probability of a token in later forward passes, in [0, 1]; 0 "
+            "disables it",
+            low=0.0,
+            high=1.0,
+        )
+    )
 
     @classmethod
     def is_used(cls, row: Any) -> bool:

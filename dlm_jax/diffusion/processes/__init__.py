@@ -68,23 +68,29 @@ def _own(name: str) -> type[Process]:
     module, _, attribute = name.partition(":")
     if not attribute:
         raise SettingError(
-            "objective.process", name, f"is not one of {', '.join(PROCESSES)}",
+            "objective.process",
+            name,
+            f"is not one of {', '.join(PROCESSES)}",
             f"{nearest(name, tuple(PROCESSES))}, or pass your own as module:Class",
-        )  # fmt: skip
+        )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise SettingError(
-            "objective.process", name, f"cannot be imported ({error})",
+            "objective.process",
+            name,
+            f"cannot be imported ({error})",
             "put its module on the path",
-        ) from None  # fmt: skip
+        ) from None
     if not (isinstance(found, type) and issubclass(found, Process)) or not hasattr(
         found, "__dataclass_fields__"
     ):
         raise SettingError(
-            "objective.process", name, "is not a process",
+            "objective.process",
+            name,
+            "is not a process",
             "subclass dlm_jax.diffusion.processes.Process under dlm_jax.rule",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -195,10 +195,15 @@ class Mixed(Process):
 
     about = "MASK at the end and uniformly random tokens in between"
 
-    uniform_share: float = static(Setting(
-        "uniform_share", 0.1, "mixed: share of uniform noise at level 1/2, in (0, 1)",
-        low=ABOVE_ZERO, high=BELOW_ONE,
-    ))  # fmt: skip
+    uniform_share: float = static(
+        Setting(
+            "uniform_share",
+            0.1,
+            "mixed: share of uniform noise at level 1/2, in (0, 1)",
+            low=ABOVE_ZERO,
+            high=BELOW_ONE,
+        )
+    )
 
     def shares(self, level: jax.Array, /) -> Shares:
         most = 2.0 * self.uniform_share / (1.0 - self.uniform_share)

@@ -71,12 +71,12 @@ def mosaic_window(
                 pl.BlockSpec(
                     (None, groups, shared, queries, size), lambda b, g, i, t, *_: (b, g, 0, i, 0)
                 ),
-                kept, kept,
-                pl.BlockSpec(
-                    (None, groups, k.shape[2], size), lambda b, g, i, t, *_: (b, g, 0, 0)
-                ),
+                kept,
+                kept,
+                pl.BlockSpec((None, groups, k.shape[2], size), lambda b, g, i, t, *_: (b, g, 0, 0)),
                 pl.BlockSpec((None, v.shape[1], groups * size), lambda b, g, i, t, *_: (b, 0, g)),
-                _bias_block(of_kept, queries, keys), _bias_block(of_own, queries, None),
+                _bias_block(of_kept, queries, keys),
+                _bias_block(of_own, queries, None),
             ],
             out_specs=pl.BlockSpec(
                 (None, queries, groups * shared * size), lambda b, g, i, t, *_: (b, i, g)
@@ -90,7 +90,7 @@ def mosaic_window(
         cost_estimate=_cost(q_BWHK, k, (of_kept, of_own), times_read=grid[2]),
         interpret=interpret,
         name="window_attention",
-    )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
+    )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)
     return y[:, :num_queries].reshape(q_BWHK.shape)
 
 
@@ -137,9 +137,10 @@ def _tiles(
     most = max(1, min(_MAX_TOGETHER // (shared * queries), _MAX_BYTES // of_group))
     # Values lie side by side, in whole lanes.
     fitting = [
-        n for n in range(1, num_groups + 1)
+        n
+        for n in range(1, num_groups + 1)
         if num_groups % n == 0 and (n * size % _LANES == 0 or n == num_groups)
-    ]  # fmt: skip
+    ]
     return queries, keys, max((n for n in fitting if n <= most), default=fitting[0])
 
 
@@ -161,9 +162,23 @@ def window_fits(
 
 
 def _kernel(
-    row_ref, layer_ref, group_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref,
-    of_own_ref, y_ref, sum_ref, top_ref, total_ref, *, num_kept
-):  # fmt: skip
+    row_ref,
+    layer_ref,
+    group_ref,
+    q_ref,
+    kept_k_ref,
+    kept_v_ref,
+    k_ref,
+    v_ref,
+    of_kept_ref,
+    of_own_ref,
+    y_ref,
+    sum_ref,
+    top_ref,
+    total_ref,
+    *,
+    num_kept,
+):
     groups, shared, queries, size = q_ref.shape
     tile, keys = pl.program_id(3), kept_k_ref.shape[1]
 
@@ -240,8 +255,9 @@ def mosaic_turned(
       interpret: as in `mosaic_window`.
     """
     given = x_BLD, scale_K, cos_BLK, sin_BLK
-    (y_BHLK,) = _rotary(_turn_kernel, *given, outputs=("heads",), epsilon=epsilon,
-                        interpret=interpret)  # fmt: skip
+    (y_BHLK,) = _rotary(
+        _turn_kernel, *given, outputs=("heads",), epsilon=epsilon, interpret=interpret
+    )
     return y_BHLK.swapaxes(1, 2)
 
 
@@ -262,9 +278,16 @@ def mosaic_turned_gradients(
     """
     kernel = functools.partial(_turn_gradients_kernel, num_positions=x_BLD.shape[1])
     g_x_BLD, terms_BTHK = _rotary(
-        kernel, x_BLD, scale_K, cos_BLK, sin_BLK, g_BLHK.swapaxes(1, 2),
-        outputs=("flat", "terms"), epsilon=epsilon, interpret=interpret,
-    )  # fmt: skip
+        kernel,
+        x_BLD,
+        scale_K,
+        cos_BLK,
+        sin_BLK,
+        g_BLHK.swapaxes(1, 2),
+        outputs=("flat", "terms"),
+        epsilon=epsilon,
+        interpret=interpret,
+    )
     return g_x_BLD, terms_BTHK
 
 

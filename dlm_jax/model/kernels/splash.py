@@ -53,9 +53,13 @@ def splash_attention(
     """
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
     return by_device(
-        functools.partial(on_cores, compute), q_BLHK, k_BMGK, v_BMGK, is_live_BM,
+        functools.partial(on_cores, compute),
+        q_BLHK,
+        k_BMGK,
+        v_BMGK,
+        is_live_BM,
         splits_queries=may_see is None,
-    )  # fmt: skip
+    )
 
 
 def on_cores(

@@ -84,11 +84,14 @@ def _attend_forward(q, k, v, is_live, may_see, saved, interpret):
     lse_BHL = jax.ShapeDtypeStruct((num_rows, num_heads, num_queries), jnp.float32)
     shared = num_heads // k.shape[2]
     y, lse = _call(
-        _forward_kernel, may_see, interpret, q.shape,
+        _forward_kernel,
+        may_see,
+        interpret,
+        q.shape,
         [*_lists(lists), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)],
         [_tile(q), _numbers()],
         [jax.ShapeDtypeStruct(q.shape, q.dtype), lse_BHL],
-    )(*lists, q, k, v, is_live)  # fmt: skip
+    )(*lists, q, k, v, is_live)
     if saved is not None:
         y, lse = checkpoint_name(y, saved), checkpoint_name(lse, saved)
     return y, (q, k, v, is_live, y, lse)
@@ -103,20 +106,44 @@ def _attend_backward(may_see, saved, interpret, residuals, g):
     is_visible = visible_tiles(q.shape[1], k.shape[1], may_see)
     lists = _listed(is_visible)
     g_q = _call(
-        _queries_kernel, may_see, interpret, q.shape,
-        [*_lists(lists), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live),
-         _tile(g), _numbers(), _numbers()],
-        [_tile(q)], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-    )(*lists, q, k, v, is_live, g, lse, mean)[0]  # fmt: skip
+        _queries_kernel,
+        may_see,
+        interpret,
+        q.shape,
+        [
+            *_lists(lists),
+            _tile(q),
+            _whole(k, shared),
+            _whole(v, shared),
+            _row(is_live),
+            _tile(g),
+            _numbers(),
+            _numbers(),
+        ],
+        [_tile(q)],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+    )(*lists, q, k, v, is_live, g, lse, mean)[0]
     lists = _listed(is_visible.T)
     of_heads = (*k.shape[:2], num_heads, k.shape[3])
     per_head = jax.ShapeDtypeStruct(of_heads, jnp.float32 if shared > 1 else k.dtype)
     g_k, g_v = _call(
-        _keys_kernel, may_see, interpret, of_heads,
-        [*_lists(lists), _whole(q), _tile(k, shared), _tile(v, shared), _row(is_live, TILE),
-         _whole(g), _numbers(q.shape[1]), _numbers(q.shape[1])],
-        [_tile(q), _tile(q)], [per_head, per_head],
-    )(*lists, q, k, v, is_live, g, lse, mean)  # fmt: skip
+        _keys_kernel,
+        may_see,
+        interpret,
+        of_heads,
+        [
+            *_lists(lists),
+            _whole(q),
+            _tile(k, shared),
+            _tile(v, shared),
+            _row(is_live, TILE),
+            _whole(g),
+            _numbers(q.shape[1]),
+            _numbers(q.shape[1]),
+        ],
+        [_tile(q), _tile(q)],
+        [per_head, per_head],
+    )(*lists, q, k, v, is_live, g, lse, mean)
     if shared > 1:
         g_k, g_v = (x.reshape(*k.shape[:3], shared, -1).sum(axis=3) for x in (g_k, g_v))
     return g_q, g_k.astype(k.dtype), g_v.astype(v.dtype), None
@@ -126,9 +153,14 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _call(
-    kernel: Any, may_see: MaySee, interpret: bool, shape: tuple[int, ...], in_specs: Any,
-    out_specs: Any, out_shape: Any,
-) -> Any:  # fmt: skip
+    kernel: Any,
+    may_see: MaySee,
+    interpret: bool,
+    shape: tuple[int, ...],
+    in_specs: Any,
+    out_specs: Any,
+    out_shape: Any,
+) -> Any:
     """The kernel on a grid of the tiles, rows and heads of an array ``[B, L, H, K]``."""
     return pl.pallas_call(
         functools.partial(kernel, may_see=may_see),
@@ -182,9 +214,13 @@ def _dot(a_NK: jax.Array, b_KM: jax.Array) -> jax.Array:
 
 
 def _scores(
-    q_NK: jax.Array, k_MK: jax.Array, is_live_M: jax.Array, query_N: jax.Array, key_M: jax.Array,
+    q_NK: jax.Array,
+    k_MK: jax.Array,
+    is_live_M: jax.Array,
+    query_N: jax.Array,
+    key_M: jax.Array,
     may_see: MaySee,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Scaled scores ``[N, M]`` of a tile in units of log 2, float32."""
     scores_NM = _dot(q_NK, k_MK.T) * (_LOG2_E * q_NK.shape[1] ** -0.5)
     is_seen_NM = may_see(query_N[:, None], key_M[None]) & (is_live_M > 0)[None]
@@ -202,7 +238,7 @@ def _added(carry, scores_NM, v_MK):
 
 def _forward_kernel(
     order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, y_ref, lse_ref, *, may_see
-):  # fmt: skip
+):
     q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
 
     def of_tile(n, carry):
@@ -224,9 +260,19 @@ def _gradients(scores_NM, g_NK, v_MK, lse_N, mean_N):
 
 
 def _queries_kernel(
-    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, g_ref, lse_ref, mean_ref, g_q_ref, *,
-    may_see
-):  # fmt: skip
+    order_ref,
+    count_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    live_ref,
+    g_ref,
+    lse_ref,
+    mean_ref,
+    g_q_ref,
+    *,
+    may_see,
+):
     q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
     g_NK, lse_N, mean_N = g_ref[...], lse_ref[...], mean_ref[...]
 
@@ -244,9 +290,20 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, g_ref, lse_ref, mean_ref, g_k_ref,
-    g_v_ref, *, may_see
-):  # fmt: skip
+    order_ref,
+    count_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    live_ref,
+    g_ref,
+    lse_ref,
+    mean_ref,
+    g_k_ref,
+    g_v_ref,
+    *,
+    may_see,
+):
     k_MK, v_MK, is_live_M = k_ref[...], v_ref[...], live_ref[...]
     key_M = _positions(pl.program_id(0))
 
@@ -313,21 +370,42 @@ def triton_window(
     y: jax.Array = pl.pallas_call(
         functools.partial(_window_kernel, news=news),
         grid=(num_rows, num_groups, q.shape[2] // queries),
-        in_specs=[number, number, number, tile, pl.no_block_spec, pl.no_block_spec, new, new,
-                  bias(of_kept), bias(of_own)],
+        in_specs=[
+            number,
+            number,
+            number,
+            tile,
+            pl.no_block_spec,
+            pl.no_block_spec,
+            new,
+            new,
+            bias(of_kept),
+            bias(of_own),
+        ],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="window_attention",
-    )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)  # fmt: skip
+    )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)
     return cpu.ungrouped(y[:, :, :num_queries], q_BWHK)
 
 
 def _window_kernel(
-    row_ref, layer_ref, group_ref, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref,
-    of_own_ref, y_ref, *, news
-):  # fmt: skip
+    row_ref,
+    layer_ref,
+    group_ref,
+    q_ref,
+    kept_k_ref,
+    kept_v_ref,
+    k_ref,
+    v_ref,
+    of_kept_ref,
+    of_own_ref,
+    y_ref,
+    *,
+    news,
+):
     row, layer, group = row_ref[0], layer_ref[0], group_ref[0] + pl.program_id(1)
     q_NK, num_kept = q_ref[...], of_kept_ref.shape[-1]
 

@@ -30,12 +30,16 @@ class Dual(CacheRule):
     about = "everything outside the block; approximate, for bidirectional models"
     reaches_end: ClassVar[bool] = False
 
-    refresh_B: jax.Array = per_row(Setting(
-        "cache_refresh", 0,
-        "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only when "
-        "a block starts",
-        low=0, activates=False,
-    ))  # fmt: skip
+    refresh_B: jax.Array = per_row(
+        Setting(
+            "cache_refresh",
+            0,
+            "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only "
+            "when a block starts",
+            low=0,
+            activates=False,
+        )
+    )
     block_length: int = reads("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 

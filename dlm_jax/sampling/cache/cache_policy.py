@@ -127,9 +127,11 @@ class CacheRule(Rule):
     def check_trace(cls, row: Any) -> None:
         """Raises unless the cache is exact."""
         raise SettingError(
-            "cache", cls.name, "has no trace, because a replay computes exact values",
+            "cache",
+            cls.name,
+            "has no trace, because a replay computes exact values",
             "use cache='none'",
-        )  # fmt: skip
+        )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static window sizes in ascending order, at most `num_positions` each.

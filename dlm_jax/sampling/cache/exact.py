@@ -14,9 +14,13 @@ from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRu
 from dlm_jax.settings import SettingError, fact, reads, require_values, rule
 
 _NEEDS = {
-    "order": ("left_to_right",), "schedule": ("linear",), "block_length": (0, 1),
-    "open_blocks": (1,), "resample": (False,), "remask": ("none",),
-}  # fmt: skip
+    "order": ("left_to_right",),
+    "schedule": ("linear",),
+    "block_length": (0, 1),
+    "open_blocks": (1,),
+    "resample": (False,),
+    "remask": ("none",),
+}
 """Settings for a causal model."""
 
 
@@ -64,16 +68,16 @@ class Exact(CacheRule):
                 "cache",
                 "exact",
                 "requires model.attention_type='causal' or 'block_causal', where no position "
-                "attends "
-                "to later ones",
+                "attends to later ones",
                 "use cache='prefix' or 'dual'",
             )
         if facts.is_causal:
             require_values(
-                row, _NEEDS,
+                row,
+                _NEEDS,
                 "can write positions other than the next one, but cache='exact' with a causal "
                 "model writes only the next one",
-            )  # fmt: skip
+            )
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:

@@ -26,10 +26,19 @@ from dlm_jax.sampling.commit.sure import EntropyBound, Factor, JointThreshold, T
 COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule
     for rule in (
-        LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
-        EntropyBound, Ancestral, RandomFilled, JointThreshold,
+        LowConfidence,
+        RandomOrder,
+        LeftToRight,
+        LowEntropy,
+        LargeMargin,
+        Threshold,
+        Factor,
+        EntropyBound,
+        Ancestral,
+        RandomFilled,
+        JointThreshold,
     )
-}  # fmt: skip
+}
 """Commit rules, keyed by the value of ``order``."""
 
 __all__ = [

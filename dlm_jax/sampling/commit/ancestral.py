@@ -21,10 +21,12 @@ from dlm_jax.sampling.commit.commit_rule import (
 from dlm_jax.settings import Setting, fact, per_row, reads, rule
 
 REMASK_ETA = Setting(
-    "remask_eta", 0.1, "remdm: strength, in [0, 1]; for remdm_conf all values above 0 are "
-    "equivalent",
-    low=0.0, high=1.0,
-)  # fmt: skip
+    "remask_eta",
+    0.1,
+    "remdm: strength, in [0, 1]; for remdm_conf all values above 0 are equivalent",
+    low=0.0,
+    high=1.0,
+)
 
 
 class NoiseSchedule(Protocol):

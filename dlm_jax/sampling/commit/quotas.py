@@ -126,24 +126,28 @@ def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 
 
 CONFIDENCE = Setting(
-    "confidence", "sampled",
+    "confidence",
+    "sampled",
     "confidence of a hole: probability of the drawn token (sampled), or of the most likely token "
     "(max)",
     choices={"sampled": sampled, "max": maximum},
-)  # fmt: skip
+)
 SCHEDULE = Setting(
-    "schedule", "linear",
+    "schedule",
+    "linear",
     "distribution of a quota over the steps: linear, cosine, timesteps (as for a noise process "
     "with evenly decreasing times), or all (every hole at every step)",
     choices=QUOTAS,
-)  # fmt: skip
+)
 
 
 CONFIDENCE_OF = Setting(
-    "confidence_of", "clean",
+    "confidence_of",
+    "clean",
     "logits for confidence, entropy and margin: clean, or filtered (after all transforms)",
-    choices={"clean": "clean", "filtered": "filtered"}, is_preset=True,
-)  # fmt: skip
+    choices={"clean": "clean", "filtered": "filtered"},
+    is_preset=True,
+)
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -157,11 +161,13 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 CONFIDENCE_WITHOUT = Setting(
-    "confidence_without", (),
+    "confidence_without",
+    (),
     "ids excluded from confidence: probabilities are renormalised over the other ids, and a hole "
     "with an excluded candidate has confidence 0",
-    parse=_ids, hint=tuple[int, ...],
-)  # fmt: skip
+    parse=_ids,
+    hint=tuple[int, ...],
+)
 
 
 class Confident(CommitRule):

@@ -71,12 +71,16 @@ class Threshold(Weighed, Confident):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
-    alone_B: jax.Array = per_row(Setting(
-        "threshold_alone", 0,
-        "order=threshold: commit each hole at a multiple of this number alone, before all other "
-        "holes of its block; 0 disables it",
-        low=0, is_preset=True,
-    ))  # fmt: skip
+    alone_B: jax.Array = per_row(
+        Setting(
+            "threshold_alone",
+            0,
+            "order=threshold: commit each hole at a multiple of this number alone, before all "
+            "other holes of its block; 0 disables it",
+            low=0,
+            is_preset=True,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
@@ -113,12 +117,16 @@ class Factor(Confident):
     about = "confident holes, with a threshold that depends on their number"
     log_prob = certain
 
-    factor_B: jax.Array = per_row(Setting(
-        "factor", 1.0,
-        "order=factor: n holes are committed together if the confidence of each is at least 1 - "
-        "factor / (n + 1)",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
+    factor_B: jax.Array = per_row(
+        Setting(
+            "factor",
+            1.0,
+            "order=factor: n holes are committed together if the confidence of each is at least 1 "
+            "- factor / (n + 1)",
+            low=0.0,
+            high=1e6,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
 
     def select(
@@ -170,17 +178,27 @@ class JointThreshold(Confident):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
-    rewrite_B: jax.Array = per_row(Setting(
-        "rewrite_threshold", 0.9,
-        "order=joint_threshold: confidence above which another token replaces a written one, in "
-        "[0, 1]",
-        low=0.0, high=1.0, activates=False,
-    ))  # fmt: skip
-    rewrite_steps_B: jax.Array = per_row(Setting(
-        "rewrite_steps", 16,
-        "order=joint_threshold: maximum number of rewriting steps in a block without holes",
-        low=0, activates=False, is_preset=True,
-    ))  # fmt: skip
+    rewrite_B: jax.Array = per_row(
+        Setting(
+            "rewrite_threshold",
+            0.9,
+            "order=joint_threshold: confidence above which another token replaces a written one, "
+            "in [0, 1]",
+            low=0.0,
+            high=1.0,
+            activates=False,
+        )
+    )
+    rewrite_steps_B: jax.Array = per_row(
+        Setting(
+            "rewrite_steps",
+            16,
+            "order=joint_threshold: maximum number of rewriting steps in a block without holes",
+            low=0,
+            activates=False,
+            is_preset=True,
+        )
+    )
     confidence: Measure = static(CONFIDENCE)
 
     @classmethod

@@ -162,7 +162,7 @@ class EditRule(Rule):
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
             "edit", True, "has no trace, because edits are not random draws", "use edit=False"
-        )  # fmt: skip
+        )
 
     def is_active(self) -> jax.Array:
         """bool ``[B]``, True for rows whose length can change; all rows by default."""

@@ -100,25 +100,43 @@ class Likelihood(EditRule):
     about = "the trial insertion, deletion or replacement with the highest score"
     needs = ("likeliest",)
 
-    gain_B: jax.Array = per_row(Setting(
-        "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
-    lead_gain_B: jax.Array = per_row(Setting(
-        "edit_lead_gain", 0.25,
-        "likelihood: weight, in an edit's score, of its lead (log-probability of the new token "
-        "minus that of the current one), >= 0",
-        low=0.0, high=1e6,
-    ))  # fmt: skip
-    replace_gain_B: jax.Array = per_row(Setting(
-        "edit_replace_gain", 0.0, "likelihood: score bonus of a replacement in nats",
-        low=-1e6, high=1e6,
-    ))  # fmt: skip
-    num_trials: int = static(Setting(
-        "edit_trials", 6,
-        "likelihood: number of trial edits per step; each requires a forward pass",
-        low=1, high=64,
-    ))  # fmt: skip
+    gain_B: jax.Array = per_row(
+        Setting(
+            "edit_gain",
+            0.0,
+            "likelihood: minimum score of an edit in nats, >= 0",
+            low=0.0,
+            high=1e6,
+        )
+    )
+    lead_gain_B: jax.Array = per_row(
+        Setting(
+            "edit_lead_gain",
+            0.25,
+            "likelihood: weight, in an edit's score, of its lead (log-probability of the new token "
+            "minus that of the current one), >= 0",
+            low=0.0,
+            high=1e6,
+        )
+    )
+    replace_gain_B: jax.Array = per_row(
+        Setting(
+            "edit_replace_gain",
+            0.0,
+            "likelihood: score bonus of a replacement in nats",
+            low=-1e6,
+            high=1e6,
+        )
+    )
+    num_trials: int = static(
+        Setting(
+            "edit_trials",
+            6,
+            "likelihood: number of trial edits per step; each requires a forward pass",
+            low=1,
+            high=64,
+        )
+    )
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -154,11 +172,14 @@ class Likelihood(EditRule):
         goes_BL &= ~(is_same_BL & right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
         is_swap_BL = is_new_BL & may_go_BL & scores.may_be_led(context)
-        worth_BLK = jnp.stack([
-            jnp.where(goes_BL, misfit_BL, -jnp.inf),
-            jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
-            jnp.where(is_swap_BL, lead_BL + self.replace_gain_B[:, None], -jnp.inf),
-        ], axis=2)  # fmt: skip
+        worth_BLK = jnp.stack(
+            [
+                jnp.where(goes_BL, misfit_BL, -jnp.inf),
+                jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
+                jnp.where(is_swap_BL, lead_BL + self.replace_gain_B[:, None], -jnp.inf),
+            ],
+            axis=2,
+        )
         assert context.preference_BL is not None
         kinds_1K = jnp.arange(_NUM_KINDS)[None]
         liked_BP = _liked(context.preference_BL[:, :, None], kinds_1K[None]).reshape(num_rows, -1)
@@ -195,8 +216,13 @@ class Likelihood(EditRule):
         there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))
         liked_KB = _liked(jnp.max(there_KBL, axis=2), kind_KB)
         # A gain is a sum over the row's tokens, so the scale is the row's length.
-        best_BK = most(gain_KB.T, tried.is_real_KB.T, jnp.ones_like(length_B), liked_KB.T,
-                       length_B[:, None].astype(jnp.float32))  # fmt: skip
+        best_BK = most(
+            gain_KB.T,
+            tried.is_real_KB.T,
+            jnp.ones_like(length_B),
+            liked_KB.T,
+            length_B[:, None].astype(jnp.float32),
+        )
         best_B = place_of_largest(best_BK)
         is_taken_B = exceeds(jnp.max(gain_KB, axis=0), self.gain_B, length_B.astype(jnp.float32))
         edits = jax.tree.map(

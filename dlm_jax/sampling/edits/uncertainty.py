@@ -40,59 +40,96 @@ class Uncertainty(EditRule):
 
     about = "uncertainty of the tokens next to the gap"
 
-    insert_start_B: jax.Array = per_row(_ratio(
-        "insert_ratio_start", 0.04,
-        "edit: number of insertions per generated token before the first step, in [0, 1]",
-    ))  # fmt: skip
-    insert_end_B: jax.Array = per_row(_ratio(
-        "insert_ratio_end", 0.0,
-        "edit: number of insertions per generated token before the last step",
-    ))  # fmt: skip
-    delete_start_B: jax.Array = per_row(_ratio(
-        "delete_ratio_start", 0.04,
-        "edit: number of deletions per generated token before the first step",
-    ))  # fmt: skip
-    delete_end_B: jax.Array = per_row(_ratio(
-        "delete_ratio_end", 0.0,
-        "edit: number of deletions per generated token before the last step",
-    ))  # fmt: skip
+    insert_start_B: jax.Array = per_row(
+        _ratio(
+            "insert_ratio_start",
+            0.04,
+            "edit: number of insertions per generated token before the first step, in [0, 1]",
+        )
+    )
+    insert_end_B: jax.Array = per_row(
+        _ratio(
+            "insert_ratio_end",
+            0.0,
+            "edit: number of insertions per generated token before the last step",
+        )
+    )
+    delete_start_B: jax.Array = per_row(
+        _ratio(
+            "delete_ratio_start",
+            0.04,
+            "edit: number of deletions per generated token before the first step",
+        )
+    )
+    delete_end_B: jax.Array = per_row(
+        _ratio(
+            "delete_ratio_end",
+            0.0,
+            "edit: number of deletions per generated token before the last step",
+        )
+    )
     insert_margin_B: jax.Array = per_row(
         _weight("insert_margin", 0.0, "edit: lower bound (exclusive) on the score of an insertion")
     )
-    delete_margin_B: jax.Array = per_row(_weight(
-        "delete_margin", 0.02,
-        "edit: lower bound (exclusive) on the probability of the next token minus that of a "
-        "deleted token, >= 0",
-    ))  # fmt: skip
-    lambda_B: jax.Array = per_row(_weight(
-        "delete_lambda", 0.3,
-        "edit: weight, in a deletion's score, of the probability difference at the next position",
-    ))  # fmt: skip
-    cooldown_B: jax.Array = per_row(Setting(
-        "cooldown_distance", 1,
-        "edit: minimum distance to the edits of the last step; 0 disables it",
-        low=0, high=2**20 - 1,
-    ))  # fmt: skip
-    overflow_B: jax.Array = per_row(Setting(
-        "overflow", "trim",
-        "edit: insertions beyond max_length drop the tail (trim) or are not made (refuse)",
-        choices={name: name for name in OVERFLOWS},
-    ))  # fmt: skip
-    target_mode_B: jax.Array = per_row(Setting(
-        "length_target_mode", "none",
-        "edit: to_max_new moves the length towards max_new_tokens by up to three edits a step, in "
-        "addition to the ratios; exact reaches it in the remaining steps, without the ratios",
-        choices={name: name for name in LENGTH_TARGETS},
-    ))  # fmt: skip
-    token_B: jax.Array = per_row(Setting(
-        "edit_token", "space", "edit: inserted token: space, or mask (a hole that is filled later)",
-        choices={name: name for name in EDIT_TOKENS},
-    ))  # fmt: skip
-    schedule: str = static(Setting(
-        "edit_schedule", "cosine",
-        "edit: schedule of the ratios from start to end: linear or cosine",
-        choices=SCHEDULES,
-    ))  # fmt: skip
+    delete_margin_B: jax.Array = per_row(
+        _weight(
+            "delete_margin",
+            0.02,
+            "edit: lower bound (exclusive) on the probability of the next token minus that of a "
+            "deleted token, >= 0",
+        )
+    )
+    lambda_B: jax.Array = per_row(
+        _weight(
+            "delete_lambda",
+            0.3,
+            "edit: weight, in a deletion's score, of the probability difference at "
+            "the next position",
+        )
+    )
+    cooldown_B: jax.Array = per_row(
+        Setting(
+            "cooldown_distance",
+            1,
+            "edit: minimum distance to the edits of the last step; 0 disables it",
+            low=0,
+            high=2**20 - 1,
+        )
+    )
+    overflow_B: jax.Array = per_row(
+        Setting(
+            "overflow",
+            "trim",
+            "edit: insertions beyond max_length drop the tail (trim) or are not made (refuse)",
+            choices={name: name for name in OVERFLOWS},
+        )
+    )
+    target_mode_B: jax.Array = per_row(
+        Setting(
+            "length_target_mode",
+            "none",
+            "edit: to_max_new moves the length towards max_new_tokens by up to three edits a "
+            "step, in addition to the ratios; exact reaches it in the remaining steps, without "
+            "the ratios",
+            choices={name: name for name in LENGTH_TARGETS},
+        )
+    )
+    token_B: jax.Array = per_row(
+        Setting(
+            "edit_token",
+            "space",
+            "edit: inserted token: space, or mask (a hole that is filled later)",
+            choices={name: name for name in EDIT_TOKENS},
+        )
+    )
+    schedule: str = static(
+        Setting(
+            "edit_schedule",
+            "cosine",
+            "edit: schedule of the ratios from start to end: linear or cosine",
+            choices=SCHEDULES,
+        )
+    )
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
@@ -114,9 +151,8 @@ class Uncertainty(EditRule):
                 "edit",
                 UNSET,
                 "inserts spaces that no rule rewrites",
-                "use edit_token='mask', or the settings "
-                "that rewrite every token at every step: --preset variable_length, in Python "
-                "Model.preset('variable_length')",
+                "use edit_token='mask', or the settings that rewrite every token at every step: "
+                "--preset variable_length, in Python Model.preset('variable_length')",
             )
         for name, does in (("insert", inserts), ("delete", deletes)):
             margin = getattr(row, f"{name}_margin")
@@ -134,9 +170,11 @@ class Uncertainty(EditRule):
 
     def is_active(self) -> jax.Array:
         return (self.target_mode_B > 0) | (
-            (self.insert_start_B > 0) | (self.insert_end_B > 0)
-            | (self.delete_start_B > 0) | (self.delete_end_B > 0)
-        )  # fmt: skip
+            (self.insert_start_B > 0)
+            | (self.insert_end_B > 0)
+            | (self.delete_start_B > 0)
+            | (self.delete_end_B > 0)
+        )
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
         """MASK or the space, depending on each row's settings."""

@@ -30,21 +30,28 @@ class EntropyRenoise(NoiseRule):
     about = "holes with a small total entropy; all other holes get new noise at every step"
 
     bound_B: jax.Array = per_row(ENTROPY_BOUND)
-    stop_B: jax.Array = per_row(Setting(
-        "renoise_stop", 0.005,
-        "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its most "
-        "likely tokens are unchanged",
-        low=0.0, high=1e6, activates=False,
-    ))  # fmt: skip
+    stop_B: jax.Array = per_row(
+        Setting(
+            "renoise_stop",
+            0.005,
+            "order=entropy_renoise: mean entropy in nats, >= 0, below which a block ends if its "
+            "most likely tokens are unchanged",
+            low=0.0,
+            high=1e6,
+            activates=False,
+        )
+    )
 
     @classmethod
     def check(cls, row: Any) -> None:
         if row.fill == "wavefront":
             raise SettingError(
-                "fill", row.fill,
+                "fill",
+                row.fill,
                 "draws tokens jointly, but order='entropy_renoise' accepts each token by its own "
-                "entropy", "use fill='parallel', or order='posterior'",
-            )  # fmt: skip
+                "entropy",
+                "use fill='parallel', or order='posterior'",
+            )
         super().check(row)
 
     @classmethod
@@ -52,9 +59,11 @@ class EntropyRenoise(NoiseRule):
         super().check_model(row, facts)
         if facts.process is None or facts.process.is_masked:
             raise SettingError(
-                "order", cls.name, "writes random tokens, but the model was trained to fill MASK",
+                "order",
+                cls.name,
+                "writes random tokens, but the model was trained to fill MASK",
                 "use order='entropy_bound'",
-            )  # fmt: skip
+            )
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         """The most likely id of each position in the last two steps; -1 for a step that was not

@@ -101,32 +101,52 @@ class Posterior(NoiseRule):
     about = "reverse steps of the noise process; any token can change until the end"
     fills = (*NoiseRule.fills, "wavefront")
 
-    start_B: jax.Array = per_row(Setting(
-        "posterior_start", 1.0,
-        "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of its "
-        "tokens",
-        low=ABOVE_ZERO, high=1.0, activates=False,
-    ))  # fmt: skip
-    corrector_steps_B: jax.Array = per_row(Setting(
-        "corrector_steps", 0,
-        "order=posterior: corrector steps after each reverse step, which count as steps; 0 is off",
-        low=0, high=10_000, activates=False,
-    ))  # fmt: skip
-    corrector_share_B: jax.Array = per_row(Setting(
-        "corrector_share", 0.1,
-        "order=posterior: share of the open positions that a corrector step draws anew, in "
-        "(0, 1], at least one; drawing one leaves the distribution of noised texts exactly "
-        "invariant",
-        low=ABOVE_ZERO, high=1.0, activates=False,
-    ))  # fmt: skip
+    start_B: jax.Array = per_row(
+        Setting(
+            "posterior_start",
+            1.0,
+            "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of "
+            "its tokens",
+            low=ABOVE_ZERO,
+            high=1.0,
+            activates=False,
+        )
+    )
+    corrector_steps_B: jax.Array = per_row(
+        Setting(
+            "corrector_steps",
+            0,
+            "order=posterior: corrector steps after each reverse step, which count "
+            "as steps; 0 is off",
+            low=0,
+            high=10_000,
+            activates=False,
+        )
+    )
+    corrector_share_B: jax.Array = per_row(
+        Setting(
+            "corrector_share",
+            0.1,
+            "order=posterior: share of the open positions that a corrector step draws anew, in "
+            "(0, 1], at least one; drawing one leaves the distribution of noised texts exactly "
+            "invariant",
+            low=ABOVE_ZERO,
+            high=1.0,
+            activates=False,
+        )
+    )
     process: NoiseProcess = fact("process")
-    needs: tuple[str, ...] = static(Setting(
-        "renew_by", "probability",
-        "order=posterior: source of the probability that a token is wrong: the network's "
-        "probability of the token (probability), or the critic head (critic), which costs a "
-        "forward pass if the canvas has MASK",
-        choices={"probability": (), "critic": ("head:critic",)}, activates=False,
-    ))  # fmt: skip
+    needs: tuple[str, ...] = static(
+        Setting(
+            "renew_by",
+            "probability",
+            "order=posterior: source of the probability that a token is wrong: the network's "
+            "probability of the token (probability), or the critic head (critic), which costs a "
+            "forward pass if the canvas has MASK",
+            choices={"probability": (), "critic": ("head:critic",)},
+            activates=False,
+        )
+    )
     schedule: NoiseSchedule = fact("noise")
 
     @classmethod
@@ -137,16 +157,26 @@ class Posterior(NoiseRule):
         if asks:
             require_head("critic", facts, "renew_by", "critic", "use renew_by='probability'")
         for is_refused, name, why, remedy in (
-            (asks and only_masks, "renew_by", "has no effect, because the only noise is MASK",
-             "use renew_by='probability'"),
-            (asks and in_waves, "renew_by",
-             "is not supported with fill='wavefront', which draws wrong tokens jointly",
-             "use fill='parallel'"),
+            (
+                asks and only_masks,
+                "renew_by",
+                "has no effect, because the only noise is MASK",
+                "use renew_by='probability'",
+            ),
+            (
+                asks and in_waves,
+                "renew_by",
+                "is not supported with fill='wavefront', which draws wrong tokens jointly",
+                "use fill='parallel'",
+            ),
             (asks and row.cache != "none", "renew_by", "reads whole rows", "use cache='none'"),
-            (in_waves and only_masks, "fill",
-             "is not supported with order='posterior' if the only noise is MASK",
-             "use order='ancestral'"),
-        ):  # fmt: skip
+            (
+                in_waves and only_masks,
+                "fill",
+                "is not supported with order='posterior' if the only noise is MASK",
+                "use order='ancestral'",
+            ),
+        ):
             if is_refused:
                 raise SettingError(name, getattr(row, name), why, remedy)
 
@@ -251,8 +281,9 @@ class Posterior(NoiseRule):
             is_candidate_BL |= corrects_B1
         chances = jax.tree.map(
             lambda corrected_BL, reverse_BL: jnp.where(corrects_B1, corrected_BL, reverse_BL),
-            self.corrections(context), self.chances(context, own_BL),
-        )  # fmt: skip
+            self.corrections(context),
+            self.chances(context, own_BL),
+        )
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + chances.stay)

@@ -305,9 +305,13 @@ class Constrained(FillRule):
         is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
         label_BLK = self._labels(seen.weight, is_open_BL & is_greedy_B[:, None])
         return Places(
-            is_open_BL, is_text_BL, is_wild_BL, ~is_open_BL | is_greedy_B[:, None], class_BL,
+            is_open_BL,
+            is_text_BL,
+            is_wild_BL,
+            ~is_open_BL | is_greedy_B[:, None],
+            class_BL,
             jnp.where(is_open_BL[:, :, None], label_BLK, jnp.where(stands_BLK, 0.0, -jnp.inf)),
-        )  # fmt: skip
+        )
 
     def _messages(self, places: Places) -> jax.Array:
         """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
@@ -349,14 +353,20 @@ class Constrained(FillRule):
             now = _States(
                 jnp.where(is_text_B, drawn_B, states.drawn_B),
                 jnp.where(is_text_B, own_B, states.own_B),
-                states.fits_B & (fits_B | ~is_text_B), is_known_B,
-            )  # fmt: skip
+                states.fits_B & (fits_B | ~is_text_B),
+                is_known_B,
+            )
             return now, arc_B
 
         by_place = (
-            behind_LBS, wait_BLD.swapaxes(0, 1), places.label_BLK.swapaxes(0, 1),
-            places.class_BL.T, places.is_text_BL.T, places.is_open_BL.T, places.is_wild_BL.T,
-        )  # fmt: skip
+            behind_LBS,
+            wait_BLD.swapaxes(0, 1),
+            places.label_BLK.swapaxes(0, 1),
+            places.class_BL.T,
+            places.is_text_BL.T,
+            places.is_open_BL.T,
+            places.is_wild_BL.T,
+        )
         begin = _States(self.arcs.start, self.arcs.start, rows_B >= 0, rows_B >= 0)
         end, arc_LB = jax.lax.scan(forth, begin, by_place)
         return end.fits_B, arc_LB.T

@@ -175,9 +175,11 @@ class FillRule(Rule):
     def check_trace(cls, row: Any) -> None:
         if cls.sources is FillRule.sources:
             raise SettingError(
-                "fill", cls.name, "has no trace: it does not define the distributions of its draws",
+                "fill",
+                cls.name,
+                "has no trace: it does not define the distributions of its draws",
                 "use fill='parallel', or define sources()",
-            )  # fmt: skip
+            )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates. The proposal is undefined at positions that are not open."""

@@ -153,9 +153,12 @@ _FEW_TOKENS = 16
 
 
 SAMPLER_TEMPERATURE = Setting(
-    "sampler_temperature", 1.0,
-    "wavefront: divisor of the sampler head's logits before the chain", low=ABOVE_ZERO, high=1e6,
-)  # fmt: skip
+    "sampler_temperature",
+    1.0,
+    "wavefront: divisor of the sampler head's logits before the chain",
+    low=ABOVE_ZERO,
+    high=1e6,
+)
 
 
 @dataclass(frozen=True)
@@ -359,30 +362,50 @@ class Wavefront(FillRule):
     about = "in waves by the sampler head, given the neighbours"
     needs = ("head:sampler",)
 
-    ratio_B: jax.Array = per_row(Setting(
-        "sampler_min_neighbors_ratio", 0.01,
-        "wavefront, also in critic training: share of the holes without a filled neighbour that "
-        "start waves, in (0, 1]",
-        low=ABOVE_ZERO, high=1.0,
-    ))  # fmt: skip
-    density_power_B: jax.Array = per_row(Setting(
-        "sampler_ratio_by_density", 0.0,
-        "wavefront: exponent of the row's unfilled share, which scales sampler_min_neighbors_ratio",
-        low=0.0, high=16.0,
-    ))  # fmt: skip
-    is_spread_B: jax.Array = per_row(Setting(
-        "sampler_spread_seeds", False, "wavefront: spread the starting holes evenly over the row",
-    ))  # fmt: skip
-    is_alternating_B: jax.Array = per_row(Setting(
-        "sampler_even_odd", False,
-        "wavefront, also in critic training: fill the even positions of a wave before the odd ones",
-    ))  # fmt: skip
+    ratio_B: jax.Array = per_row(
+        Setting(
+            "sampler_min_neighbors_ratio",
+            0.01,
+            "wavefront, also in critic training: share of the holes without a filled neighbour "
+            "that start waves, in (0, 1]",
+            low=ABOVE_ZERO,
+            high=1.0,
+        )
+    )
+    density_power_B: jax.Array = per_row(
+        Setting(
+            "sampler_ratio_by_density",
+            0.0,
+            "wavefront: exponent of the row's unfilled share, which scales "
+            "sampler_min_neighbors_ratio",
+            low=0.0,
+            high=16.0,
+        )
+    )
+    is_spread_B: jax.Array = per_row(
+        Setting(
+            "sampler_spread_seeds",
+            False,
+            "wavefront: spread the starting holes evenly over the row",
+        )
+    )
+    is_alternating_B: jax.Array = per_row(
+        Setting(
+            "sampler_even_odd",
+            False,
+            "wavefront, also in critic training: fill the even positions of a wave "
+            "before the odd ones",
+        )
+    )
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
-    is_one_sided_B: jax.Array = per_row(Setting(
-        "sampler_one_sided", False,
-        "wavefront: fill holes between two tokens from the left, so that waves never meet; this "
-        "can double the number of waves",
-    ))  # fmt: skip
+    is_one_sided_B: jax.Array = per_row(
+        Setting(
+            "sampler_one_sided",
+            False,
+            "wavefront: fill holes between two tokens from the left, so that waves never meet; "
+            "this can double the number of waves",
+        )
+    )
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -474,9 +497,13 @@ def grown_from(
     def logits(candidates_BL: jax.Array, places_N: jax.Array) -> tuple[jax.Array, jax.Array]:
         left, right = (beside(candidates_BL, places_N, side) for side in (-1, 1))
         clean_NV = returned(
-            reader.output.read(head(left, right), places_N), network, "sampler_readout", "N, V",
-            (places_N.shape[0], network.vocab_size), jnp.float32,
-        )  # fmt: skip
+            reader.output.read(head(left, right), places_N),
+            network,
+            "sampler_readout",
+            "N, V",
+            (places_N.shape[0], network.vocab_size),
+            jnp.float32,
+        )
         divisor_N = temperature_B[places_N // num_positions]
         drawable_NV = jax.lax.cond(
             jnp.any(divisor_N != 1.0),

@@ -8,9 +8,8 @@ from dlm_jax.sampling.remask.renoise import Renoise
 from dlm_jax.sampling.remask.scheduled import Scheduled, ScheduledThreshold
 
 REMASK_RULES: Mapping[str, type[RemaskRule]] = {
-    rule.name: rule
-    for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
-}  # fmt: skip
+    rule.name: rule for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
+}
 """Remask rules, keyed by the value of ``remask``. The value ``none`` selects no rule."""
 
 __all__ = [

@@ -82,11 +82,12 @@ class RemdmConf(RemdmCap):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "remask", cls.name,
+            "remask",
+            cls.name,
             "has no trace: its probabilities depend on the parameters through tokens of earlier "
             "steps",
             "use remask='remdm_cap'",
-        )  # fmt: skip
+        )
 
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array

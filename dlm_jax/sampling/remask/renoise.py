@@ -24,24 +24,41 @@ RENOISE_TOKENS = ("space", "mask", "random")
 class Renoise(Rule):
     """Overwrites a randomly chosen part of the block's unfrozen tokens."""
 
-    start_B: jax.Array = per_row(Setting(
-        "renoise_start", 0.0, "re-noise: share of tokens overwritten before the first step",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    end_B: jax.Array = per_row(Setting(
-        "renoise_end", 0.0, "re-noise: share of tokens overwritten before the last step",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    kind_B: jax.Array = per_row(Setting(
-        "renoise", "space",
-        "re-noise: token written over other tokens before a forward pass: space, mask or random",
-        choices={name: name for name in RENOISE_TOKENS},
-    ))  # fmt: skip
-    schedule: str = static(Setting(
-        "renoise_schedule", "cosine",
-        "re-noise: linear or cosine interpolation between the two shares",
-        choices=SCHEDULES,
-    ))  # fmt: skip
+    start_B: jax.Array = per_row(
+        Setting(
+            "renoise_start",
+            0.0,
+            "re-noise: share of tokens overwritten before the first step",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    end_B: jax.Array = per_row(
+        Setting(
+            "renoise_end",
+            0.0,
+            "re-noise: share of tokens overwritten before the last step",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    kind_B: jax.Array = per_row(
+        Setting(
+            "renoise",
+            "space",
+            "re-noise: token written over other tokens before a forward pass: space, "
+            "mask or random",
+            choices={name: name for name in RENOISE_TOKENS},
+        )
+    )
+    schedule: str = static(
+        Setting(
+            "renoise_schedule",
+            "cosine",
+            "re-noise: linear or cosine interpolation between the two shares",
+            choices=SCHEDULES,
+        )
+    )
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -63,10 +80,11 @@ class Renoise(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "renoise_start", row.renoise_start, "has no trace, because it writes tokens that are "
-            "not drawn",
+            "renoise_start",
+            row.renoise_start,
+            "has no trace, because it writes tokens that are not drawn",
             "use renoise_start=0 and renoise_end=0, and remask instead",
-        )  # fmt: skip
+        )
 
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)

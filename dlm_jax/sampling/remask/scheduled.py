@@ -26,26 +26,44 @@ class Scheduled(RemaskRule):
     about = "remasks the share of tokens with the highest wrongness"
     log_prob = certain
 
-    start_B: jax.Array = per_row(Setting(
-        "remask_start", 0.95, "scheduled: initial share of remasked tokens, in [0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    end_B: jax.Array = per_row(Setting(
-        "remask_end", 0.05, "scheduled: share of tokens remasked before the last step, in [0, 1]",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    randomness_B: jax.Array = per_row(Setting(
-        "remask_randomness", 0.0,
-        "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at "
-        "random",
-        low=0.0, high=1.0,
-    ))  # fmt: skip
-    needs: tuple[str, ...] = static(Setting(
-        "remask_by", "confidence",
-        "scheduled: measure of wrongness: the probability of the token when it was drawn "
-        "(confidence), or the critic head on the filled text (critic), which costs a forward pass",
-        choices={"confidence": (), "critic": ("head:critic",)},
-    ))  # fmt: skip
+    start_B: jax.Array = per_row(
+        Setting(
+            "remask_start",
+            0.95,
+            "scheduled: initial share of remasked tokens, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    end_B: jax.Array = per_row(
+        Setting(
+            "remask_end",
+            0.05,
+            "scheduled: share of tokens remasked before the last step, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    randomness_B: jax.Array = per_row(
+        Setting(
+            "remask_randomness",
+            0.0,
+            "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at "
+            "random",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    needs: tuple[str, ...] = static(
+        Setting(
+            "remask_by",
+            "confidence",
+            "scheduled: measure of wrongness: the probability of the token when it was drawn "
+            "(confidence), or the critic head on the filled text (critic), which "
+            "costs a forward pass",
+            choices={"confidence": (), "critic": ("head:critic",)},
+        )
+    )
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -61,10 +79,11 @@ class Scheduled(RemaskRule):
         super().check_trace(row)
         if row.remask_randomness > 0:
             raise SettingError(
-                "remask_randomness", row.remask_randomness,
+                "remask_randomness",
+                row.remask_randomness,
                 "has no trace: the probability of its choice has no closed form",
                 "use remask_randomness=0",
-            )  # fmt: skip
+            )
 
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)

@@ -58,10 +58,12 @@ def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
 
 
 LOGIT_BIAS = Setting(
-    "logit_bias", (), "numbers added to the logits of ids, such as 12:-5,30:2; -inf bans an id",
+    "logit_bias",
+    (),
+    "numbers added to the logits of ids, such as 12:-5,30:2; -inf bans an id",
     parse=_pairs,
     hint=Mapping[int, float] | tuple[tuple[int, float], ...],
-)  # fmt: skip
+)
 
 
 @rule

@@ -23,10 +23,13 @@ from dlm_jax.settings import Setting, fact, per_row, rule
 _NUM_FITTED = 100
 
 MIROSTAT = Setting(
-    "mirostat", 0, "version of Mirostat, 1 or 2, which replaces the truncations and XTC; 0 "
-    "disables it",
-    low=0, high=2, remedy="use 0 (off), 1 or 2",
-)  # fmt: skip
+    "mirostat",
+    0,
+    "version of Mirostat, 1 or 2, which replaces the truncations and XTC; 0 disables it",
+    low=0,
+    high=2,
+    remedy="use 0 (off), 1 or 2",
+)
 MIROSTAT_TAU = Setting(
     "mirostat_tau",
     5.0,

@@ -28,9 +28,13 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 DRY_BREAKERS = Setting(
-    "dry_breakers", (), "ids that a repetition cannot contain", parse=_ids, activates=False,
+    "dry_breakers",
+    (),
+    "ids that a repetition cannot contain",
+    parse=_ids,
+    activates=False,
     hint=tuple[int, ...],
-)  # fmt: skip
+)
 
 
 @rule
@@ -43,28 +47,46 @@ class Penalties(LogitTransform):
     are those committed last.
     """
 
-    repetition_B: Array = per_row(Setting(
-        "repetition_penalty", 1.0,
-        "divisor (or factor, for negative logits) of the logits of seen tokens, > 0; 1 disables it",
-        low=1e-6, high=1e6, remedy="use 1.0 to disable it", aliases=("repeat_penalty",),
-    ))  # fmt: skip
-    frequency_B: Array = per_row(Setting(
-        "frequency_penalty", 0.0,
-        "number subtracted from a token's logit per occurrence; 0 disables it",
-        remedy="use 0.0 to disable it",
-    ))  # fmt: skip
-    presence_B: Array = per_row(Setting(
-        "presence_penalty", 0.0,
-        "number subtracted from the logit of every seen token; 0 disables it",
-        remedy="use 0.0 to disable it",
-    ))  # fmt: skip
-    last_n_B: Array = per_row(Setting(
-        "penalty_last_n", -1,
-        "number of newest tokens that count towards penalties; -1: the whole row with its prompt, "
-        "0: no penalties",
-        low=-1, remedy="use -1 for all tokens of the row or 0 to disable it", activates=False,
-        aliases=("repeat_last_n",),
-    ))  # fmt: skip
+    repetition_B: Array = per_row(
+        Setting(
+            "repetition_penalty",
+            1.0,
+            "divisor (or factor, for negative logits) of the logits of seen tokens, "
+            "> 0; 1 disables it",
+            low=1e-6,
+            high=1e6,
+            remedy="use 1.0 to disable it",
+            aliases=("repeat_penalty",),
+        )
+    )
+    frequency_B: Array = per_row(
+        Setting(
+            "frequency_penalty",
+            0.0,
+            "number subtracted from a token's logit per occurrence; 0 disables it",
+            remedy="use 0.0 to disable it",
+        )
+    )
+    presence_B: Array = per_row(
+        Setting(
+            "presence_penalty",
+            0.0,
+            "number subtracted from the logit of every seen token; 0 disables it",
+            remedy="use 0.0 to disable it",
+        )
+    )
+    last_n_B: Array = per_row(
+        Setting(
+            "penalty_last_n",
+            -1,
+            "number of newest tokens that count towards penalties; -1: the whole row with its "
+            "prompt, 0: no penalties",
+            low=-1,
+            remedy="use -1 for all tokens of the row or 0 to disable it",
+            activates=False,
+            aliases=("repeat_last_n",),
+        )
+    )
     vocab_size: int = fact("vocab_size")
 
     def is_active(self) -> Array:
@@ -113,24 +135,47 @@ class Dry(LogitTransform):
     with -1.
     """
 
-    multiplier_B: Array = per_row(Setting(
-        "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 disables it",
-        low=0.0, remedy="use 0.0 to disable it",
-    ))  # fmt: skip
-    base_B: Array = per_row(Setting(
-        "dry_base", 1.75, "base of the penalty's growth with the length of the repetition, >= 1",
-        low=1.0, high=1e6, activates=False,
-    ))  # fmt: skip
-    allowed_length_B: Array = per_row(Setting(
-        "dry_allowed_length", 2, "longest repetition without a penalty, >= 1",
-        low=1, remedy="use 2", activates=False,
-    ))  # fmt: skip
-    last_n_B: Array = per_row(Setting(
-        "dry_last_n", -1,
-        "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
-        low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to disable it",
-        activates=False, aliases=("dry_penalty_last_n",),
-    ))  # fmt: skip
+    multiplier_B: Array = per_row(
+        Setting(
+            "dry_multiplier",
+            0.0,
+            "weight of the penalty on repetitions, >= 0; 0 disables it",
+            low=0.0,
+            remedy="use 0.0 to disable it",
+        )
+    )
+    base_B: Array = per_row(
+        Setting(
+            "dry_base",
+            1.75,
+            "base of the penalty's growth with the length of the repetition, >= 1",
+            low=1.0,
+            high=1e6,
+            activates=False,
+        )
+    )
+    allowed_length_B: Array = per_row(
+        Setting(
+            "dry_allowed_length",
+            2,
+            "longest repetition without a penalty, >= 1",
+            low=1,
+            remedy="use 2",
+            activates=False,
+        )
+    )
+    last_n_B: Array = per_row(
+        Setting(
+            "dry_last_n",
+            -1,
+            "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
+            low=-1,
+            high=INT_LIMIT,
+            remedy="use -1 for the whole run or 0 to disable it",
+            activates=False,
+            aliases=("dry_penalty_last_n",),
+        )
+    )
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 
     def is_active(self) -> Array:

@@ -132,9 +132,14 @@ def _bits(x: Array, dtype: Any) -> Array:
 
 
 def _body(
-    table_ref: Any, logits_ref: Any, out_ref: Any, *spare: Array, tree: Any, dtypes: Any,
+    table_ref: Any,
+    logits_ref: Any,
+    out_ref: Any,
+    *spare: Array,
+    tree: Any,
+    dtypes: Any,
     vocab_size: int,
-) -> None:  # fmt: skip
+) -> None:
     from jax.experimental import pallas as pl
 
     own, is_real_N, is_grown_N = jax.tree.unflatten(tree, _unpacked(table_ref[...], dtypes))

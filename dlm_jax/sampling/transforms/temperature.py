@@ -36,19 +36,30 @@ def _temperature(setting: Setting) -> Setting:
     return dataclasses.replace(setting, parse=parse)
 
 
-TEMPERATURE = _temperature(Setting(
-    "temperature", 1.0,
-    "temperature of the draw: 0 takes the most likely token, otherwise in [1e-6, 1e6]; 1 is "
-    "neutral; applies to all steps unless temperature_end is also given",
-    low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 to disable it",
-    resets=("temperature_end",), aliases=("temp",),
-))  # fmt: skip
-TEMPERATURE_END = _temperature(Setting(
-    "temperature_end", -1.0,
-    "temperature of the last step (or of step n with n holes, if earlier), reached linearly; -1 "
-    "keeps the temperature constant",
-    low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
-))  # fmt: skip
+TEMPERATURE = _temperature(
+    Setting(
+        "temperature",
+        1.0,
+        "temperature of the draw: 0 takes the most likely token, otherwise in [1e-6, 1e6]; 1 is "
+        "neutral; applies to all steps unless temperature_end is also given",
+        low=0.0,
+        high=1e6,
+        remedy="use 0.0 for greedy or 1.0 to disable it",
+        resets=("temperature_end",),
+        aliases=("temp",),
+    )
+)
+TEMPERATURE_END = _temperature(
+    Setting(
+        "temperature_end",
+        -1.0,
+        "temperature of the last step (or of step n with n holes, if earlier), reached linearly; "
+        "-1 keeps the temperature constant",
+        low=-1.0,
+        high=1e6,
+        remedy="use -1 for the same temperature at every step",
+    )
+)
 
 
 class _Moving(Pointwise):
@@ -106,16 +117,28 @@ class DynamicTemperature(_Moving):
 
     name = "dynatemp"
     temperature_B: Array = per_row(TEMPERATURE)
-    delta_B: Array = per_row(Setting(
-        "dynatemp_range", 0.0,
-        "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
-        low=0.0, high=1e6, remedy="use 0.0 to disable it",
-    ))  # fmt: skip
-    exponent_B: Array = per_row(Setting(
-        "dynatemp_exponent", 1.0, "dynamic temperature: exponent of the relative entropy, > 0",
-        low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
-        aliases=("dynatemp_exp",),
-    ))  # fmt: skip
+    delta_B: Array = per_row(
+        Setting(
+            "dynatemp_range",
+            0.0,
+            "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
+            low=0.0,
+            high=1e6,
+            remedy="use 0.0 to disable it",
+        )
+    )
+    exponent_B: Array = per_row(
+        Setting(
+            "dynatemp_exponent",
+            1.0,
+            "dynamic temperature: exponent of the relative entropy, > 0",
+            low=ABOVE_ZERO,
+            high=1e6,
+            remedy="use 1.0",
+            activates=False,
+            aliases=("dynatemp_exp",),
+        )
+    )
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 
     @classmethod
@@ -162,7 +185,8 @@ class DynamicTemperature(_Moving):
 
 def _settings_of(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each row: the temperatures at the first and last step, and whether they are dynamic."""
-    first_B, last_B = (of_rows([getattr(row, name) for row in rows])
-                       for name in ("temperature", "temperature_end"))  # fmt: skip
+    first_B, last_B = (
+        of_rows([getattr(row, name) for row in rows]) for name in ("temperature", "temperature_end")
+    )
     is_dynamic_B = np.array([row.dynatemp_range > 0 and not is_greedy(row) for row in rows])
     return first_B, np.where(last_B < 0, first_B, last_B), is_dynamic_B

@@ -89,9 +89,11 @@ class LogitTransform(Rule):
         if cls.init is not LogitTransform.init and cls.is_used(row):
             name = next((s.name for s in cls.settings() if s.activates), cls.name)
             raise SettingError(
-                name, getattr(row, name, True), "has no trace, because it has state",
+                name,
+                getattr(row, name, True),
+                "has no trace, because it has state",
                 "leave it at its default",
-            )  # fmt: skip
+            )
 
     def init(self, num_rows: int) -> Any:
         """State before the first step; `()` if there is none."""

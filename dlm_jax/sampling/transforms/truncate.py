@@ -338,14 +338,21 @@ MAX_CANDIDATES = 64
 """Rows with a top-k up to this size run the rest of the chain on their candidates only."""
 
 MIN_KEEP = Setting(
-    "min_keep", 1, "minimum number of candidates that a truncation keeps, in [1, 64]",
-    low=1, high=MAX_CANDIDATES, remedy="use 1", activates=False,
-)  # fmt: skip
+    "min_keep",
+    1,
+    "minimum number of candidates that a truncation keeps, in [1, 64]",
+    low=1,
+    high=MAX_CANDIDATES,
+    remedy="use 1",
+    activates=False,
+)
 SAMPLER_TOP_P = Setting(
-    "sampler_top_p", 0.0,
+    "sampler_top_p",
+    0.0,
     "top_p for tokens that a sampler head draws; 0 uses top_p, 1 disables it",
-    low=0.0, high=1.0,
-)  # fmt: skip
+    low=0.0,
+    high=1.0,
+)
 
 
 class Truncation(Pointwise):
@@ -389,10 +396,16 @@ class TopP(Truncation):
     A token is dropped if the mass before it is >= p. The most likely token is always kept.
     """
 
-    p_B: Array = per_row(Setting(
-        "top_p", 1.0, "probability mass of the nucleus, in (0, 1]; 1 disables it",
-        low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
-    ))  # fmt: skip
+    p_B: Array = per_row(
+        Setting(
+            "top_p",
+            1.0,
+            "probability mass of the nucleus, in (0, 1]; 1 disables it",
+            low=ABOVE_ZERO,
+            high=1.0,
+            remedy="use 1.0 to disable it",
+        )
+    )
     min_keep_B: Array = per_row(MIN_KEEP)
     grown_p_B: Array = per_row(
         SAMPLER_TOP_P, column=lambda ps: np.array([p and max(p, 2e-38) for p in ps], np.float32)
@@ -431,11 +444,17 @@ class TypicalP(Truncation):
     Source: Meister et al. 2022, "Locally typical sampling".
     """
 
-    p_B: Array = per_row(Setting(
-        "typical_p", 1.0,
-        "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables it",
-        low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it", aliases=("typical", "typ_p"),
-    ))  # fmt: skip
+    p_B: Array = per_row(
+        Setting(
+            "typical_p",
+            1.0,
+            "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables it",
+            low=ABOVE_ZERO,
+            high=1.0,
+            remedy="use 1.0 to disable it",
+            aliases=("typical", "typ_p"),
+        )
+    )
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
@@ -465,11 +484,16 @@ class TypicalP(Truncation):
 class MinP(Truncation):
     """Keeps tokens with `p >= m * max(p)`; m = 0 disables it."""
 
-    p_B: Array = per_row(Setting(
-        "min_p", 0.0,
-        "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 disables it",
-        low=0.0, high=1.0, remedy="use 0.0 to disable it",
-    ))  # fmt: skip
+    p_B: Array = per_row(
+        Setting(
+            "min_p",
+            0.0,
+            "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 disables it",
+            low=0.0,
+            high=1.0,
+            remedy="use 0.0 to disable it",
+        )
+    )
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
@@ -486,11 +510,14 @@ class TopNSigma(Truncation):
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """
 
-    n_B: Array = per_row(Setting(
-        "top_n_sigma", 0.0,
-        "maximum distance below the largest logit, in standard deviations; <= 0 disables it",
-        remedy="use 0.0",
-    ))  # fmt: skip
+    n_B: Array = per_row(
+        Setting(
+            "top_n_sigma",
+            0.0,
+            "maximum distance below the largest logit, in standard deviations; <= 0 disables it",
+            remedy="use 0.0",
+        )
+    )
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:

@@ -27,15 +27,27 @@ class Xtc(Truncation):
     if P = 0 or t > 0.5.
     """
 
-    probability_B: Array = per_row(Setting(
-        "xtc_probability", 0.0,
-        "probability that XTC drops all top choices except the least likely one, in [0, 1]",
-        low=0.0, high=1.0, remedy="use 0.0 to disable it",
-    ))  # fmt: skip
-    threshold_B: Array = per_row(Setting(
-        "xtc_threshold", 0.1, "minimum probability of a top choice for XTC; above 0.5 disables it",
-        low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to disable it", activates=False,
-    ))  # fmt: skip
+    probability_B: Array = per_row(
+        Setting(
+            "xtc_probability",
+            0.0,
+            "probability that XTC drops all top choices except the least likely one, in [0, 1]",
+            low=0.0,
+            high=1.0,
+            remedy="use 0.0 to disable it",
+        )
+    )
+    threshold_B: Array = per_row(
+        Setting(
+            "xtc_threshold",
+            0.1,
+            "minimum probability of a top choice for XTC; above 0.5 disables it",
+            low=ABOVE_ZERO,
+            high=1.0,
+            remedy="use a value above 0.5 to disable it",
+            activates=False,
+        )
+    )
     min_keep_B: Array = per_row(MIN_KEEP)
 
     @classmethod
