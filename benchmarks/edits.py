@@ -88,10 +88,10 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
 def _tried(trials: int) -> Iterator[dict[str, Any]]:
     """Candidate settings: a pass over the draft, one edit per row, and a step."""
     gains = (0.0, 0.25, 0.5, 1.0)
-    for gain, lead_gain, other in itertools.product(gains, (0.2, 0.35), (0.0, -2.0)):
+    for gain, lead_gain in itertools.product(gains, (0.2, 0.35)):
         yield {
             "edit": True, "edit_scoring": "likelihood", "steps": 1, "edit_trials": trials,
-            "edit_gain": gain, "edit_lead_gain": lead_gain, "edit_replace_gain": other,
+            "edit_gain": gain, "edit_lead_gain": lead_gain,
             "threshold": 0.9, "max_length": 144, "batch_size": 64,
         }  # fmt: skip
 

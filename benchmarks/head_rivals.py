@@ -53,12 +53,7 @@ BOUNDS: dict[str, tuple[float, ...]] = {
 """Rules that commit sufficiently confident tokens, and the candidate bounds of each rule."""
 OWN: dict[str, dict[str, Any]] = {
     **{f"top-p {p}": {"sampler_top_p": p} for p in (0.99, 0.95, 0.9, 0.8)},
-    **{
-        f"ratio {ratio}, density to the {power:g}": {
-            "sampler_min_neighbors_ratio": ratio, "sampler_ratio_by_density": power,
-        }
-        for ratio, power in itertools.product(RATIOS[2:4], (1.0, 4.0))
-    },
+    **{f"ratio {ratio}": {"sampler_min_neighbors_ratio": ratio} for ratio in RATIOS[2:4]},
 }  # fmt: skip
 """Settings of the head, combined with those of *waves*."""
 REFINED: dict[str, Any] = FILLED | {"schedule": "linear", "remask": "scheduled"}

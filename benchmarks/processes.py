@@ -7,10 +7,10 @@
 
 ``steps``: a training step (loss and gradient) and a sampling step of `uniform` and `mixed`,
 compared with `masked` in alternating runs with equally many open positions. ``laws``: the distance
-between texts with corrector steps and their joint distribution, by enumeration. ``train`` and
+between texts and their joint distribution, by enumeration. ``train`` and
 ``repairs``: the shares of planted errors, which are uniformly random tokens, that models of the
 same size and training repair, and of true tokens that they change. Uniform and mixed models use
-their reverse steps from a low time; a masked model rewrites every token (``resample``).
+the steps of their process from a low time; a masked model rewrites every token (``resample``).
 """
 
 from __future__ import annotations
@@ -130,26 +130,22 @@ JOINT: dict[tuple[int, ...], float] = {
 """A law of texts of three letters, but for 0.01 of each of the eight, and divided by the sum."""
 
 
-def laws(reverse_steps: tuple[int, ...], correctors: tuple[int, ...]) -> None:
+def laws(steps: tuple[int, ...]) -> None:
     """Prints the total variation distances of a network that knows every conditional law."""
     table = np.zeros((27, 3, 3))
     table[..., 2] = -np.inf
-    print("| process | forwards | reverse steps | corrector steps after each | distance |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| process | steps | distance |")
+    print("| --- | --- | --- |")
     for name in PROCESSES:
         chain = Enumerated(table, name, 2, (0, 1))
         joint = np.array([JOINT.get(x, 0) + 0.01 if max(x) < 2 else 0 for x in chain.states])
         joint /= joint.sum()
-        for reverse in reverse_steps:
-            for number in correctors:
-                now, levels = chain.start(), np.linspace(1.0, 0.0, reverse + 1)
-                for v, to in itertools.pairwise(levels):
-                    now = chain.knowing(joint, v).step(now, v, to)
-                    for _ in range(number if to > 0 else 0):
-                        now = now @ chain.knowing(joint, to).corrector(to, 1)
-                far = 0.5 * np.abs(now - joint).sum()
-                forwards = reverse + number * (reverse - 1)
-                print(f"| {name} | {forwards} | {reverse} | {number} | {far:.4f} |", flush=True)
+        for number in steps:
+            now = chain.start()
+            for v, to in itertools.pairwise(np.linspace(1.0, 0.0, number + 1)):
+                now = chain.knowing(joint, v).step(now, v, to)
+            far = 0.5 * np.abs(now - joint).sum()
+            print(f"| {name} | {number} | {far:.4f} |", flush=True)
 
 
 TRAINED = (
@@ -192,10 +188,8 @@ def arms(process: str) -> list[dict[str, Any]]:
             for temperature in TEMPERATURES
         ]
     return [
-        {"posterior_start": start, "corrector_steps": correctors, "steps": FORWARDS,
-         "temperature": temperature}
+        {"posterior_start": start, "steps": FORWARDS, "temperature": temperature}
         for start in (0.05, 0.1, 0.2, 0.4)
-        for correctors in (0, 1)
         for temperature in TEMPERATURES
     ]  # fmt: skip
 
@@ -325,7 +319,7 @@ def main() -> None:
     if args.what == "steps":
         steps(args.sizes, args.vocab_sizes, args.rounds)
     elif args.what == "laws":
-        laws((2, 4, 8), (0, 1, 3))
+        laws((2, 4, 8))
     elif args.what == "train":
         train(args.out, args.num_steps)
     else:

@@ -305,7 +305,7 @@ UNCHECKED = {
     ("processes.md", "Repairs"): "trainings: python benchmarks/processes.py train",
     ("processes.md", "Heads"): "a training: python benchmarks/noise_heads.py train",
     ("processes.md", "Which process when"): "trainings: python benchmarks/which_process.py train",
-    ("processes.md", "Corrector steps"): "a test enumerates the laws: tests/sampling/commit",
+    ("processes.md", "Distance to the joint"): "a test enumerates the laws: tests/sampling/commit",
     ("distillation.md", "A Markov chain"):
         "minutes: python -m benchmarks.distillation markov",
     ("distillation.md", "Shakespeare"):

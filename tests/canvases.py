@@ -123,8 +123,6 @@ def make_state(
         steps_B=jnp.array([row.steps for row in full], jnp.int32),
         seed_B=jnp.array([row.seed for row in full], jnp.uint32),
         block_length_B=jnp.array([row.block_length for row in full], jnp.int32),
-        open_blocks_B=jnp.ones(len(full), jnp.int32),
-        open_share_B=jnp.ones(len(full), jnp.float32),
         guidance_B=jnp.array([row.guidance for row in full], jnp.float32),
         stops_at_eos_B=jnp.array([row.stop_at_eos for row in full]),
         resamples_B=jnp.array([row.resample for row in full]),

@@ -201,7 +201,6 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             sampler_even_odd=index % 4 > 1,
             sampler_one_sided=index % 3 == 1,
             sampler_temperature=(1.0, 0.6)[index % 2],
-            sampler_ratio_by_density=(0.0, 1.5)[index // 2 % 2],
             sampler_top_p=(0.0, 0.9, 0.5)[index % 3],
         ))
         for index in range(count)
@@ -233,8 +232,6 @@ def _near(setting: Setting, rng: np.random.Generator, index: int) -> Any:
 def _posterior(rng: np.random.Generator, index: int) -> dict[str, Any]:
     return {
         "posterior_start": float(rng.uniform(0.4, 1.0)),
-        "corrector_steps": index % 4,
-        "corrector_share": float(rng.uniform(0.05, 0.5)),
     }
 
 

@@ -2,8 +2,7 @@
 
 The first block starts at the first unfrozen position. A row's steps are divided among the blocks
 that have work (see `dlm_jax.sampling.state.work`), with the remainder in the first blocks. Unused
-steps of a block are dropped. Several open blocks are stored as a single block. The next block is
-appended to it when it opens, and finished blocks at its start are removed.
+steps of a block are dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.positions import place_of_largest
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.types import left_of
 
 T = TypeVar("T")
@@ -110,44 +108,6 @@ def next_block(
     holes_B = jnp.sum(is_hole_BL & following.holds(num_positions), axis=1)
     following = following._replace(first_holes_B=holes_B)
     return choose(is_any_B, following, block), is_any_B
-
-
-def joined(
-    block: CurrentBlock, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams
-) -> CurrentBlock:
-    """Removes finished blocks at the start, and opens the next block if possible.
-
-    The next block opens when a fraction ``open_share_B`` of the last open block is written, fewer
-    than ``open_blocks_B`` blocks are open, and the next block has holes (multi-block decoding as in
-    d3LLM, Qian et al. 2026). The steps and holes of the new block are added to the totals. Rows
-    with one block at a time, and rows without holes in their open blocks, do not change.
-    """
-    num_positions = is_hole_BL.shape[1]
-    place_1L = jnp.arange(num_positions)[None]
-    size_B = _size(row.block_length_B, is_hole_BL)
-    is_open_BL = is_hole_BL & block.holds(num_positions)
-    is_several_B = (row.open_blocks_B > 1) & jnp.any(is_open_BL, axis=1)
-    first_B = place_of_largest(is_open_BL)
-    begin_B = block.begin_B + (first_B - block.begin_B) // size_B * size_B
-    begin_B = jnp.where(is_several_B, begin_B, block.begin_B)
-    end_B = block.end_B
-    is_last_BL = (place_1L >= end_B[:, None] - size_B[:, None]) & (place_1L < end_B[:, None])
-    free_B = jnp.sum(is_free_BL & is_last_BL, axis=1)
-    done_B = free_B - jnp.sum(is_hole_BL & is_last_BL, axis=1)
-    wanted_B = jnp.floor(row.open_share_B * free_B + 1e-3).astype(jnp.int32)
-    is_next_BL = (place_1L >= end_B[:, None]) & (place_1L < (end_B + size_B)[:, None])
-    holes_B = jnp.sum(is_hole_BL & is_next_BL, axis=1)
-    opens_B = is_several_B & (done_B >= jnp.maximum(wanted_B, 1)) & (holes_B > 0)
-    opens_B &= end_B - begin_B < row.open_blocks_B * size_B
-    index_B = block.index_B + opens_B
-    steps_B = _share(row.steps_B, index_B, block.count_B)
-    return block._replace(
-        begin_B=begin_B,
-        end_B=end_B + opens_B * size_B,
-        steps_B=block.steps_B + opens_B * steps_B,
-        first_holes_B=block.first_holes_B + opens_B * holes_B,
-        index_B=index_B,
-    )
 
 
 def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Array:

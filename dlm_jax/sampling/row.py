@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.settings import (
-    ABOVE_ZERO,
     FINITE,
     Rule,
     Setting,
-    SettingError,
     fact,
     per_row,
     require,
@@ -58,26 +56,6 @@ class RowParams(Rule):
             low=0,
         )
     )
-    open_blocks_B: jax.Array = per_row(
-        Setting(
-            "open_blocks",
-            1,
-            "maximum number of open blocks; the next block opens when the share open_share of the "
-            "last one is written",
-            low=1,
-            high=64,
-        )
-    )
-    open_share_B: jax.Array = per_row(
-        Setting(
-            "open_share",
-            0.5,
-            "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
-            low=ABOVE_ZERO,
-            high=1.0,
-            activates=False,
-        )
-    )
     guidance_B: jax.Array = per_row(
         Setting(
             "guidance",
@@ -114,17 +92,6 @@ class RowParams(Rule):
     )
     ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
-
-    @classmethod
-    def check(cls, row: Any) -> None:
-        if row.open_blocks > 1 and row.refines:
-            raise SettingError(
-                "open_blocks",
-                row.open_blocks,
-                "closes a block without holes, although remask, resample, re-noise or edit would "
-                "still change it",
-                "use open_blocks=1",
-            )
 
 
 ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))

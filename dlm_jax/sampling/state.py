@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, joined, next_block
+from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.positions import place_of_largest
@@ -283,7 +283,6 @@ def end_step(
         block, is_work_BL, is_hole_BL, state.row.block_length_B, state.row.steps_B
     )
     again = block._replace(step_B=block.step_B + steps_B)
-    again = joined(again, is_hole_BL, ~canvas.frozen_BL, state.row)
 
     # The final tokens end at the first hole, or at the end of the last block that is over.
     behind_B = jnp.where(is_over_B, block.end_B, again.begin_B)

@@ -49,8 +49,6 @@ def _state(**changes):
         steps_B=jnp.full(ROWS, LENGTH - 1),
         seed_B=jnp.arange(5, 5 + ROWS, dtype=jnp.uint32),
         block_length_B=none_B,
-        open_blocks_B=jnp.ones(ROWS, jnp.int32),
-        open_share_B=jnp.ones(ROWS),
         guidance_B=jnp.zeros(ROWS),
         stops_at_eos_B=none_B > 0,
         resamples_B=none_B > 0,

@@ -128,28 +128,6 @@ class Enumerated:
         """``[V^L]``: law of the canvas at a level."""
         return sum(chance * self.shown(x, v) for x, chance in zip(self.states, joint, strict=True))
 
-    def corrector(self, v: float, moving: int) -> np.ndarray:
-        """``[V^L, V^L]``: a step at which that many positions are drawn given the others.
-
-        Where the noise cannot have made a token, nothing is known of it but that it may be noise.
-        """
-        alpha, c = self.at(v)
-        length = self.num_positions
-        own = np.zeros((len(self.states), length, self.vocab_size))
-        for number, z in enumerate(self.states):
-            for i, k in enumerate(z):
-                law = self.p[number, i] if c[k] > 0 else self.one_hot(k)
-                own[number, i] = alpha * law + c
-        subsets = list(itertools.combinations(range(length), moving))
-        found = np.zeros((len(self.states), len(self.states)))
-        for number, z in enumerate(self.states):
-            for subset in subsets:
-                laws = [
-                    own[number, i] if i in subset else self.one_hot(z[i]) for i in range(length)
-                ]
-                found[number] += functools.reduce(np.multiply.outer, laws).reshape(-1)
-        return found / len(subsets)
-
     def last(self, text: Sequence[int], v: float) -> float:
         """Mean of ``-ln p(x | z_v)`` of one step to level 0."""
         weight, total = self.shown(text, v), 0.0

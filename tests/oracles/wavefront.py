@@ -29,8 +29,7 @@ Measure = Callable[[np.ndarray, float], float]
 class Rule:
     """How a row is filled; `temperature` divides what is drawn from the sampler head, no score.
 
-    The share of seeds is ``ratio d ** density_power``, d being the share of the row's `length`
-    positions that are holes or open. `top_p` is the mass of the sampler head's tokens that are
+    `ratio` is the share of seeds. `top_p` is the mass of the sampler head's tokens that are
     drawn, after the division.
     """
 
@@ -39,8 +38,6 @@ class Rule:
     is_alternating: bool = False
     is_one_sided: bool = False
     temperature: float = 1.0
-    density_power: float = 0.0
-    length: int = 1
     top_p: float = 1.0
     banned: Collection[int] = ()
     context: int = 1
@@ -140,9 +137,7 @@ def choose_seeds(
         if n < len(order):
             gaps.append(sure[order[n - 1]] - sure[order[n]])
 
-    num_filled = sum(v and not o for v, o in zip(is_visible, is_open, strict=True))
-    density = (rule.length - num_filled) / rule.length
-    n = max(1, count_of_ratio(rule.ratio * density**rule.density_power, len(members)))
+    n = max(1, count_of_ratio(rule.ratio, len(members)))
     if rule.is_spread:
         for window in strata(members, n):
             pick(window, 1)

@@ -13,7 +13,7 @@ from canvases import ROWS, Row, holes
 from oracles import commit as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.sampling.blocks import first_block, joined, next_block
+from dlm_jax.sampling.blocks import first_block, next_block
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Status
 
@@ -132,26 +132,3 @@ def test_an_eos_that_was_given_before_the_holes_ends_nothing():
         assert Status(result.status) is Status.DONE
         if toy.EOS not in result.tokens[2:]:
             assert result.steps == 6 and toy.MASK not in result.tokens
-
-
-@pytest.mark.parametrize(
-    ("written", "share", "end"),
-    [(0, 0.0, 4), (1, 0.0, 8), (1, 0.5, 4), (2, 0.5, 8), (2, 0.75, 4), (3, 0.75, 8), (3, 1.0, 4)],
-)
-def test_the_next_block_opens_with_a_share_of_the_last_one_and_brings_its_steps(
-    written, share, end
-):
-    """Three blocks of 4 positions, 9 steps in all; the first block is open."""
-    row = canvases.make_state(
-        [Row(holes(12), steps=9, block_length=4)], positions=12
-    ).row  # fmt: skip
-    row = dataclasses.replace(
-        row, open_blocks_B=jnp.array([2]), open_share_B=jnp.array([share], jnp.float32)
-    )
-    is_free_BL = jnp.ones((1, 12), bool)
-    block, _ = first_block(is_free_BL, is_free_BL, jnp.array([0]), row.block_length_B, row.steps_B)
-    is_hole_BL = jnp.arange(12)[None] >= written
-    block = joined(block, is_hole_BL, is_free_BL, row)
-    assert (int(block.begin_B[0]), int(block.end_B[0])) == (0, end)
-    assert int(block.steps_B[0]) == 3 * end // 4
-    assert int(block.first_holes_B[0]) == end

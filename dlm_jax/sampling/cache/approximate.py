@@ -41,7 +41,6 @@ class Dual(CacheRule):
         )
     )
     block_length: int = reads("block_length", 0)
-    open_blocks: int = reads("open_blocks", 1)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -62,7 +61,7 @@ class Dual(CacheRule):
             )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        return (min(self.block_length * self.open_blocks, num_positions),)
+        return (min(self.block_length, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:
         """A window of the block, or of the block and all later positions."""

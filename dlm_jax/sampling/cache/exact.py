@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule
-from dlm_jax.settings import SettingError, fact, reads, require_values, rule
+from dlm_jax.settings import SettingError, fact, require_values, rule
 
 _NEEDS = {
     "order": ("left_to_right",),
     "schedule": ("linear",),
     "block_length": (0, 1),
-    "open_blocks": (1,),
     "resample": (False,),
     "remask": ("none",),
 }
@@ -46,7 +45,6 @@ class Exact(CacheRule):
 
     block_length: int = fact("block_length", 0)
     canvas_length: int = fact("canvas_length", 0)
-    open_blocks: int = reads("open_blocks", 1)
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -92,7 +90,7 @@ class Exact(CacheRule):
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         unit = self.block_length or self.canvas_length or 1
-        return (min(unit * self.open_blocks, num_positions),)
+        return (min(unit, num_positions),)
 
     def prefix(self, first: int) -> int:
         """Number of positions in whole blocks of the model; `first` for a causal model."""

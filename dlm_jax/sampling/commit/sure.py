@@ -27,7 +27,7 @@ from dlm_jax.sampling.commit.quotas import (
     Weighed,
     entropy,
 )
-from dlm_jax.settings import Setting, SettingError, per_row, rule, static
+from dlm_jax.settings import Setting, per_row, rule, static
 
 THRESHOLD = Setting(
     "threshold",
@@ -200,18 +200,6 @@ class JointThreshold(Confident):
         )
     )
     confidence: Measure = static(CONFIDENCE)
-
-    @classmethod
-    def check(cls, row: Any) -> None:
-        super().check(row)
-        if row.open_blocks > 1:
-            raise SettingError(
-                "open_blocks",
-                row.open_blocks,
-                "closes a block without holes, although order='joint_threshold' would still "
-                "rewrite it",
-                "use open_blocks=1",
-            )
 
     def select(
         self, state: Any, context: CommitContext, proposal: Proposal

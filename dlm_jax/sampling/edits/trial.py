@@ -119,15 +119,6 @@ class Likelihood(EditRule):
             high=1e6,
         )
     )
-    replace_gain_B: jax.Array = per_row(
-        Setting(
-            "edit_replace_gain",
-            0.0,
-            "likelihood: score bonus of a replacement in nats",
-            low=-1e6,
-            high=1e6,
-        )
-    )
     num_trials: int = static(
         Setting(
             "edit_trials",
@@ -176,7 +167,7 @@ class Likelihood(EditRule):
             [
                 jnp.where(goes_BL, misfit_BL, -jnp.inf),
                 jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
-                jnp.where(is_swap_BL, lead_BL + self.replace_gain_B[:, None], -jnp.inf),
+                jnp.where(is_swap_BL, lead_BL, -jnp.inf),
             ],
             axis=2,
         )
@@ -209,9 +200,7 @@ class Likelihood(EditRule):
         insert_KBL, delete_KBL = tried.edits.insert_gap_BL, tried.edits.delete_BL
         lead_BL, misfit_BL = _leads(context)
         own_KBL = jnp.where(insert_KBL, lead_BL, jnp.where(delete_KBL, misfit_BL, 0.0))
-        is_replaced_KB = jnp.any(insert_KBL & delete_KBL, axis=2)
         gain_KB = tried.gain_KB + self.lead_gain_B[None] * jnp.sum(own_KBL, axis=2)
-        gain_KB += self.replace_gain_B[None] * is_replaced_KB
         kind_KB = jnp.any(insert_KBL, axis=2) * (1 + jnp.any(delete_KBL, axis=2))
         there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))
         liked_KB = _liked(jnp.max(there_KBL, axis=2), kind_KB)

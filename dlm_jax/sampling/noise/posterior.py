@@ -4,10 +4,6 @@ Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, whe
 lower to keep more of a draft. At each open position, ``z_s`` is drawn from ``q(z_s | z_t, x)``,
 with the model's predicted distribution in place of x (Schiff et al. 2024, UDLM, equation 15; von
 Rutte et al. 2025, GIDD, section 3.3).
-
-With corrector steps, reverse steps alternate with steps that remain at their noise level: a few
-positions are drawn anew so that the noised text keeps its distribution (predictor-corrector,
-Campbell et al. 2022, section 4.4; by Gibbs steps, Zhao et al. 2024, section 4).
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from dlm_jax.settings import (
     static,
 )
 
-_KIND_SALT, _NOISE_SALT, _PLACE_SALT, _WRONG_SALT = 0x6B696E64, 0x6D61736B, 0x706C6163, 0x77726F6E
+_KIND_SALT, _NOISE_SALT, _WRONG_SALT = 0x6B696E64, 0x6D61736B, 0x77726F6E
 
 
 class NoiseProcess(Protocol):
@@ -63,20 +59,6 @@ class Chances(NamedTuple):
     stay: jax.Array
 
 
-class StepPlace(NamedTuple):
-    """The place of a step among the reverse steps and the corrector steps of its block, ``[B]``.
-
-    Attributes:
-      done: number of reverse steps before this step, without the last one for a corrector step.
-      number: total number of reverse steps.
-      corrects: True for corrector steps.
-    """
-
-    done: jax.Array
-    number: jax.Array
-    corrects: jax.Array
-
-
 @rule
 class Posterior(NoiseRule):
     """Samples the outcome of a reverse step at each open position: the token, a candidate or noise.
@@ -91,11 +73,7 @@ class Posterior(NoiseRule):
     otherwise 0. With a fill in waves, the candidates are a joint draw of x. With the critic, which
     predicts the probability w that z is wrong, x is the candidate with probability ``min(1, w /
     (1 - p(z)))``, and otherwise z. If w is at most ``1 - p(z)``, x differs from z with probability
-    w. If the critic is exact, outcomes have the same distribution as without it. Corrector steps do
-    not use the critic, but count its forward pass.
-
-    Of the S steps of a block, the first and the last are reverse steps, and at most
-    ``corrector_steps_B`` corrector steps precede every reverse step but the first.
+    w. If the critic is exact, outcomes have the same distribution as without it.
     """
 
     about = "reverse steps of the noise process; any token can change until the end"
@@ -107,29 +85,6 @@ class Posterior(NoiseRule):
             1.0,
             "order=posterior: time of the first step, in (0, 1]; below 1, a draft keeps most of "
             "its tokens",
-            low=ABOVE_ZERO,
-            high=1.0,
-            activates=False,
-        )
-    )
-    corrector_steps_B: jax.Array = per_row(
-        Setting(
-            "corrector_steps",
-            0,
-            "order=posterior: corrector steps after each reverse step, which count "
-            "as steps; 0 is off",
-            low=0,
-            high=10_000,
-            activates=False,
-        )
-    )
-    corrector_share_B: jax.Array = per_row(
-        Setting(
-            "corrector_share",
-            0.1,
-            "order=posterior: share of the open positions that a corrector step draws anew, in "
-            "(0, 1], at least one; drawing one leaves the distribution of noised texts exactly "
-            "invariant",
             low=ABOVE_ZERO,
             high=1.0,
             activates=False,
@@ -214,62 +169,20 @@ class Posterior(NoiseRule):
         kept_BL = then.clean * own_BL + of_current(noise, then.mask, then.text)
         return Chances(fresh_BL * then.clean, fresh_BL * (1.0 - then.clean), ratio_B1 * kept_BL)
 
-    def corrections(self, context: NoiseContext) -> Chances:
-        """The `Chances` of a corrector step, which add up to 1.
-
-        The bound of the process is lowest if the model predicts the distribution p of a clean token
-        given all other positions. The noised token then has the distribution ``alpha p + c``, from
-        which a Gibbs step redraws it. A token that the noise cannot produce is replaced by noise
-        with the probability of noise and otherwise stays, which also satisfies detailed balance.
-        """
-        noise = context.noise
-        level = self._shares(self._levels(context)[1])
-        moves_BL = self._moving(context).astype(jnp.float32)
-        is_noise_BL = of_current(noise, level.mask, level.text) > 0
-        data_BL = moves_BL * jnp.where(is_noise_BL, level.clean, 0.0)
-        noise_BL = moves_BL * (1.0 - level.clean)
-        return Chances(data_BL, noise_BL, 1.0 - data_BL - noise_BL)
-
-    def _moving(self, context: NoiseContext) -> jax.Array:
-        """True at the evenly spaced positions that a corrector step draws. The first one is random.
-
-        Positions drawn in the same step are independent, but neighbours depend most on each other.
-        """
-        is_open_BL = context.is_open_BL
-        open_B = jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
-        count_B = jnp.maximum(jnp.round(self.corrector_share_B * open_B).astype(jnp.int32), 1)
-        first_B = jnp.floor(uniform(salted(context.key_B, _PLACE_SALT), 1)[:, 0] * open_B)
-        place_BL = jnp.cumsum(is_open_BL, axis=1) - 1 - first_B.astype(jnp.int32)[:, None]
-        place_BL, apart_B1 = place_BL % open_B[:, None], (open_B // count_B)[:, None]
-        is_due_BL = (place_BL % apart_B1 == 0) & (place_BL // apart_B1 < count_B[:, None])
-        return is_open_BL & is_due_BL
-
     def _shares(self, level_B: jax.Array) -> Any:
         return jax.tree.map(lambda share_B: share_B[:, None], self.process.shares(level_B))
 
-    def _turn(self, context: NoiseContext) -> StepPlace:
-        period_B = 1 + self.corrector_steps_B.astype(jnp.int32)
-        last_B = context.steps_B - 1
-        rest_B = jnp.maximum(last_B - context.step_B, 0)
-        number_B = 1 + -(-last_B // period_B)
-        corrects_B = (context.step_B > 0) & (rest_B % period_B != 0)
-        return StepPlace(number_B - 1 - -(-rest_B // period_B), number_B, corrects_B)
-
     def _levels(self, context: NoiseContext) -> tuple[jax.Array, jax.Array]:
-        """Noise levels at the start and at the end of the reverse step, ``[B]`` each. A corrector
-        step remains at the second level.
-        """
-        turn = self._turn(context)
-        number_B = turn.number.astype(jnp.float32)
-        t_B = self.start_B * (1.0 - turn.done / number_B)
-        s_B = self.start_B * jnp.maximum(1.0 - (turn.done + 1) / number_B, 0.0)
+        """Noise levels at the start and at the end of the step, ``[B]`` each."""
+        steps_B = context.steps_B.astype(jnp.float32)
+        t_B = self.start_B * (1.0 - context.step_B / steps_B)
+        s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
         return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
     def _outcome(self, context: NoiseContext, proposal: Proposal) -> tuple[jax.Array, jax.Array]:
         """The outcome ``[B, L]``: 0 for the clean token, 1 for new noise, 2 for the current token;
         and True where the clean token is the candidate, not the current token.
         """
-        corrects_B1 = self._turn(context).corrects[:, None]
         own_BL = proposal.confidence_BL
         is_candidate_BL = jnp.ones(own_BL.shape, bool)
         if context.wrong_BL is not None:
@@ -278,12 +191,7 @@ class Posterior(NoiseRule):
             is_candidate_BL |= context.noise.is_mask_BL
             is_same_BL = proposal.tokens_BL == context.noise.tokens_BL
             own_BL = (is_same_BL | ~is_candidate_BL).astype(jnp.float32)
-            is_candidate_BL |= corrects_B1
-        chances = jax.tree.map(
-            lambda corrected_BL, reverse_BL: jnp.where(corrects_B1, corrected_BL, reverse_BL),
-            self.corrections(context),
-            self.chances(context, own_BL),
-        )
+        chances = self.chances(context, own_BL)
         upto_BL = chances.data + chances.noise
         drawn_BL = uniform(salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + chances.stay)

@@ -44,14 +44,6 @@ NEVER = 2**30
 """A distance that is larger than any canvas."""
 
 
-def by_density(
-    ratio_B: jax.Array, power_B: jax.Array, is_seen_BL: jax.Array, length_B: jax.Array
-) -> jax.Array:
-    """``ratio d ** power``, where d is the fraction of the row's positions that are not seen."""
-    density_B = 1.0 - is_seen_BL.sum(1) / jnp.maximum(length_B, 1)
-    return ratio_B * jnp.where(power_B == 0, 1.0, density_B**power_B)
-
-
 def bootstrap(
     is_far_BL: jax.Array,
     sureness_BL: jax.Array,
@@ -212,7 +204,6 @@ def wavefront_fill(
     is_open_BL: jax.Array,
     length_B: jax.Array | None = None,
     ratio: ArrayLike = 0.01,
-    density_power: ArrayLike = 0.0,
     is_spread: ArrayLike = False,
     is_alternating: ArrayLike = False,
     is_one_sided: ArrayLike = False,
@@ -244,7 +235,6 @@ def wavefront_fill(
       length_B: int32, number of live positions in each row; None if all are live.
       ratio: ``[B]`` in (0, 1], the share of positions without a visible token at either end of
         their run that start waves, at least one.
-      density_power: ``[B]``, exponent of the row's unfilled share, which scales `ratio`; 0 is off.
       is_spread: ``[B]``, True to spread starting positions evenly over the row.
       is_alternating: ``[B]``, True to fill the even positions of a wave before the odd ones.
       is_one_sided: ``[B]``, True to fill runs between two tokens from the left.
@@ -282,9 +272,9 @@ def wavefront_fill(
     if is_seen_BL is None:
         is_seen_BL = live_positions(length_B, num_positions)
     is_seen_BL &= ~is_open_BL
-    ratio_B, power_B, is_spread_B, is_alternating_B, is_one_sided_B, temperature_B = (
+    ratio_B, is_spread_B, is_alternating_B, is_one_sided_B, temperature_B = (
         jnp.broadcast_to(value, (num_rows,))
-        for value in (ratio, density_power, is_spread, is_alternating, is_one_sided, temperature)
+        for value in (ratio, is_spread, is_alternating, is_one_sided, temperature)
     )
     if draw is None:
         if preference_BL is None:
@@ -317,7 +307,6 @@ def wavefront_fill(
     unread_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
     is_read_BL = is_far_BL if is_read_BL is None else is_far_BL | is_read_BL
     draws, sureness_BL = fold(is_read_BL, reader.chunk, read, (draws, unread_BL))
-    ratio_B = by_density(ratio_B, power_B, is_seen_BL, length_B)
     is_first_BL = jax.lax.cond(
         jnp.any(is_far_BL),
         lambda: bootstrap(is_far_BL, sureness_BL, ratio_B, is_spread_B, preference_BL),
@@ -372,16 +361,6 @@ class Wavefront(FillRule):
             high=1.0,
         )
     )
-    density_power_B: jax.Array = per_row(
-        Setting(
-            "sampler_ratio_by_density",
-            0.0,
-            "wavefront: exponent of the row's unfilled share, which scales "
-            "sampler_min_neighbors_ratio",
-            low=0.0,
-            high=16.0,
-        )
-    )
     is_spread_B: jax.Array = per_row(
         Setting(
             "sampler_spread_seeds",
@@ -428,7 +407,6 @@ class Wavefront(FillRule):
             is_read_BL=is_read_BL,
             length_B=wanted.length_B,
             ratio=self.ratio_B,
-            density_power=self.density_power_B,
             is_spread=self.is_spread_B,
             is_alternating=self.is_alternating_B,
             is_one_sided=self.is_one_sided_B,

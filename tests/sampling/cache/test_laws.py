@@ -24,7 +24,6 @@ from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
-from dlm_jax.types import Status
 
 UNIT = 4
 MODELS = {
@@ -226,52 +225,6 @@ def test_forwards_and_positions_are_those_of_the_formulas():
     assert int(counters.positions[0]) == 5 + 11
     result, counters = _run("causal", rows, **_without(CASES["causal-exact"]))
     assert (result[0].forwards, int(counters.positions[0])) == (11, 0)
-
-
-def _open_blocks(tokens, committed, num_open, share):
-    """Blocks open at each step, by the rule of `OPEN_SHARE`, replayed from what was committed."""
-    first = tokens.index(toy.MASK) // UNIT
-    blocks = {b: [p for p in range(len(tokens)) if p // UNIT == b and tokens[p] == toy.MASK]
-              for b in range(first, -(-len(tokens) // UNIT))}  # fmt: skip
-    is_left = {b: set(places) for b, places in blocks.items()}
-    found, now = [], [first]
-    for step in range(max(committed) + 1):
-        found.append(tuple(now))
-        for b in now:
-            is_left[b] -= {p for p in blocks[b] if committed[p] == step}
-        last = now[-1]
-        done = len(blocks[last]) - len(is_left[last])
-        if not any(is_left[b] for b in now):
-            now = [last + 1]
-            continue
-        while not is_left[now[0]]:
-            now = now[1:]
-        is_room = len(now) < num_open and last + 1 in blocks
-        if is_room and done >= max(1, int(share * len(blocks[last]) + 1e-3)):
-            now = [*now, last + 1]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["low_confidence", "threshold"])
-def test_several_blocks_are_open_as_the_formula_says_with_a_cache_and_without(order):
-    settings = {"cache": "exact", "block_length": UNIT, "order": order, "open_blocks": 3}
-    settings |= {"threshold": 0.3, "chain": ("temperature",)}
-    rows = _rows(6)
-    for place, row in enumerate(rows):
-        row["open_share"] = (0.25, 0.5, 1.0, 0.1)[place % 4]
-    ours, _ = _run("block_causal", rows, **settings)
-    theirs, _ = _run("block_causal", rows, **_without(settings))
-    _same_up_to_rounding(ours, theirs, forwards=False)
-    several = 0
-    for row, result in zip(rows, ours, strict=True):
-        assert Status(result.status) is Status.DONE
-        opened = _open_blocks(row["tokens"], result.committed, 3, row["open_share"])
-        for step, now in enumerate(opened):
-            mine = {p // UNIT for p, s in enumerate(result.committed) if s == step}
-            assert mine <= set(now)
-            several += bool(mine - {now[0]})
-    assert several > 3
 
 
 @pytest.mark.slow

@@ -1,13 +1,9 @@
 """What may commit alone, and what a rule with two thresholds takes and rewrites."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import CommitContext, JointThreshold, Proposal, Threshold
 from dlm_jax.sampling.commit.commit_rule import log_odds_of
 
@@ -71,9 +67,3 @@ def test_written_tokens_give_way_to_another_that_is_sure_enough_and_given_ones_d
             if sure[row, place] > 0.5 and tokens[row, place] != written[row, place]
         }  # fmt: skip
         assert set(np.flatnonzero(chosen[row])) == wanted
-
-
-def test_blocks_that_are_left_behind_are_not_rewritten():
-    sample = SampleConfig(order="joint_threshold", block_length=4)
-    with pytest.raises(ValueError, match="open_blocks=2"):
-        dataclasses.replace(sample, open_blocks=2)

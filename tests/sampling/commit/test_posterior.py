@@ -108,56 +108,6 @@ def knowing(name: str, v: float) -> Enumerated:
     return oracle(name, 1.0).knowing(joint(), v)
 
 
-def levels_of(reverse: int, correctors: int) -> list[tuple[float, float]]:
-    """Levels before and after each step; those of a corrector step are equal."""
-    found = []
-    for v, to in itertools.pairwise(np.linspace(1.0, 0.0, reverse + 1)):
-        found += [(v, to)] + [(to, to)] * (correctors if to > 0 else 0)
-    return found
-
-
-def corrected_law(name: str, levels: list[tuple[float, float]], moving: int) -> np.ndarray:
-    """The law of the texts of a network that knows all posteriors, ``[27]``."""
-    now = oracle(name, 1.0).start()
-    for v, to in levels:
-        chain = knowing(name, v)
-        now = now @ chain.corrector(v, moving) if v == to else chain.step(now, v, to)
-    return now
-
-
-@pytest.mark.parametrize("name", PROCESSES)
-def test_corrector_steps_leave_noised_texts_as_they_are_and_bring_texts_nearer_to_the_joint(name):
-    for v in (0.25, 0.8):
-        chain = knowing(name, v)
-        noised = chain.noised(joint(), v)
-        flow = noised[:, None] * chain.corrector(v, 1)
-        np.testing.assert_allclose(flow, flow.T, atol=1e-12)
-        # Positions that move together do not know of each other.
-        assert abs(noised @ chain.corrector(v, 3) - noised).sum() > 1e-2
-    for reverse, correctors in ((2, 2), (4, 2), (8, 1)):
-        law = corrected_law(name, levels_of(reverse, correctors), 1)
-        alone = corrected_law(name, levels_of(reverse, 0), 1)
-        assert abs(law - joint()).sum() < abs(alone - joint()).sum()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "mixed" else pytest.param(name, marks=pytest.mark.slow) for name in PROCESSES],
-)
-def test_texts_with_corrector_steps_follow_the_law_of_the_enumerated_chain(name):
-    for reverse, correctors, moving in ((2, 3, 1), (4, 1, 2), (8, 1, 1)):
-        levels = levels_of(reverse, correctors)
-        law = corrected_law(name, levels, moving)
-        tables = [log_table(knowing(name, v)) for v, _ in levels]
-        counts = written(
-            name, (MASK,) * enumerable.LENGTH, tables, steps=len(levels),
-            corrector_steps=correctors, corrector_share=moving / 3,
-        )  # fmt: skip
-        assert p_value(counts, law) > 1e-3
-        if moving == 2 and name != "masked":  # the test would tell
-            assert p_value(counts, corrected_law(name, levels, 1)) < 1e-3
-
-
 def log_table(chain: Enumerated):
     """The logits of `enumerable.NETWORK` of these distributions."""
     table = np.full((27, 3, enumerable.V), -1e9, np.float32)
@@ -284,8 +234,8 @@ def knowing_beside(name: str, v: float):
 def test_texts_in_waves_follow_the_joint_law_in_any_number_of_steps(name):
     """Candidates are a joint draw of the clean text, which leaves reverse steps without error."""
     model = with_heads()
-    for reverse, correctors, moving in ((1, 0, 1), (2, 0, 1), (3, 1, 3)):
-        levels = levels_of(reverse, correctors)
+    for reverse in (1, 2, 3):
+        levels = list(itertools.pairwise(np.linspace(1.0, 0.0, reverse + 1)))
         told = [
             {"table": log_table(oracle(name, 1.0).knowing(markov(), v)),
              "beside": knowing_beside(name, v)}
@@ -293,12 +243,11 @@ def test_texts_in_waves_follow_the_joint_law_in_any_number_of_steps(name):
         ]  # fmt: skip
         counts = written(
             name, (MASK,) * 3, told, steps=len(levels), fill="wavefront", model=model,
-            corrector_steps=correctors, corrector_share=moving / 3,
         )  # fmt: skip
         assert p_value(counts, markov()) > 1e-3
         # Independent candidates follow another law.
         alone = oracle(name, 1.0).start()
-        for v, to in levels_of(reverse, 0):
+        for v, to in levels:
             alone = oracle(name, 1.0).knowing(markov(), v).step(alone, v, to)
         assert p_value(counts, alone) < 1e-3
 
@@ -321,41 +270,15 @@ def _rule_and_context(settings: list[dict], places: int = 3, *, process="uniform
 
 
 @pytest.mark.parametrize("start_time", [1.0, 0.4])
-def test_levels_fall_evenly_over_the_reverse_steps_and_correctors_stay_between_the_last_of_them(
-    start_time,
-):
-    """From the last step backwards every step behind `c` correctors is a reverse step."""
-    cases = [(s, c, i) for s in range(1, 8) for c in range(4) for i in range(s)]
+def test_levels_fall_evenly_over_the_steps(start_time):
+    cases = [(steps, step) for steps in range(1, 8) for step in range(steps)]
     settings = [
-        {"order": "posterior", "steps": s, "corrector_steps": c, "posterior_start": start_time}
-        for s, c, _ in cases
+        {"order": "posterior", "steps": steps, "posterior_start": start_time} for steps, _ in cases
     ]
-    steps_B, step_B = (jnp.array([case[at] for case in cases]) for at in (0, 2))
+    steps_B, step_B = jnp.array(cases).T
     rule, context = _rule_and_context(settings, step_B=step_B, steps_B=steps_B)
-    expected = []
-    for s, c, i in cases:
-        reverse = sorted({0, *range(s - 1, -1, -(c + 1))})
-        times = np.linspace(start_time, 0.0, len(reverse) + 1)
-        done = sum(step <= i for step in reverse)
-        expected.append((times[done - 1], times[done]))
-    found = np.stack(rule._levels(context), axis=1)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-def test_a_corrector_step_draws_a_token_anew_where_noise_can_write_it_and_else_writes_noise():
-    settings = {"order": "posterior", "steps": 4, "corrector_steps": 2, "corrector_share": 1.0}
-    noise = NoisyCanvas(
-        jnp.array([[0, 1, 1]]), jnp.zeros((1, 3), bool), jnp.array([[True, False, True]]),
-        jnp.zeros((1, 3), jnp.int32), jnp.array([2]), MASK,
-    )  # fmt: skip
-    rule, context = _rule_and_context(
-        [settings], step_B=jnp.array([1]), steps_B=jnp.array([4]), noise=noise
-    )
-    # The second of two reverse steps goes from 1/2 to 0, so the corrector steps are at 1/2.
-    data, noise, stay = (np.asarray(x)[0] for x in rule.corrections(context))
-    np.testing.assert_allclose(data, [0.5, 0.0, 0.5], atol=1e-6)
-    np.testing.assert_allclose(noise, 0.5, atol=1e-6)
-    np.testing.assert_allclose(stay, [0.0, 0.5, 0.0], atol=1e-6)
+    times = [np.linspace(start_time, 0.0, steps + 1)[step : step + 2] for steps, step in cases]
+    np.testing.assert_allclose(np.stack(rule._levels(context), axis=1), times, atol=1e-6)
 
 
 def test_a_block_ends_where_its_likeliest_tokens_repeat_and_the_mean_entropy_is_low():
@@ -490,7 +413,6 @@ def test_noise_of_no_step_is_an_id_that_a_row_bans(order):
         ({"structure": "[a-c]+"}, "is not supported with"),
         ({"read_back": True}, "order='posterior' writes tokens without host samplers"),
         ({"trace": True}, "order='posterior' has no trace"),
-        ({"open_blocks": 2}, "open_blocks=2"),
         ({"posterior_start": 0.0}, "posterior_start=0.0 is outside (0, 1]"),
     ],
 )

@@ -24,7 +24,6 @@ from dlm_jax.sampling.propose import (
     Wanted,
     Wavefront,
 )
-from dlm_jax.sampling.propose.wavefront import by_density
 from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
 from dlm_jax.types import Network
 
@@ -100,7 +99,6 @@ class Canvas(NamedTuple):
     is_alternating_B: Any
     temperature_B: Any
     is_one_sided_B: Any
-    density_power_B: Any
     sampler_top_p_B: Any
 
 
@@ -129,7 +127,6 @@ def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
         "is_alternating_B": np.zeros(num_rows, bool),
         "temperature_B": np.ones(num_rows),
         "is_one_sided_B": np.zeros(num_rows, bool),
-        "density_power_B": np.zeros(num_rows),
         "sampler_top_p_B": np.zeros(num_rows),
     }
     return Canvas(**every | changes)
@@ -174,7 +171,6 @@ def _random_canvas(seed: int, chain_temperature: float = GREEDY) -> Canvas:
         temperature_B=rng.choice([1.0, 0.6, 1.7], ROWS),
         guidance_B=rng.choice([0.0, 0.0, 0.5], ROWS),
         is_one_sided_B=rng.random(ROWS) < 0.4,
-        density_power_B=rng.choice([0.0, 0.0, 0.5, 2.0], ROWS),
         sampler_top_p_B=rng.choice([0.0, 1.0, 0.3, 0.8], ROWS),
     )
 
@@ -201,7 +197,6 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
         is_alternating_B=canvas.is_alternating_B,
         temperature_B=canvas.temperature_B,
         is_one_sided_B=canvas.is_one_sided_B,
-        density_power_B=canvas.density_power_B,
     )
     output = TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B)
     writer = CandidateWriter(
@@ -281,8 +276,6 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
             is_alternating=canvas.is_alternating_B[row],
             is_one_sided=canvas.is_one_sided_B[row],
             temperature=canvas.temperature_B[row],
-            density_power=canvas.density_power_B[row],
-            length=int((canvas.tokens_BL[row] != toy.PAD).sum()),
             top_p=canvas.sampler_top_p_B[row] or 1.0,
             banned=BANNED,
             context=reach,
@@ -497,12 +490,3 @@ def test_no_array_holds_logits_of_the_whole_canvas():
     sizes = [np.prod(shape) for shape in shapes if vocab_size in shape]
     assert len(sizes) > 100
     assert max(sizes) <= chunk * vocab_size
-
-
-def test_the_share_that_begins_falls_with_the_share_of_the_row_that_is_not_filled():
-    is_seen_BL = np.arange(12)[None] < np.array([0, 3, 9, 9, 12])[:, None]
-    length_B = np.array([12, 12, 12, 10, 12])
-    power_B = np.array([1.0, 2.0, 1.0, 0.5, 0.0])
-    share_B = by_density(jnp.full(5, 0.4), power_B, is_seen_BL, length_B)
-    expected = [0.4, 0.4 * 0.75**2, 0.4 * 0.25, 0.4 * 0.1**0.5, 0.4]
-    np.testing.assert_allclose(share_B, expected, rtol=1e-6)
