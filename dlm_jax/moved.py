@@ -26,10 +26,16 @@ _DECIDE = "it is a flag of python -m dlm_jax.contrib.decide"
 _OTHERS = {
     "cache_margin": "it was removed; use cache_refresh",
     "calibration": _DECIDE,
+    "corrector_share": "it was removed; use more steps",
+    "corrector_steps": "it was removed; use more steps",
     "edit_hidden": "it was removed; whole texts are compared",
+    "edit_replace_gain": "it was removed; use edit_gain",
     "edit_token_gain": "it was removed; use edit_gain",
     "fit": _DECIDE,
     "labelled": _DECIDE,
+    "open_blocks": "it was removed; use a larger block_length",
+    "open_share": "it was removed; use a larger block_length",
+    "sampler_ratio_by_density": "it was removed; use sampler_min_neighbors_ratio",
     "sampler_min_neighbors_ratio": "it is named sample.sampler_min_neighbors_ratio here",
     "time_steps": "it was removed; python -m benchmarks.generation measures steps",
 }

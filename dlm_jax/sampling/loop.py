@@ -94,10 +94,11 @@ def advance(
     """The state after up to `num_steps` more steps, or after `num_ends` of the rows have ended.
 
     Args:
-      step: ``(params, state) -> state``, one step of every running row.
+      step: ``(params, state) -> state``, one step of every running row. It must leave the other
+        rows as they are.
       params: parameters, which `step` receives.
-      state: any pytree with ``is_running_B``, True for the rows that have not ended. Its shapes do
-        not change from step to step.
+      state: any pytree with an attribute ``is_running_B``, True for the rows that have not ended.
+        Its shapes do not change from step to step.
       num_steps: maximum number of steps; can be traced.
       num_ends: number of rows whose end stops the loop; can be traced.
     """

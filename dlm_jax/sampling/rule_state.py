@@ -142,10 +142,16 @@ def check_pair(result: Any, rule: Any, method: str) -> tuple[Any, Any]:
 
 
 def check_state(new: Any, before: Any, rule: Any, method: str) -> None:
-    """Raises ValueError if a method returned a state with another structure than `init`."""
+    """Raises ValueError if a method returned a state of another structure or dtype than `init`."""
     structure, expected = jax.tree.structure(new), jax.tree.structure(before)
     if structure != expected:
         raise ValueError(
             f"{type(rule).__name__}.{method} returned a state {structure}; return the arrays of "
             f"init, {expected}"
         )
+    for leaf, start in zip(jax.tree.leaves(new), jax.tree.leaves(before), strict=True):
+        if jnp.result_type(leaf) != start.dtype:
+            raise ValueError(
+                f"{type(rule).__name__}.{method} returned a state with {jnp.result_type(leaf)} "
+                f"where init has {start.dtype}; return the dtypes of init"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,13 @@ from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.transforms import resident
-from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform, is_wanted
+from dlm_jax.sampling.transforms.transform import (
+    At,
+    Context,
+    LogitTransform,
+    function_transform,
+    is_wanted,
+)
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
 
@@ -290,9 +296,13 @@ class Chain:
         return None
 
 
-def chain(*transforms: LogitTransform | Chain, names: tuple[str, ...] = ()) -> Chain:
-    """Combines transforms in the given order."""
+def chain(
+    *transforms: LogitTransform | Chain | Callable[[Array], Array], names: tuple[str, ...] = ()
+) -> Chain:
+    """Combines transforms, and functions ``logits -> logits``, in the given order."""
     flat: list[Any] = []
     for t in transforms:
+        if callable(t) and not isinstance(t, LogitTransform):
+            t = function_transform(t)
         flat.extend(t.transforms if isinstance(t, Chain) else [t])
     return replace(Chain(tuple(flat)), names=tuple(names))

@@ -66,8 +66,8 @@ def sample_logits(
       params: settings of the chain by name, such as ``temperature``, ``top_k``, ``top_p``,
         ``min_p`` or ``repetition_penalty``, each with one value for all rows or ``[N]``. The order
         is that of the default chain (`TRANSFORMS`). A disabled value (`temperature` 1, `top_k` 0,
-        `top_p` 1, ...) leaves the logits bitwise unchanged. Or a `chain` of transforms with one row
-        per value, in any order.
+        `top_p` 1, ...) leaves the logits bitwise unchanged. Or a `chain` of transforms and
+        functions in any order, whose settings also have one value or ``[N]``.
       key: typed keys ``[N]``, one per row, each used once; or one key for one row.
       previous: int ``[N, P]``, the tokens that penalties and DRY read, oldest first, padded with -1
         at the end; None if there are none.
@@ -94,7 +94,13 @@ def sample_logits(
         )
         return ids_1[0], logprob_1[0]
     num_rows, vocab_size = logits.shape
-    params = chain_of(params, num_rows, vocab_size)
+    if key.shape != (num_rows,):
+        raise ValueError(
+            f"key has shape {key.shape}; pass one key per row, for example "
+            f"jax.random.split(key, {num_rows})"
+        )
+    if at is None or not isinstance(params, Chain):
+        params = chain_of(params, num_rows, vocab_size)
     if at is None:
         row_N = jnp.arange(num_rows, dtype=jnp.int32)
         previous_NP = jnp.asarray(-1 if previous is None else previous, jnp.int32)
@@ -118,7 +124,9 @@ def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size:
     none of the settings concerns.
     """
     if isinstance(params, Chain):
-        return params
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x, params
+        )
     rules = {
         name: [cls for cls in classes if cls.init is LogitTransform.init]
         for name, classes in TRANSFORMS.items()
@@ -150,6 +158,10 @@ def _column(setting: Setting, value: ArrayLike, num_rows: int) -> Array:
     if not isinstance(value, Tracer):
         for one in np.unique(np.asarray(value)):
             setting.checked(one.item())
+    if jnp.shape(value) not in ((), (num_rows,)):
+        raise SettingError(
+            setting.name, UNSET, f"has shape {jnp.shape(value)}", f"pass one value or {num_rows}"
+        )
     dtype = setting.column([setting.default]).dtype
     return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (num_rows,))
 
