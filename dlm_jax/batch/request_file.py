@@ -88,7 +88,8 @@ class Line:
 class RequestFile:
     """The non-blank lines of a file of requests, in order, with unique ids.
 
-    Each iteration reads the file again, one line at a time.
+    Each iteration reads the file again, one line at a time, and raises ValueError if the file has
+    changed.
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
     is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
@@ -110,6 +111,7 @@ class RequestFile:
         kind = "pass a file of requests, one JSON object per line"
         require(os.path.exists(path), f"{path} does not exist; {kind}")
         require(os.path.isfile(path), f"{path} is not a file; {kind}")
+        self._state = os.stat(path)
         with self._reading():
             pass
 
@@ -140,6 +142,14 @@ class RequestFile:
             ) from None
         with file:
             yield file
+            now = os.fstat(file.fileno())
+        before = self._state
+        require(
+            (now.st_ino, now.st_size, now.st_mtime_ns)
+            == (before.st_ino, before.st_size, before.st_mtime_ns),
+            f"{self._path} has changed during the run; restore it and run again, or choose another "
+            "--output for the new file",
+        )
 
 
 def share(lines: Iterable[Line], index: int, count: int) -> Iterator[Line]:

@@ -2,9 +2,8 @@
 
 A results file with lines has a companion ``FILE.run``, which contains the fingerprint of the run,
 what determines its programs, and a flag that is set once the results of all processes have been
-merged. A file with lines but no
-companion is treated as another program's file; an empty file belongs to no run. The lines and the
-run record have checksums.
+merged. A file with lines but no companion is treated as another program's file; an empty file
+belongs to no run. The lines and the run record have checksums.
 
 Results are appended, so that they survive interruption, and are sorted by request at the end.
 
@@ -161,7 +160,7 @@ class Results:
     Attributes:
       path: the file into which the results of all processes are merged.
       done: the keys of finished results.
-      plan: what determines the programs of the run, as recorded when it began.
+      plan: what determines the programs of the run; that of the earlier run if it has results.
     """
 
     def __init__(
@@ -175,8 +174,8 @@ class Results:
     ) -> None:
         """Opens this process's file and removes a partial last line.
 
-        The results of all `count` processes are merged into `path`. `plan` is recorded with the
-        first result, so that a resumed run uses the same programs.
+        The results of all `count` processes are merged into `path`. `plan` is recorded, so that a
+        run that continues one with results uses the same programs.
         """
         check_process(index, count)
         self.path = Path(os.path.realpath(path))
@@ -188,9 +187,11 @@ class Results:
         self._writer: io.FileIO | None = None
         self._is_closed = False
         self.plan = dict(plan or {})
-        for record in map(run_of, (self.path, self._file)):
-            if record.get("fingerprint") == fingerprint and isinstance(record.get("plan"), dict):
-                self.plan |= record["plan"]
+        for file in {self.path, self._file}:
+            record = run_of(file)
+            has_results = file.exists() and file.stat().st_size > 0
+            if has_results and record.get("fingerprint") == fingerprint:
+                self.plan |= record.get("plan", {})
         is_merged = self._check_others()
         # If the run is already complete, no empty part is created.
         if count == 1 or not is_merged:

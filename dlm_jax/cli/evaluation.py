@@ -34,6 +34,7 @@ from dlm_jax.cli.common import (
     whole,
 )
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
+from dlm_jax.config import parse_flags
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
 from dlm_jax.data.text import JSON_LINES, NAMED, Document, is_json, is_json_lines, read_jsonl
@@ -97,7 +98,7 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     with refusals():
-        args = make_parser().parse_args(argv)
+        args, _ = parse_flags(make_parser(), argv)
         if args.prompt is not None and args.continuation is None:
             raise ValueError(
                 "--prompt has no effect without --continuation; add it or remove --prompt"

@@ -17,6 +17,7 @@ from typing import Any
 import dlm_jax.config as configs
 from dlm_jax.cli.common import Parser, start_jax
 from dlm_jax.cli.ends import End, program, refusals
+from dlm_jax.config import parse_flags
 from dlm_jax.published import KEPT
 from dlm_jax.store import load_params, save_weights
 
@@ -47,7 +48,7 @@ def _replace(meta: dict[str, Any], path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     with refusals():
-        args = make_parser().parse_args(argv)
+        args, _ = parse_flags(make_parser(), argv)
         params, meta = load_params(
             args.checkpoint, report=lambda line: print(line, file=sys.stderr)
         )

@@ -187,6 +187,12 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
                 )
             )
         store = _same_in_all(results, lines, index, count)
+        if tells and store.plan["batch_size"] != args.batch_size:
+            print(
+                f"{args.output} has results of --batch-size {store.plan['batch_size']}, which also "
+                "runs the other rows",
+                file=sys.stderr,
+            )
         open_files = stack.pop_all()
     if jax.process_index() == 0:
         print(heads_line(model, sample), file=sys.stderr)

@@ -258,8 +258,10 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
         table = replace(table, **{kind: {**known, cls.name: entry}})
     # Every boolean setting also has a negated flag.
     opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
+    aliases = {alias for s in BUILT_IN.settings.values() for alias in s.aliases}
+    taken = {*RESERVED, *opposites, *aliases}
     for name in table.settings:  # raises an error if a setting is declared twice
-        is_taken = name in RESERVED or name in opposites or not name.isidentifier()
+        is_taken = name in taken or not name.isidentifier()
         if name not in BUILT_IN.settings and is_taken:
             raise ValueError(f"a setting cannot have the name {name!r}; choose another")
     return table
@@ -284,6 +286,10 @@ _MOVED = {
     "map_blocks": "needs",
     "rereads": "needs",
     "renews": "NoiseRule",
+    "goes_on": "needs",
+    "shown": "show_score",
+    "patience": "rewrite_steps_B",
+    "remembers_ids": "init",
 }
 """Members of rules in version 0.2, and where they are."""
 

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +270,7 @@ class CompiledLoop:
 def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
     """Returns the loop for requests of a bucket with this number of slots.
 
-    The 64 most recently used loops are shared by all engines of the process.
+    All engines of the process share the loops in use and the 64 most recently used ones.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -278,13 +279,24 @@ def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
     return _compiled_loop(program, kind, model.compiler_options, (bucket.key, num_slots))
 
 
-@functools.lru_cache(maxsize=64)
+_loops: WeakValueDictionary[Hashable, CompiledLoop] = WeakValueDictionary()
+
+
 def _compiled_loop(
     program: Program, kind: type[Advance | HostLoop], options: tuple[str, ...], shapes: Hashable
 ) -> CompiledLoop:
     # A loop runs arrays of one shape only, so that its programs are freed with it.
-    given = compiler.options("sample", program.rows, options)
-    return CompiledLoop(kind(program, compiler_options=given))
+    key = program, kind, options, shapes
+    loop = _loops.get(key)
+    if loop is None:
+        given = compiler.options("sample", program.rows, options)
+        loop = _loops[key] = CompiledLoop(kind(program, compiler_options=given))
+    return _recent(loop)
+
+
+@functools.lru_cache(maxsize=64)
+def _recent(loop: CompiledLoop) -> CompiledLoop:
+    return loop
 
 
 class Slots:

@@ -23,7 +23,20 @@ def follows_positions(rule: Any, num_rows: int, num_positions: int) -> tuple[boo
         jax.tree.leaves(jax.eval_shape(lambda size=size: rule.init(num_rows, size)))
         for size in (num_positions, num_positions + 1)
     )
-    return tuple(one.shape != other.shape for one, other in zip(some, more, strict=True))
+    for leaf in some:
+        if leaf.shape[:1] != (num_rows,):
+            raise ValueError(
+                f"{type(rule).__name__}.init returned an array of shape {leaf.shape}; its first "
+                f"axis must have the {num_rows} rows"
+            )
+    follows = tuple(one.shape != other.shape for one, other in zip(some, more, strict=True))
+    for leaf, is_by_position in zip(some, follows, strict=True):
+        if is_by_position and leaf.shape[1] != num_positions:
+            raise ValueError(
+                f"{type(rule).__name__}.init returned an array of shape {leaf.shape}; its second "
+                f"axis must have the {num_positions} positions"
+            )
+    return follows
 
 
 def position_leaves(rule: Any, state: Any, num_positions: int) -> tuple[jax.Array, ...]:
@@ -43,6 +56,11 @@ def with_position_leaves(rule: Any, state: Any, new: tuple[jax.Array, ...], num_
     if not leaves:
         return state
     follows, rest = follows_positions(rule, leaves[0].shape[0], num_positions), iter(new)
+    if len(new) != sum(follows):
+        raise ValueError(
+            f"the fill returned {len(new)} arrays of the state of {type(rule).__name__}, which has "
+            f"{sum(follows)}; return rule_state of the CandidateWriter"
+        )
     leaves = [
         next(rest) if is_by_position else leaf
         for leaf, is_by_position in zip(leaves, follows, strict=True)

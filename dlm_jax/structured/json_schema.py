@@ -114,9 +114,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
 
 
 def _positions(pattern: str) -> int:
-    """An estimate of the states of an automaton. A group ``(?:..)`` repeats an expression whose
-    states it shares.
-    """
+    """An estimate of the states of an automaton, without the separators in groups ``(?:..)``."""
     totals, is_counted, last = [0], [True], 0
     for kind, text, _ in tokens_of(pattern):
         if kind == "open":
@@ -128,7 +126,7 @@ def _positions(pattern: str) -> int:
         elif kind == "times":
             numbers = [int(number) for number in re.findall(r"\d+", text)]
             totals[-1] += last * (max(numbers, default=1) - 1)
-        elif kind != "or":
+        elif kind not in ("or", "behind"):
             # A character outside ASCII has states between its bytes.
             last = 8 if kind == "any" or text.startswith("[^") else 1
             totals[-1] += last
@@ -601,29 +599,26 @@ def _repeated(
     """An expression for `low` to `high` items between brackets."""
     if item is None or high == 0:
         return None if low else f"{begin}[ ]?{end}"
-    item = _grouped(item)
-    more = _times(max(low - 1, 0), None if high is None else high - 1)
-    again = f"(?:{item})" if high is None else item
-    items = f"{item}({comma}{again}){more}"
-    return f"{begin}[ ]?{items if low else f'({items})?'}[ ]?{end}"
+    items = f"({_unless_first(begin, comma, '[ ]?')}{_grouped(item)}){_times(max(low, 1), high)}"
+    return f"{begin}{items if low else f'({items}|[ ]?)'}[ ]?{end}"
 
 
 def _in_order(pairs: Sequence[tuple[str, bool]], *, is_empty_allowed: bool) -> str:
-    """An expression for objects with these pairs in order, which grows with their number; True
-    beside a pair that must be present.
+    """An expression for objects with these pairs in order; True beside a pair that must be
+    present.
     """
-    some, may_be_empty = "", True
+    parts, comma = "", ""
     for pair, is_required in pairs:
-        if not some:
-            some = pair
-        elif is_required:
-            some = f"({some}[ ]?,)?{pair}" if may_be_empty else f"{some}[ ]?,{pair}"
-        else:
-            more = f"{some}([ ]?,{pair})?"
-            some = f"({more}|(?:{pair}))" if may_be_empty else more
-        may_be_empty = may_be_empty and not is_required
-    is_optional = may_be_empty and is_empty_allowed and some
-    return rf"\{{{f'({some})?' if is_optional else some}[ ]?\}}"
+        parts += f"{comma}{pair}" if is_required else f"({comma}{pair})?"
+        is_behind_pair = is_required or comma == "[ ]?,"
+        comma = "[ ]?," if is_behind_pair else _unless_first(r"\{", "[ ]?,", "")
+    some = "" if is_empty_allowed else r"(?<!\{)"
+    return rf"\{{{parts}{some}[ ]?\}}"
+
+
+def _unless_first(begin: str, comma: str, first: str) -> str:
+    """An expression for `first` right behind the opening bracket, and for `comma` elsewhere."""
+    return f"(?:(?<={begin}){first}|(?<!{begin}){comma})"
 
 
 def _either(parts: Iterable[str | None]) -> str | None:

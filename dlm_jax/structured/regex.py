@@ -9,7 +9,8 @@ sat``. It also builds the automaton of an unanchored search, with exponentially 
 counted repeats: 12 characters of a string take 0.3 s, three more 8 times as long. An expression is
 therefore compiled between two marks, U+0001, that no other part of it matches. The vocabulary is
 the 256 bytes, because the transitions of all tokens of a model are a dictionary with an entry for
-each state and token.
+each state and token. A look-behind at one character is compiled as a mark of its own, whose
+transitions are then taken where the last byte is that character.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +37,8 @@ class Token(NamedTuple):
     """A part of an expression.
 
     Attributes:
-      kind: ``set``, ``escape``, ``any``, ``open``, ``close``, ``or``, ``times``, ``anchor`` or
-        ``char``.
+      kind: ``set``, ``escape``, ``any``, ``behind``, ``open``, ``close``, ``or``, ``times``,
+        ``anchor`` or ``char``.
       text: its text.
       place: the index of its first character.
     """
@@ -47,11 +48,12 @@ class Token(NamedTuple):
     place: int
 
 
-_ESCAPE = r"\\(?:[pP]\{\^?\w+\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)"
+_ESCAPE = r"\\(?:[pP]\{\^?\w+\}|0[0-7]{0,2}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)"
 _TOKEN = re.compile(
-    rf"(?P<set>\[\^?(?:\\.|[^\]\\])+\])|(?P<escape>{_ESCAPE})|(?P<any>\.)"
+    rf"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<escape>{_ESCAPE})|(?P<any>\.)"
+    r"|(?P<behind>\(\?<[=!](?:\\[^\w\s]|[^\W]|[ ,;:\"'<>=!@#%&/~`_-])\))"
     r"|(?P<open>\((?:\?:|\?P<[A-Za-z_]\w*>|(?!\?)))|(?P<close>\))|(?P<or>\|)"
-    r"|(?P<times>(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d+)\})\??)|(?P<anchor>[$^])|(?P<char>[^\\\[(])",
+    r"|(?P<times>(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\??)|(?P<anchor>[$^])|(?P<char>[^\\\[(])",
     re.DOTALL,
 )
 _ITEM = re.compile(f"{_ESCAPE}|.", re.DOTALL)
@@ -75,7 +77,11 @@ def tokens_of(pattern: str) -> Iterator[Token]:
         match = _TOKEN.match(pattern, place)
         if match is None:
             shown = pattern[place : place + 4]
-            why = "use no look-around and no flags" if shown[0] == "(" else "write it with escapes"
+            why = (
+                "use no flags, and look only behind at one character"
+                if shown[0] == "("
+                else "write it with escapes"
+            )
             raise ValueError(f"{shown!r} at position {place} is not supported; {why}")
         kind, text = str(match.lastgroup), match[0]
         depth += (kind == "open") - (kind == "close")
@@ -109,6 +115,8 @@ def code_of(escape: Token) -> int | None:
         return None
     if name in "xuU" and rest:
         return int(rest, 16)
+    if name == "0":
+        return int(name + rest, 8)
     if name in _CONTROLS:
         return ord(_CONTROLS[name])
     if name.isalnum():
@@ -126,6 +134,8 @@ def items_of(token: Token) -> tuple[bool, list[tuple[int, int] | Token]]:
     parts: list[int | Token] = []
     for match in _ITEM.finditer(token.text, begin, len(token.text) - 1):
         item = Token("escape" if match[0][0] == "\\" else "char", match[0], token.place)
+        if item.text == "\\b":  # the backspace, inside a set
+            item = Token("char", "\b", token.place)
         code = code_of(item) if item.kind == "escape" else ord(item.text)
         parts.append(item if code is None else -1 if item.text == "-" else code)
     items: list[tuple[int, int] | Token] = []
@@ -155,13 +165,20 @@ _CLASSES = {
     "S": r"[^\s\x1c-\x1f]",
 }
 _MARK = 1
-_MARKED = "&&[^\\x01]"
+_FREE_MARKS = (*range(2, 9), *range(14, 28))  # controls that are no white space
 
 
-def _in_rust(pattern: str) -> str:
-    """The expression for Rust, without matches of the mark."""
+def _in_rust(pattern: str) -> tuple[str, dict[str, int]]:
+    """The expression for Rust, without matches of the marks, and the mark of each look-behind."""
+    tokens = list(tokens_of(pattern))
+    behinds = dict.fromkeys(token.text for token in tokens if token.kind == "behind")
+    if len(behinds) > len(_FREE_MARKS):
+        raise ValueError(f"it looks behind at more than {len(_FREE_MARKS)} characters")
+    marks = dict(zip(behinds, _FREE_MARKS, strict=False))
+    codes = [_MARK, *marks.values()]
+    outside = f"&&[^{''.join(map(_rust, codes))}]"
     parts = []
-    for token in tokens_of(pattern):
+    for token in tokens:
         kind, text, _ = token
         if kind == "set":
             is_not, items = items_of(token)
@@ -169,9 +186,11 @@ def _in_rust(pattern: str) -> str:
                 _class(item) if isinstance(item, Token) else _rust(item[0]) + "-" + _rust(item[1])
                 for item in items
             )
-            parts.append(f"[[{'^' * is_not}{inner}]{_MARKED}]")
+            parts.append(f"[[{'^' * is_not}{inner}]{outside}]")
         elif kind == "any":
-            parts.append(f"[[^\\n]{_MARKED}]")
+            parts.append(f"[[^\\n]{outside}]")
+        elif kind == "behind":
+            parts.append(_rust(marks[text]))
         elif kind == "open":
             parts.append("(?:")
         elif kind in ("close", "or"):
@@ -181,10 +200,10 @@ def _in_rust(pattern: str) -> str:
             parts[-1] = parts[-1].replace("{,", "{0,")
         else:
             code = ord(text) if kind == "char" else code_of(token)
-            if code == _MARK:
-                raise ValueError("the character U+0001 is not supported; remove it")
-            parts.append(f"[[{_class(token)}]{_MARKED}]" if code is None else _rust(code))
-    return f"{_rust(_MARK)}(?:{''.join(parts)}){_rust(_MARK)}"
+            if code in codes:
+                raise ValueError(f"the character U+{code:04X} is not supported here; remove it")
+            parts.append(f"[[{_class(token)}]{outside}]" if code is None else _rust(code))
+    return f"{_rust(_MARK)}(?:{''.join(parts)}){_rust(_MARK)}", marks
 
 
 def _class(escape: Token) -> str:
@@ -255,20 +274,21 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     r"""The smallest automaton that accepts exactly the full matches of an expression.
 
     Args:
-      pattern: regular expression as in `re`, without back-references, flags and look-around. ``^``
-        and ``$`` are allowed at its ends and have no effect; ``\p{..}`` is a Unicode property.
+      pattern: regular expression as in `re`, without back-references and flags, and with no other
+        look-around than ``(?<=c)`` and ``(?<!c)`` for one ASCII character. ``^`` and ``$`` are
+        allowed at its ends and have no effect; ``\p{..}`` is a Unicode property.
       most_states: maximum number of states.
 
     Raises:
-      ValueError: the expression is not supported, or exceeds a limit.
-      ImportError: `outlines_core` is not installed.
+      ValueError: the expression is not supported or exceeds a limit, or `outlines_core` is not
+        installed.
     """
     spec = importlib.util.find_spec("outlines_core")
     if spec is None or spec.origin is None:
-        raise ImportError(
+        raise ValueError(
             "structured output needs outlines_core; install it with pip install dlm_jax[structured]"
         )
-    rust = _in_rust(pattern)
+    rust, marks = _in_rust(pattern)
     limits = [MOST_MEGABYTES << 20, MOST_SECONDS, _MOST_UNMERGED * most_states]
     where = spec.origin.rsplit("outlines_core", 1)[0]
     too_large = ValueError(
@@ -277,7 +297,7 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _COMPILE, *map(str, limits), where],
+            [sys.executable, "-I", "-c", _COMPILE, *map(str, limits), where],
             input=rust.encode(),
             capture_output=True,
             timeout=30 * MOST_SECONDS,
@@ -298,7 +318,8 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
             why = "it has an unknown Unicode property, or is too large"
         raise ValueError(why.strip().split("\n")[-1][:200])
     values = np.array(array.array("I", done.stdout), np.int64)
-    automaton = _merge(_table(int(values[0]), values[1:]))
+    table = _table(int(values[0]), values[1:])
+    automaton = _merge(_without_marks(table, marks) if marks else table)
     if len(automaton.next_SK) > most_states:
         raise ValueError(f"the pattern has more than {most_states} states")
     return automaton
@@ -319,6 +340,59 @@ def _table(first: int, arcs: np.ndarray) -> ByteAutomaton:
     next_S256[:, _MARK] = 0
     next_SK, class_of_256 = np.unique(next_S256, axis=1, return_inverse=True)
     return ByteAutomaton(class_of_256.reshape(-1), next_SK, is_final_S, start)
+
+
+def _without_marks(automaton: ByteAutomaton, marks: Mapping[str, int]) -> ByteAutomaton:
+    """The automaton of the texts without the marks of look-behinds.
+
+    A state is a set of states of the marked automaton, and the character before it if a look-behind
+    follows. A mark is passed where the look-behind holds.
+    """
+    behinds = [(ord(text[-2]), text[3] == "=", code) for text, code in marks.items()]
+    seen_bytes = sorted({byte for byte, _, _ in behinds})
+    next_S256 = automaton.next_SK[:, automaton.class_of_256]
+    next_S256[:, list(marks.values())], marked_SM = 0, next_S256[:, list(marks.values())].copy()
+    # Each byte that a look-behind reads is a class of its own.
+    own = np.zeros((len(seen_bytes), 256), np.int32)
+    own[np.arange(len(seen_bytes)), seen_bytes] = 1
+    next_RK, class_of_256 = np.unique(np.concatenate([next_S256, own]), axis=1, return_inverse=True)
+    class_of_256 = class_of_256.reshape(-1)
+    next_SK = next_RK[: len(next_S256)]
+    byte_of = {int(class_of_256[byte]): byte for byte in seen_bytes}
+    has_mark_S = marked_SM.any(axis=1)
+
+    def closed(states: Iterable[int], last: int) -> tuple[int, ...]:
+        done, todo = set(states), list(states)
+        while todo:
+            state = todo.pop()
+            for (byte, is_equal, _), target in zip(behinds, marked_SM[state], strict=True):
+                if target and (byte == last) == is_equal and target not in done:
+                    done.add(int(target))
+                    todo.append(int(target))
+        return tuple(sorted(done))
+
+    def arrive(states: tuple[int, ...], last: int) -> int:
+        if has_mark_S[list(states)].any():
+            states = closed(states, last)
+        if states not in number_of:
+            number_of[states] = len(sets)
+            sets.append(states)
+        return number_of[states]
+
+    number_of: dict[tuple[int, ...], int] = {(): 0}
+    sets: list[tuple[int, ...]] = [()]
+    start = arrive((automaton.start,), -1)
+    rows: list[np.ndarray] = []
+    finals: list[bool] = []
+    for states in map(list, sets):  # which grows
+        finals.append(bool(automaton.is_final_S[states].any()))
+        row = np.zeros(next_SK.shape[1], np.int32)
+        targets_KN = next_SK[states].T
+        for class_ in np.flatnonzero(targets_KN.any(axis=1)):
+            targets = tuple(sorted(set(targets_KN[class_].tolist()) - {0}))
+            row[class_] = arrive(targets, byte_of.get(int(class_), -1))
+        rows.append(row)
+    return ByteAutomaton(class_of_256, np.stack(rows), np.array(finals), start)
 
 
 def _merge(automaton: ByteAutomaton) -> ByteAutomaton:

@@ -163,7 +163,7 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"const": True, "enum": [1]}, "no value matches"),
         ({"minProperties": 1, "additionalProperties": False}, "no value matches"),
         ({"properties": {"a": {"$id": "b"}}}, "'\\$id' below the root"),
-        ({"pattern": "(?i)a"}, "and no flags"), ({"pattern": "a{,3}"}, "'{,3}' differs in"),
+        ({"pattern": "(?i)a"}, "use no flags"), ({"pattern": "a{,3}"}, "'{,3}' differs in"),
         ({"pattern": "[]a]"}, "differs in Python and ECMA-262"),
     ],
 )  # fmt: skip

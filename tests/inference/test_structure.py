@@ -229,7 +229,7 @@ def test_tokens_that_are_a_part_of_a_character_are_letters_too():
 
 def test_without_outlines_core_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install dlm_jax\[structured\]"):
+    with pytest.raises(ValueError, match=r"pip install dlm_jax\[structured\]"):
         _known().automaton("a")
 
 

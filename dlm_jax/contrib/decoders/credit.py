@@ -108,6 +108,9 @@ class Credit(CommitRule):
         less_N = others_N * one_N1[:, 0] + jnp.where(is_most_NK, 0.0, product_NK).sum(axis=1)
         return jnp.log(product_NK.max(axis=1)) - jnp.log(less_N), (ids_NK, credit_NK)
 
+    def show_score(self, score: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(score)
+
     def select(
         self, state: Any, context: CommitContext, proposal: Proposal
     ) -> tuple[jax.Array, Any]:

@@ -104,6 +104,9 @@ class Klass(CommitRule):
         )
         return maximum(logits_NV.astype(jnp.float32), drawn.logprob_N), seen
 
+    def show_score(self, score: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(score)
+
     def select(
         self, state: Any, context: CommitContext, proposal: Proposal
     ) -> tuple[jax.Array, Any]:

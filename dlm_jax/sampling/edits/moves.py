@@ -7,7 +7,7 @@ edit at a time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +133,8 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map for the edits of a step, made by `delete_at` and `insert_at` from the indices. The
-    result equals that of applying all insertions and then all deletions, one by one.
+    """The map for the edits of a step. The result equals that of applying all insertions by
+    `insert_at` and then all deletions by `delete_at`, one by one.
 
     An insertion and a deletion at the same position replace its token. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
@@ -155,7 +155,7 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
     behind_BL = jax.lax.cumsum(loose_BL + is_put_BL, axis=1, reverse=True) - loose_BL - is_put_BL
     is_kept_BL &= ~is_loose_BL | (behind_BL >= excess_B1)
     is_put_BL &= behind_BL + loose_BL >= excess_B1
-    source_BL, is_new_BL = _apply_shifts(is_put_BL, is_live_BL & ~is_kept_BL)
+    source_BL, is_new_BL = _invert(is_put_BL, is_kept_BL)
     length_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
     return PositionMap(
         edits=edits,
@@ -220,36 +220,21 @@ def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Arra
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
 
 
-def _apply_shifts(is_put_BL: jax.Array, is_gone_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The old position of each new position, and True at insertions.
 
-    Deletions come first, so that no token is shifted out of the row in between. Edits to the right
-    come first, so that positions to their left stay valid. The number of shifts is that of the row
-    with the most edits.
+    One scatter per row makes any number of edits. The shifts of `insert_at` and `delete_at` would
+    run as often as the row with the most edits requires, and on several devices with a reduction.
     """
-    index_BL = jnp.broadcast_to(jnp.arange(is_put_BL.shape[1], dtype=jnp.int32), is_put_BL.shape)
-    num_gone_BL = jnp.cumsum(is_gone_BL, axis=1) - is_gone_BL
+    num_positions = is_kept_BL.shape[1]
+    until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
+    kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)
+    put_BL = jnp.where(is_put_BL, until_BL - 1 - is_kept_BL, num_positions)
 
-    def rightmost(is_edit_BL: jax.Array, before_B: jax.Array) -> jax.Array:
-        """The last edit before a position; -1 if there is none."""
-        is_left_BL = is_edit_BL & (index_BL < before_B[:, None])
-        return jnp.max(jnp.where(is_left_BL, index_BL, -1), axis=1)
+    def one_row(kept_L: jax.Array, put_L: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place_L = jnp.arange(num_positions)
+        source_L = place_L.at[kept_L].set(place_L, mode="drop")
+        is_new_L = jnp.zeros(num_positions, bool).at[put_L].set(True, mode="drop")
+        return source_L.at[put_L].set(place_L, mode="drop"), is_new_L
 
-    def delete(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        code_BL, before_B = carry
-        at_B = rightmost(is_gone_BL, before_B)
-        return delete_at(code_BL, at_B, 1), at_B
-
-    def insert(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        code_BL, before_B = carry
-        at_B = rightmost(is_put_BL, before_B)
-        num_gone_B = jnp.take_along_axis(num_gone_BL, at_B[:, None], axis=1)[:, 0]
-        gap_B = jnp.where(at_B < 0, -1, at_B - num_gone_B)
-        return insert_at(code_BL, gap_B, 2 * at_B), at_B
-
-    # A token from position i is 2 i + 1, and a token that is inserted before it is 2 i.
-    code_BL, whole_B = 2 * index_BL + 1, jnp.full(is_put_BL.shape[0], is_put_BL.shape[1], jnp.int32)
-    for is_edit_BL, shift in ((is_gone_BL, delete), (is_put_BL, insert)):
-        num_shifts = jnp.max(jnp.sum(is_edit_BL, axis=1), initial=0)
-        code_BL, _ = jax.lax.fori_loop(0, num_shifts, shift, (code_BL, whole_B))
-    return code_BL >> 1, code_BL % 2 == 0
+    return jax.vmap(one_row)(kept_BL, put_BL)

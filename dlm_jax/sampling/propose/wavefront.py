@@ -271,7 +271,7 @@ def wavefront_fill(
         length_B = jnp.full(num_rows, num_positions, jnp.int32)
     if is_seen_BL is None:
         is_seen_BL = live_positions(length_B, num_positions)
-    is_seen_BL &= ~is_open_BL
+    is_seen_BL = is_seen_BL & ~is_open_BL
     ratio_B, is_spread_B, is_alternating_B, is_one_sided_B, temperature_B = (
         jnp.broadcast_to(value, (num_rows,))
         for value in (ratio, is_spread, is_alternating, is_one_sided, temperature)

@@ -94,7 +94,6 @@ def _candidates(
     has_room: bool,
     *,
     is_drawn: bool,
-    replace_gain: float,
     banned: tuple[int, ...],
 ) -> tuple[list[tuple[float, Edit]], np.ndarray, float]:
     """The best few with their leads, the likeliest other token of each position, and how clear the
@@ -113,7 +112,7 @@ def _candidates(
         if is_new and has_room:
             found.append((lead, at, 1, "insert"))
         if is_new and may_go[at] and best[at] != following:
-            found.append((lead + replace_gain, at, 2, "replace"))
+            found.append((lead, at, 2, "replace"))
         is_same = following == token and may_go[at + 1] and at + 2 < len(cells)
         if following is not None and may_go[at] and not is_same:
             found.append((logp[at, following] - logp[at, token], at, 0, "delete"))
@@ -122,10 +121,7 @@ def _candidates(
     gaps = [a - b for a, b in zip(worths[TRIALS - 1 : TRIALS], worths[TRIALS:], strict=False)]
     # Deletion, insertion and replacement at one place may be equal, and then come in that order.
     closest = min((g for g in gaps if g > 0), default=math.inf)
-    chosen = [
-        (worth - replace_gain * (kind == "replace"), (kind, at))
-        for worth, at, _, kind in found[:TRIALS]
-    ]
+    chosen = [(worth, (kind, at)) for worth, at, _, kind in found[:TRIALS]]
     return chosen, best, closest
 
 
@@ -133,7 +129,6 @@ def _plain(
     row: Row,
     needed: float,
     lead_gain: float,
-    replace_gain: float,
     banned: tuple[int, ...],
 ) -> tuple[list[int], int, float]:
     """Tokens at the end, forwards, and the smallest lead of a choice."""
@@ -150,7 +145,7 @@ def _plain(
             break
         found, best, near = _candidates(
             cells, logp, len(cells) < row.capacity, is_drawn=step >= 0 and row.resample,
-            replace_gain=replace_gain, banned=banned,
+            banned=banned,
         )  # fmt: skip
         closest = min(closest, near)
         if not found:
@@ -159,10 +154,7 @@ def _plain(
         texts = [_made(cells, edit, int(best[edit[1]])) for _, edit in found]
         before = [cell[0] for cell in cells]
         gains = [
-            _likelihood([cell[0] for cell in text])
-            - _likelihood(before)
-            + lead_gain * lead
-            + replace_gain * (edit[0] == "replace")
+            _likelihood([cell[0] for cell in text]) - _likelihood(before) + lead_gain * lead
             for text, (lead, edit) in zip(texts, found, strict=True)
         ]
         order = sorted(gains, reverse=True)
@@ -182,8 +174,7 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed):
     ]
     gains = np.resize(np.array([0.0, 0.0, 0.7, 0.2], np.float32), ROWS)
     lead_gains = np.resize(np.array([0.0, 0.25, 1.5, 0.0, 0.5], np.float32), ROWS)
-    replace_gains = np.resize(np.array([0.0, 0.0, -0.4, 0.5, -5.0], np.float32), ROWS)
-    rule = _rule(gain_B=gains, lead_gain_B=lead_gains, replace_gain_B=replace_gains)
+    rule = _rule(gain_B=gains, lead_gain_B=lead_gains)
     state = _state(rows, rule)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     compared, changed = 0, 0
@@ -192,7 +183,6 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed):
             row,
             gains[index],
             lead_gains[index],
-            replace_gains[index],
             _banned(index),
         )
         assert Status(result.status) is Status.DONE
