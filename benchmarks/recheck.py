@@ -273,6 +273,8 @@ UNCHECKED = {
         "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
     ("published.md", "Memory and loading"):
         "the compiler for TPUs: python -m benchmarks.published_memory",
+    ("published.md", "First contact"):
+        "a model of the hub: python -m benchmarks.first_contact --full --model DIR",
     ("serving.md", "Routes"): "no figures; a test calls each route",
     ("engine.md", "Cost"): "a clock: python benchmarks/engine.py",
     ("caches.md", "Savings"): "a clock and PyTorch: python -m benchmarks.caches",
