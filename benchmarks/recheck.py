@@ -328,6 +328,7 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("planted.md", "Runs"): "hours of one core: python -m benchmarks.planted",
+    ("planted.md", "Areas without a fault"): "a clock: python -m benchmarks.planted --unchanged",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from scratch"): "python -m benchmarks.edits quality, with two models",
     ("edits.md", "Cost"): "a clock: python -m benchmarks.edit_cost",
