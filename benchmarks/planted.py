@@ -3,6 +3,7 @@
     python -m benchmarks.planted --check
     python -m benchmarks.planted [--area draws] [--only NAME] [--slow]
     python -m benchmarks.planted --table
+    python -m benchmarks.planted --unchanged
     python -m benchmarks.planted --every --area draws
     python -m benchmarks.planted --candidates
 
@@ -19,6 +20,8 @@ at once and other load change no result. Runs start as forks of one process that
 A fault is seen by `default` or `slow` if a test of that kind fails. It counts as `crash` if the
 tests cannot be collected, which shows nothing about them. It is seen by `none` otherwise, also if
 the tests reach their limit.
+
+`--unchanged` prints the time of the tests of each area without a fault.
 
 With `--every`, the tests of an area go on after the first failure, and all that fail are recorded
 in `benchmarks/results/planted_tests.jsonl`. `--candidates` then lists, for each of these areas, the
@@ -444,6 +447,7 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="also run recorded faults")
     parser.add_argument("--check", action="store_true", help="check the data and end")
+    parser.add_argument("--unchanged", action="store_true", help="time all areas without a fault")
     parser.add_argument("--every", action="store_true", help="record all tests that see a fault")
     parser.add_argument("--candidates", action="store_true", help="list tests to merge and end")
     parser.add_argument("--table", action="store_true", help="print the table and end")
@@ -481,8 +485,10 @@ def main() -> int:
     if not args.trust:
         tasks += [
             functools.partial(try_area, area, areas[area], args.limit, passed)
-            for area in dict.fromkeys(fault.area for fault in wanted)
+            for area in (areas if args.unchanged else dict.fromkeys(f.area for f in wanted))
         ]
+    if args.unchanged:
+        wanted = []
     if args.every:
         done = {json.loads(line)["digest"] for line in EVERY.open()} if EVERY.exists() else set()
         tasks = [

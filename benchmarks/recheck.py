@@ -273,6 +273,8 @@ UNCHECKED = {
         "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
     ("published.md", "Memory and loading"):
         "the compiler for TPUs: python -m benchmarks.published_memory",
+    ("published.md", "First contact"):
+        "a model of the hub: python -m benchmarks.first_contact --full --model DIR",
     ("serving.md", "Routes"): "no figures; a test calls each route",
     ("engine.md", "Cost"): "a clock: python benchmarks/engine.py",
     ("engine.md", "Files"): "a clock: python -m benchmarks.engine --only file",
@@ -327,6 +329,7 @@ UNCHECKED = {
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("planted.md", "Runs"): "hours of one core: python -m benchmarks.planted",
+    ("planted.md", "Areas without a fault"): "a clock: python -m benchmarks.planted --unchanged",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from scratch"): "python -m benchmarks.edits quality, with two models",
     ("edits.md", "Cost"): "a clock: python -m benchmarks.edit_cost",
