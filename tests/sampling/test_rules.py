@@ -15,7 +15,7 @@ from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.commit import CommitRule
-from dlm_jax.sampling.mask_step import step
+from dlm_jax.sampling.loop import stepper_of
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
@@ -26,7 +26,10 @@ PARAMS = [
 ] + [rule_cases.OWN]
 OTHER_CANVAS = 37
 NOISE = OTHER_CANVAS, toy.config().width
-_step = jax.jit(step, static_argnums=0)
+_step = jax.jit(
+    lambda program, params, state: stepper_of(state.rules).step(program, params, state),
+    static_argnums=0,
+)
 
 
 def _slots(name, seed=0):
