@@ -189,7 +189,7 @@ class Results:
         self.plan = dict(plan or {})
         for file in {self.path, self._file}:
             record = run_of(file)
-            has_results = file.exists() and file.stat().st_size > 0
+            has_results = os.path.exists(file) and os.path.getsize(file) > 0
             if has_results and record.get("fingerprint") == fingerprint:
                 self.plan |= record.get("plan", {})
         is_merged = self._check_others()
