@@ -830,8 +830,10 @@ class HubTokenizer:
 
     def decode(self, ids: Any) -> str:
         array = np.asarray(ids)
-        # A hole has no text; the MASK of a causal model is outside its vocabulary.
-        array = checked_ids(array[array != self.mask_id], self.vocab_size)
+        if array.ndim == 1:
+            # A hole has no text; the MASK of a causal model is outside its vocabulary.
+            array = array[array != self.mask_id]
+        array = checked_ids(array, self.vocab_size)
         is_text = ~np.isin(array, self._specials)
         return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
 

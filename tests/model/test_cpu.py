@@ -169,12 +169,15 @@ def test_run_blocks_equals_a_python_loop(depth):
     )
 
 
-def test_a_product_with_the_rows_of_a_large_table_is_the_plain_one(monkeypatch):
-    """Blocks of the table that overlap at its end, and the gradients."""
+@pytest.mark.parametrize(("size", "is_even"), [(3 * 4099, True), (2500, True), (10007, False)])
+def test_a_product_with_the_rows_of_a_large_table_is_the_plain_one(monkeypatch, size, is_even):
+    """Equal blocks of the table, blocks that overlap at its end, and the gradients."""
     monkeypatch.setattr(cpu, "_LARGE_TABLE", 1)
     rng = np.random.default_rng(0)
-    x_ND, table_VD = (jnp.asarray(rng.normal(size=(n, 4)), jnp.float32) for n in (3, 2500))
-    weight_NV = jnp.asarray(rng.normal(size=(3, 2500)), jnp.float32)
+    x_ND, table_VD = (jnp.asarray(rng.normal(size=(n, 4)), jnp.float32) for n in (3, size))
+    weight_NV = jnp.asarray(rng.normal(size=(3, size)), jnp.float32)
+    found = str(jax.make_jaxpr(cpu.linear_by_rows)(x_ND, table_VD))
+    assert "custom_vjp" in found and ("while" in found or "scan" in found) != is_even
 
     def both(product):
         def loss(x_ND, table_VD):

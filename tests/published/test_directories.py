@@ -197,6 +197,8 @@ def test_a_text_of_a_causal_model_ends_at_a_stop_before_its_last_position(tmp_pa
     model = dlm_jax.load(tmp_path / "m")
     length = {"max_gen_toks": 12}
     (whole,) = texts(model, [asked_of("abc", length)], common={}, slots=1, seed=0)
+    with pytest.raises(ValueError, match=r"ids have shape \(1, 2\)"):
+        model.tokenizer.decode([[0, 1]])
     stop = whole[1:3]
     asked = [asked_of("abc", length | {"until": stop})]
     (cut,) = texts(model, asked, common={}, slots=1, seed=0)

@@ -34,7 +34,7 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     return y_NF.reshape(*x.shape[:-1], kernel_DF.shape[-1])
 
 
-_SMALLEST_BLOCK, _BLOCK = 1024, 8192
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 1024, 8192
 # Smaller tables fit into the cache, and more rows amortise the copy of the whole table.
 _LARGE_TABLE, _FEW_ROWS = 2**23, 256
 
@@ -46,7 +46,7 @@ def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
     with a large table are therefore a batch of products with blocks of the table, which are read in
     place.
     """
-    is_large = table_VD.size >= _LARGE_TABLE and table_VD.shape[0] >= _BLOCK
+    is_large = table_VD.size >= _LARGE_TABLE and table_VD.shape[0] >= 2 * _SMALLEST_BLOCK
     if platform() != "cpu" or not is_large or not 1 < x_ND.shape[0] <= _FEW_ROWS:
         return linear(x_ND, table_VD.T)
     return _linear_by_rows(x_ND, table_VD)
@@ -55,7 +55,8 @@ def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
     num_ids = table_VD.shape[0]
-    for size in range(_BLOCK, _SMALLEST_BLOCK, -1):
+    most = min(_LARGEST_BLOCK, num_ids // 2)
+    for size in range(most, _SMALLEST_BLOCK - 1, -1):
         if num_ids % size == 0:
             table_CUD = table_VD.reshape(-1, size, table_VD.shape[1])
             x_CND = jnp.broadcast_to(x_ND, (table_CUD.shape[0], *x_ND.shape))
@@ -64,12 +65,12 @@ def _linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
 
     # No equal blocks: each is copied, and the last one overlaps the one before it.
     def write(number: int, y_VN: jax.Array) -> jax.Array:
-        first = jnp.minimum(number * _BLOCK, num_ids - _BLOCK)
-        block_UD = lax.dynamic_slice_in_dim(table_VD, first, _BLOCK)
+        first = jnp.minimum(number * most, num_ids - most)
+        block_UD = lax.dynamic_slice_in_dim(table_VD, first, most)
         return lax.dynamic_update_slice_in_dim(y_VN, block_UD @ x_ND.T, first, axis=0)
 
     y_VN = jnp.zeros((num_ids, x_ND.shape[0]), jnp.result_type(x_ND, table_VD))
-    return lax.fori_loop(0, -(-num_ids // _BLOCK), write, y_VN).T
+    return lax.fori_loop(0, -(-num_ids // most), write, y_VN).T
 
 
 def _linear_by_rows_forward(x_ND, table_VD):
