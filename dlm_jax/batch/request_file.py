@@ -25,6 +25,7 @@ from dlm_jax.batch.key_table import Id, Key, KeyTable
 _BOM = b"\xef\xbb\xbf"
 _MOST_SAMPLES = 1 << 20
 _LONGEST_LINE = 1 << 24
+_CHUNK = 1 << 16
 _CONTENTS = ("prompt", "template", "tokens")
 
 
@@ -118,18 +119,37 @@ class RequestFile:
     def __iter__(self) -> Iterator[Line]:
         ids, extra = KeyTable(), 0
         with self._reading() as file:
+            if file.read(len(_BOM)) != _BOM:
+                file.seek(0)
             for number, (raw, size) in enumerate(_raw_lines(file), 1):
-                if number == 1:
-                    raw = raw.removeprefix(_BOM)
-                if not raw.strip():
-                    continue
-                where = f"{self._path.name} line {number}"
-                line = _read(raw, size, number, where, self._names, ids, self._num_samples)
-                yield replace(line, extra=extra)
-                # An unreadable line counts as `num_samples` rows, so that fixing it does not
-                # renumber other rows.
-                is_bad = line.error is not None
-                extra += (self._num_samples if is_bad else line.num_samples) - 1
+                if raw is not None:
+                    line = replace(self._read(raw, size, number, ids), extra=extra)
+                    yield line
+                    # An unreadable line counts as `num_samples` rows, so that fixing it does not
+                    # renumber other rows.
+                    is_bad = line.error is not None
+                    extra += (self._num_samples if is_bad else line.num_samples) - 1
+
+    def _read(self, raw: bytes, size: int, number: int, ids: KeyTable) -> Line:
+        """Parses one line. `ids` has the line number of each id, and is updated."""
+        where, id_ = f"{self._path.name} line {number}", f"line {number}"
+        try:
+            if size > _LONGEST_LINE:
+                raise ValueError(f"{where} has {size} bytes; use at most {_LONGEST_LINE}")
+            request = _parse(raw, where)
+            given = request.pop("id", id_)
+            _check_id(given, id_, where)
+            # The default id is reserved for this line.
+            if given != id_ and not ids.add(given, (number, 0, 0)):
+                first, *_ = ids.place(given) or (0,)
+                raise ValueError(
+                    f"{where}: id={_show(given)} is already used by line {first}; use unique ids"
+                )
+            id_ = given
+            _check(request, where, self._names)
+        except ValueError as error:
+            return Line(number, id_, {}, str(error))
+        return Line(number, id_, request, num_samples=request.pop("n", self._num_samples))
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[IO[bytes]]:
@@ -176,49 +196,18 @@ def check_process(index: int, count: int) -> None:
     )
 
 
-def _raw_lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yields each line and its size in bytes, without its end. Of a line that is too long, only the
-    beginning is yielded.
+def _raw_lines(file: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
+    """Yields each line and its size in bytes, without its end; None for a blank line. Of a line
+    that is too long, only the beginning is yielded.
     """
     while raw := file.readline(_LONGEST_LINE + 2):
-        size, part = len(raw), raw
-        while not part.endswith(b"\n") and (part := file.readline(_LONGEST_LINE)):
-            size += len(part)
-        yield raw.removesuffix(b"\n"), size - part.endswith(b"\n")
+        size, part, is_blank = len(raw), raw, raw.isspace()
+        while not part.endswith(b"\n") and (part := file.readline(_CHUNK)):
+            size, is_blank = size + len(part), is_blank and part.isspace()
+        yield None if is_blank else raw.removesuffix(b"\n"), size - part.endswith(b"\n")
 
 
-def _read(
-    raw: bytes,
-    size: int,
-    number: int,
-    where: str,
-    names: tuple[str, ...],
-    ids: KeyTable,
-    num_samples: int,
-) -> Line:
-    """Parses one line. `ids` has the line number of each id, and is updated."""
-    default = f"line {number}"
-    try:
-        request = _parse(raw, size, where)
-        id_ = _id(request.pop("id", default), default, where)
-        # The default id is reserved for this line.
-        if id_ != default and not ids.add(id_, (number, 0, 0)):
-            first, *_ = ids.place(id_) or (0,)
-            raise ValueError(
-                f"{where}: id={_show(id_)} is already used by line {first}; use unique ids"
-            )
-    except ValueError as error:
-        return Line(number, default, {}, str(error))
-    try:
-        _check(request, where, names)
-    except ValueError as error:
-        return Line(number, id_, {}, str(error))
-    return Line(number, id_, request, num_samples=request.pop("n", num_samples))
-
-
-def _parse(raw: bytes, size: int, where: str) -> dict[str, Any]:
-    if size > _LONGEST_LINE:
-        raise ValueError(f"{where} has {size} bytes; use at most {_LONGEST_LINE}")
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
         request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
@@ -239,23 +228,24 @@ def _parse(raw: bytes, size: int, where: str) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object with these pairs; ValueError for a duplicate key."""
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{_show(twice)} is given twice")
+    settings: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in settings:
+            raise ValueError(f"{_show(name)} is given twice")
+        settings[name] = value
     return settings
 
 
-def _id(given: Any, default: str, where: str) -> Id:
-    """The id; ValueError if it is invalid."""
+def _check_id(given: Any, default: str, where: str) -> None:
+    """Raises ValueError for an invalid id."""
     if isinstance(given, str):
         _check_text(f"{where}: id", given)
+        if given != default and re.fullmatch("line [1-9][0-9]*", given):
+            raise ValueError(
+                f"{where}: id={_show(given)} is reserved for that line; use another id"
+            )
     elif type(given) is not int:
         raise ValueError(f"{where}: id={_show(given)} must be a string or an integer")
-    if isinstance(given, str) and given != default and re.fullmatch("line [1-9][0-9]*", given):
-        raise ValueError(f"{where}: id={_show(given)} is reserved for that line; use another id")
-    return given
 
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:

@@ -1,36 +1,29 @@
 r"""Regular expressions as deterministic automata over bytes.
 
-Expressions are in the common part of Python's and Rust's syntax, and mean what `re` says. They are
-rewritten for Rust and compiled by `outlines_core` in a process with limits on memory and time.
-
-`outlines_core.Index` does not accept the language of an expression by itself. It prefers some
-matches over others, and loses texts that continue a match: ``(cat|rat)( sat)?`` without ``cat
-sat``. It also builds the automaton of an unanchored search, with exponentially many states for
-counted repeats: 12 characters of a string take 0.3 s, three more 8 times as long. An expression is
-therefore compiled between two marks, U+0001, that no other part of it matches. The vocabulary is
-the 256 bytes, because the transitions of all tokens of a model are a dictionary with an entry for
-each state and token. A look-behind at one character is compiled as a mark of its own, whose
-transitions are then taken where the last byte is that character.
+Expressions are in the common part of Python's and Rust's syntax, and mean what `re` says.
+`outlines_core` compiles their classes of characters. `outlines_core.Index` does not accept the
+language of a whole expression: it prefers some matches over others, and loses texts that continue a
+match, such as ``cat sat`` of ``(cat|rat)( sat)?``. It also cannot be stopped after a number of
+steps. The classes are therefore combined here (Thompson 1968), with a limit on states and steps
+that depends on the expression alone, so all machines refuse the same expressions.
 """
 
 from __future__ import annotations
 
-import array
-import importlib.util
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 LONGEST = 1 << 15
 """Maximum length of an expression in characters."""
-MOST_MEGABYTES = 512
-MOST_SECONDS = 4
-"""Limits on the process that compiles an expression: address space and processor time."""
+MOST_STEPS = 1 << 22
+"""Maximum number of states and arcs that the compilation of an expression visits."""
+_MOST_UNMERGED = 2
+_MOST_NODES = 1 << 18
+_NONE = -2
 
 
 class Token(NamedTuple):
@@ -51,7 +44,7 @@ class Token(NamedTuple):
 _ESCAPE = r"\\(?:[pP]\{\^?\w+\}|0[0-7]{0,2}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)"
 _TOKEN = re.compile(
     rf"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<escape>{_ESCAPE})|(?P<any>\.)"
-    r"|(?P<behind>\(\?<[=!](?:\\[^\w\s]|[^\W]|[ ,;:\"'<>=!@#%&/~`_-])\))"
+    r"|(?P<behind>\(\?<[=!](?:\\[!-/:-@[-`{-~]|[A-Za-z0-9_ ,;:\"'<>=!@#%&/~`-])\))"
     r"|(?P<open>\((?:\?:|\?P<[A-Za-z_]\w*>|(?!\?)))|(?P<close>\))|(?P<or>\|)"
     r"|(?P<times>(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\??)|(?P<anchor>[$^])|(?P<char>[^\\\[(])",
     re.DOTALL,
@@ -102,16 +95,18 @@ def tokens_of(pattern: str) -> Iterator[Token]:
         place = match.end()
 
 
-def code_of(escape: Token) -> int | None:
-    """The character of an escape; None for a class of characters.
+def code_of(token: Token) -> int | None:
+    """The character of a character or an escape; None for a class of characters.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the escape is neither.
     """
-    name, rest = escape.text[1], escape.text[2:]
+    if token.kind == "char":
+        return ord(token.text)
+    name, rest = token.text[1], token.text[2:]
     if name in "dwsDWSpP":
         if name in "pP" and not rest:
-            raise ValueError(f"{escape.text!r} at position {escape.place} lacks a name in braces")
+            raise ValueError(f"{token.text!r} at position {token.place} lacks a name in braces")
         return None
     if name in "xuU" and rest:
         return int(rest, 16)
@@ -121,7 +116,7 @@ def code_of(escape: Token) -> int | None:
         return ord(_CONTROLS[name])
     if name.isalnum():
         raise ValueError(
-            f"{escape.text!r} at position {escape.place} is not supported; use no back-references "
+            f"{token.text!r} at position {token.place} is not supported; use no back-references "
             f"and no \\b"
         )
     return ord(name)
@@ -130,29 +125,27 @@ def code_of(escape: Token) -> int | None:
 def items_of(token: Token) -> tuple[bool, list[tuple[int, int] | Token]]:
     """True if a set is negated, and its ranges and classes of characters."""
     is_not = token.text.startswith("[^")
-    begin = 1 + is_not
     parts: list[int | Token] = []
-    for match in _ITEM.finditer(token.text, begin, len(token.text) - 1):
+    for match in _ITEM.finditer(token.text, 1 + is_not, len(token.text) - 1):
         item = Token("escape" if match[0][0] == "\\" else "char", match[0], token.place)
-        if item.text == "\\b":  # the backspace, inside a set
-            item = Token("char", "\b", token.place)
-        code = code_of(item) if item.kind == "escape" else ord(item.text)
+        code = ord("\b") if item.text == "\\b" else code_of(item)  # the backspace, inside a set
         parts.append(item if code is None else -1 if item.text == "-" else code)
+    hyphen = ord("-")
     items: list[tuple[int, int] | Token] = []
-    place = 0
-    while place < len(parts):
-        low, *rest = parts[place : place + 3]
-        if isinstance(low, int) and len(rest) == 2 and rest[0] == -1 and isinstance(rest[1], int):
-            items.append((_plain(low), _plain(rest[1])))
-            place += 3
+    while parts:
+        low, *rest = parts[:3]
+        if isinstance(low, Token):
+            items.append(low)
+            del parts[0]
             continue
-        items.append((_plain(low), _plain(low)) if isinstance(low, int) else low)
-        place += 1
+        low = hyphen if low < 0 else low
+        if len(rest) == 2 and rest[0] == -1 and isinstance(rest[1], int):
+            items.append((low, hyphen if rest[1] < 0 else rest[1]))
+            del parts[:3]
+        else:
+            items.append((low, low))
+            del parts[0]
     return is_not, items
-
-
-def _plain(code: int) -> int:
-    return ord("-") if code < 0 else code
 
 
 # What `re` matches, in Rust's syntax inside a set.
@@ -164,50 +157,10 @@ _CLASSES = {
     "s": r"\s\x1c-\x1f",
     "S": r"[^\s\x1c-\x1f]",
 }
-_MARK = 1
-_FREE_MARKS = (*range(2, 9), *range(14, 28))  # controls that are no white space
 
 
-def _in_rust(pattern: str) -> tuple[str, dict[str, int]]:
-    """The expression for Rust, without matches of the marks, and the mark of each look-behind."""
-    tokens = list(tokens_of(pattern))
-    behinds = dict.fromkeys(token.text for token in tokens if token.kind == "behind")
-    if len(behinds) > len(_FREE_MARKS):
-        raise ValueError(f"it looks behind at more than {len(_FREE_MARKS)} characters")
-    marks = dict(zip(behinds, _FREE_MARKS, strict=False))
-    codes = [_MARK, *marks.values()]
-    outside = f"&&[^{''.join(map(_rust, codes))}]"
-    parts = []
-    for token in tokens:
-        kind, text, _ = token
-        if kind == "set":
-            is_not, items = items_of(token)
-            inner = "".join(
-                _class(item) if isinstance(item, Token) else _rust(item[0]) + "-" + _rust(item[1])
-                for item in items
-            )
-            parts.append(f"[[{'^' * is_not}{inner}]{outside}]")
-        elif kind == "any":
-            parts.append(f"[[^\\n]{outside}]")
-        elif kind == "behind":
-            parts.append(_rust(marks[text]))
-        elif kind == "open":
-            parts.append("(?:")
-        elif kind in ("close", "or"):
-            parts.append(text)
-        elif kind == "times":
-            parts.append(text.removesuffix("?") if len(text) > 1 else text)
-            parts[-1] = parts[-1].replace("{,", "{0,")
-        else:
-            code = ord(text) if kind == "char" else code_of(token)
-            if code in codes:
-                raise ValueError(f"the character U+{code:04X} is not supported here; remove it")
-            parts.append(f"[[{_class(token)}]{outside}]" if code is None else _rust(code))
-    return f"{_rust(_MARK)}(?:{''.join(parts)}){_rust(_MARK)}", marks
-
-
-def _class(escape: Token) -> str:
-    text = escape.text
+def _class(token: Token) -> str:
+    text = token.text
     if text[2:4] == "{^":
         text = f"\\{text[1].swapcase()}{{{text[4:]}"
     return _CLASSES.get(text[1], text)
@@ -217,6 +170,50 @@ def _rust(code: int) -> str:
     if 0xD800 <= code < 0xE000:
         raise ValueError("lone surrogates are not characters; remove them")
     return f"\\x{{{code:x}}}"
+
+
+def _rows_of(token: Token) -> tuple[dict[int, int], ...]:
+    """An automaton for one character: the next row for each byte of each row; -1 is the end."""
+    code = code_of(token) if token.kind in ("char", "escape") else None
+    if code is not None:
+        _rust(code)
+        data = chr(code).encode()
+        return tuple({byte: at + 1} for at, byte in enumerate(data[:-1])) + ({data[-1]: -1},)
+    if token.kind == "any":
+        return _rows_of_class(r"[^\n]")
+    if token.kind == "escape":
+        return _rows_of_class(f"[{_class(token)}]")
+    is_not, items = items_of(token)
+    inner = [
+        _class(item) if isinstance(item, Token) else f"{_rust(item[0])}-{_rust(item[1])}"
+        for item in items
+    ]
+    return _rows_of_class(f"[{'^' * is_not}{''.join(inner)}]")
+
+
+@lru_cache(maxsize=256)
+def _rows_of_class(name: str) -> tuple[dict[int, int], ...]:
+    try:
+        import outlines_core
+    except ImportError:
+        raise ValueError(
+            "structured output needs outlines_core; install it with pip install dlm_jax[structured]"
+        ) from None
+    letters = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+    try:
+        index = outlines_core.Index(name, letters)
+    except ValueError as error:
+        is_empty = "Found no transitions" in str(error)
+        why = "a part of it matches no text" if is_empty else "it has an unknown Unicode property"
+        raise ValueError(why) from None
+    arcs, ends = index.get_transitions(), index.get_final_states()
+    first = index.get_initial_state()
+    number = {first: 0} | {end: -1 for end in ends}
+    rows = []
+    for state in [first, *(state for state in arcs if state != first and state not in ends)]:
+        number.setdefault(state, len(rows))
+        rows.append(arcs[state])
+    return tuple({byte: number[to] for byte, to in row.items() if byte < 256} for row in rows)
 
 
 class ByteAutomaton(NamedTuple):
@@ -246,30 +243,6 @@ class ByteAutomaton(NamedTuple):
         return bool(self.is_final_S[self.after(text)])
 
 
-_COMPILE = """
-import array, resource, sys
-size, seconds, most_states = map(int, sys.argv[1:4])
-sys.path.append(sys.argv[4])
-import outlines_core
-resource.setrlimit(resource.RLIMIT_AS, (size, size))
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-letters = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-try:
-    index = outlines_core.Index(sys.stdin.buffer.read().decode(), letters)
-except ValueError as error:
-    sys.exit(str(error))
-arcs = index.get_transitions()
-if len(arcs) > most_states:
-    sys.exit("too many states")
-made = array.array("I", [index.get_initial_state()])
-for state, nexts in arcs.items():
-    for byte, after in nexts.items():
-        if byte < 256:
-            made.extend((state, byte, after))
-sys.stdout.buffer.write(made.tobytes())
-"""
-
-
 def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     r"""The smallest automaton that accepts exactly the full matches of an expression.
 
@@ -283,116 +256,183 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
       ValueError: the expression is not supported or exceeds a limit, or `outlines_core` is not
         installed.
     """
-    spec = importlib.util.find_spec("outlines_core")
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            "structured output needs outlines_core; install it with pip install dlm_jax[structured]"
-        )
-    rust, marks = _in_rust(pattern)
-    limits = [MOST_MEGABYTES << 20, MOST_SECONDS, _MOST_UNMERGED * most_states]
-    where = spec.origin.rsplit("outlines_core", 1)[0]
-    too_large = ValueError(
-        f"compiling it takes more than {MOST_SECONDS} seconds or {MOST_MEGABYTES} MB; use smaller "
-        f"or fewer repeats, alternatives and optional parts"
-    )
+    part, atoms = _parse(pattern)
+    if part.size > _MOST_NODES:
+        raise _too_large(f"{part.size} states before they are merged")
+    # Bytes with the same transitions everywhere are one class; a byte that a look-behind reads is a
+    # class of its own.
+    table = np.full((sum(map(len, atoms.values())), 256), _NONE, np.int32)
+    for out, row in zip(table, (row for rows in atoms.values() for row in rows), strict=True):
+        out[list(row)] = list(row.values())
+    _, class_of_256 = np.unique(table, axis=1, return_inverse=True)
+    class_of_256 = class_of_256.reshape(-1)
+    classes = {
+        text: [
+            list({int(class_of_256[byte]): to for byte, to in row.items()}.items()) for row in rows
+        ]
+        for text, rows in atoms.items()
+    }
+    rows: list[Sequence[tuple[int, int]]] = [()]
+    places: list[tuple[int, int]] = [(0, 0)]  # the first node of a character, and the node behind
+    empty: list[list[tuple[int, tuple[int, bool] | None]]] = [[]]
+
+    def add(nexts: list[tuple[int, tuple[int, bool] | None]]) -> int:
+        rows.append(())
+        places.append((0, 0))
+        empty.append(nexts)
+        return len(rows) - 1
+
+    def build(part: _Part, behind: int) -> int:
+        """Adds the nodes of a part and returns the first one. Node 0 accepts."""
+        if part.kind == "all":
+            for one in reversed(part.parts):
+                behind = build(one, behind)
+            return behind
+        if part.kind == "or":
+            return add([(build(one, behind), None) for one in part.parts])
+        if part.kind == "times":
+            (inner,) = part.parts
+            first = behind
+            if part.most is None:
+                first = add([])
+                empty[first] += [(build(inner, first), None), (behind, None)]
+            for _ in range((part.most or part.fewest) - part.fewest):
+                first = add([(build(inner, first), None), (behind, None)])
+            for _ in range(part.fewest):
+                first = build(inner, first)
+            return first
+        if part.kind == "behind":
+            ((class_, _),) = classes[part.text][0]
+            return add([(behind, (class_, part.text[3] == "="))])
+        first = len(rows)
+        for row in classes[part.text]:
+            rows.append(row)
+            places.append((first, behind))
+            empty.append([])
+        return first
+
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _COMPILE, *map(str, limits), where],
-            input=rust.encode(),
-            capture_output=True,
-            timeout=30 * MOST_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise too_large from None
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT):
-        raise too_large
-    if done.returncode:
-        why = done.stderr.decode(errors="replace")
-        if "MemoryError" in why:
-            raise too_large
-        if "too many states" in why:
+        first = build(part, 0)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    read = {condition[0] for nexts in empty for _, condition in nexts if condition}
+    steps = 0
+    closures: dict[tuple[int, int], frozenset[int]] = {}
+
+    def closure(node: int, last: int) -> frozenset[int]:
+        """The nodes that accept or read a byte, from a node on, behind a byte of class `last`."""
+        nonlocal steps
+        last = last if last in read else -1
+        if (node, last) not in closures:
+            seen, todo = {node}, [node]
+            while todo:
+                for after, condition in empty[todo.pop()]:
+                    if after not in seen and (
+                        condition is None or (condition[0] == last) == condition[1]
+                    ):
+                        seen.add(after)
+                        todo.append(after)
+            steps += len(seen)
+            if steps > MOST_STEPS:
+                raise _too_large(f"more than {MOST_STEPS} steps")
+            closures[node, last] = frozenset(node for node in seen if not node or rows[node])
+        return closures[node, last]
+
+    # A state is a set of nodes (Rabin and Scott 1959).
+    start = closure(first, -1)
+    number_of = {frozenset[int](): 0}
+    number_of.setdefault(start, 1)
+    sets = list(number_of)
+    next_SK: list[list[int]] = []
+    for nodes in sets:  # which grows
+        reached: dict[int, set[int]] = {}
+        for node in nodes:
+            base, behind = places[node]
+            steps += len(rows[node])
+            for class_, to in rows[node]:
+                reached.setdefault(class_, set()).add(behind if to < 0 else base + to)
+        next_K = [0] * (int(class_of_256.max()) + 1)
+        for class_, targets in reached.items():
+            after = frozenset().union(*(closure(node, class_) for node in targets))
+            steps += len(after)
+            next_K[class_] = number_of.setdefault(after, len(sets))
+            if next_K[class_] == len(sets):
+                sets.append(after)
+        next_SK.append(next_K)
+        if len(sets) > _MOST_UNMERGED * most_states:
             raise ValueError(f"the pattern has more than {most_states} states")
-        if "Found no transitions" in why:
-            why = "a part of it matches no text"
-        if "error building NFA" in why:
-            why = "it has an unknown Unicode property, or is too large"
-        raise ValueError(why.strip().split("\n")[-1][:200])
-    values = np.array(array.array("I", done.stdout), np.int64)
-    table = _table(int(values[0]), values[1:])
-    automaton = _merge(_without_marks(table, marks) if marks else table)
+    is_final_S = np.array([0 in nodes for nodes in sets])
+    automaton = _merge(
+        ByteAutomaton(class_of_256, np.array(next_SK, np.int32), is_final_S, number_of[start])
+    )
     if len(automaton.next_SK) > most_states:
         raise ValueError(f"the pattern has more than {most_states} states")
     return automaton
 
 
-_MOST_UNMERGED = 2
+def _too_large(what: str) -> ValueError:
+    return ValueError(
+        f"compiling it takes {what}; use smaller or fewer repeats, alternatives and optional parts"
+    )
 
 
-def _table(first: int, arcs: np.ndarray) -> ByteAutomaton:
-    """The automaton between the marks of these arcs, ``(state, byte, next state)``."""
-    from_, byte, to = arcs.reshape(-1, 3).T
-    names = np.unique(np.concatenate([from_, to, [first]]))
-    next_S256 = np.zeros((len(names) + 1, 256), np.int32)
-    next_S256[np.searchsorted(names, from_) + 1, byte] = np.searchsorted(names, to) + 1
-    start = int(next_S256[np.searchsorted(names, first) + 1, _MARK])
-    is_final_S = next_S256[:, _MARK] > 0
-    is_final_S[np.searchsorted(names, first) + 1] = False
-    next_S256[:, _MARK] = 0
-    next_SK, class_of_256 = np.unique(next_S256, axis=1, return_inverse=True)
-    return ByteAutomaton(class_of_256.reshape(-1), next_SK, is_final_S, start)
+class _Part(NamedTuple):
+    """A part of an expression: a character, look-behind, sequence, choice or repeat.
 
-
-def _without_marks(automaton: ByteAutomaton, marks: Mapping[str, int]) -> ByteAutomaton:
-    """The automaton of the texts without the marks of look-behinds.
-
-    A state is a set of states of the marked automaton, and the character before it if a look-behind
-    follows. A mark is passed where the look-behind holds.
+    `size` is the number of its nodes.
     """
-    behinds = [(ord(text[-2]), text[3] == "=", code) for text, code in marks.items()]
-    seen_bytes = sorted({byte for byte, _, _ in behinds})
-    next_S256 = automaton.next_SK[:, automaton.class_of_256]
-    next_S256[:, list(marks.values())], marked_SM = 0, next_S256[:, list(marks.values())].copy()
-    # Each byte that a look-behind reads is a class of its own.
-    own = np.zeros((len(seen_bytes), 256), np.int32)
-    own[np.arange(len(seen_bytes)), seen_bytes] = 1
-    next_RK, class_of_256 = np.unique(np.concatenate([next_S256, own]), axis=1, return_inverse=True)
-    class_of_256 = class_of_256.reshape(-1)
-    next_SK = next_RK[: len(next_S256)]
-    byte_of = {int(class_of_256[byte]): byte for byte in seen_bytes}
-    has_mark_S = marked_SM.any(axis=1)
 
-    def closed(states: Iterable[int], last: int) -> tuple[int, ...]:
-        done, todo = set(states), list(states)
-        while todo:
-            state = todo.pop()
-            for (byte, is_equal, _), target in zip(behinds, marked_SM[state], strict=True):
-                if target and (byte == last) == is_equal and target not in done:
-                    done.add(int(target))
-                    todo.append(int(target))
-        return tuple(sorted(done))
+    kind: str
+    size: int
+    text: str = ""
+    parts: tuple[_Part, ...] = ()
+    fewest: int = 0
+    most: int | None = None
 
-    def arrive(states: tuple[int, ...], last: int) -> int:
-        if has_mark_S[list(states)].any():
-            states = closed(states, last)
-        if states not in number_of:
-            number_of[states] = len(sets)
-            sets.append(states)
-        return number_of[states]
 
-    number_of: dict[tuple[int, ...], int] = {(): 0}
-    sets: list[tuple[int, ...]] = [()]
-    start = arrive((automaton.start,), -1)
-    rows: list[np.ndarray] = []
-    finals: list[bool] = []
-    for states in map(list, sets):  # which grows
-        finals.append(bool(automaton.is_final_S[states].any()))
-        row = np.zeros(next_SK.shape[1], np.int32)
-        targets_KN = next_SK[states].T
-        for class_ in np.flatnonzero(targets_KN.any(axis=1)):
-            targets = tuple(sorted(set(targets_KN[class_].tolist()) - {0}))
-            row[class_] = arrive(targets, byte_of.get(int(class_), -1))
-        rows.append(row)
-    return ByteAutomaton(class_of_256, np.stack(rows), np.array(finals), start)
+_Rows = tuple[dict[int, int], ...]
+
+
+def _parse(pattern: str) -> tuple[_Part, dict[str, _Rows]]:
+    """The tree of an expression, and the automaton of each of its characters and look-behinds."""
+    atoms: dict[str, _Rows] = {}
+    groups: list[list[list[_Part]]] = [[[]]]
+
+    def choice(group: list[list[_Part]]) -> _Part:
+        some = [_Part("all", sum(one.size for one in row), parts=tuple(row)) for row in group]
+        if len(some) == 1:
+            return some[0]
+        return _Part("or", 1 + sum(one.size for one in some), parts=tuple(some))
+
+    for token in tokens_of(pattern):
+        kind, text, _ = token
+        if kind == "open":
+            groups.append([[]])
+        elif kind == "close":
+            part = choice(groups.pop())
+            groups[-1][-1].append(part)
+        elif kind == "or":
+            groups[-1].append([])
+        elif kind == "times":
+            inner = groups[-1][-1].pop()
+            numbers = re.fullmatch(r"\{(\d*)(,?)(\d*)\}\??", text)
+            if numbers is None:
+                low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[text[0]]
+            else:
+                low = int(numbers[1] or 0)
+                high = int(numbers[3]) if numbers[3] else None if numbers[2] else low
+            count = low + 1 if high is None else high
+            size = inner.size * count + (1 if high is None else high - low)
+            groups[-1][-1].append(
+                _Part("times", size, "", (inner,), low, high) if inner.size else inner
+            )
+        elif kind == "behind":
+            atoms[text] = ({ord(text[-2]): -1},)
+            groups[-1][-1].append(_Part("behind", 1, text))
+        else:
+            rows = atoms[text] = atoms.get(text) or _rows_of(token)
+            groups[-1][-1].append(_Part("char", len(rows), text))
+    return choice(groups[0]), atoms
 
 
 def _merge(automaton: ByteAutomaton) -> ByteAutomaton:

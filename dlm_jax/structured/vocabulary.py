@@ -90,12 +90,12 @@ class Structures:
             for at in range(len(texts[0]) if texts else 0)
         ]
         self._ids = [np.array(ids_of[text]) for text in texts]
-        self._cache: OrderedDict[str, Future[Automaton]] = OrderedDict()
+        self._cache: OrderedDict[str, Future[Automaton | SettingError]] = OrderedDict()
         self._lock = threading.Lock()
 
     def automaton(self, pattern: str) -> Automaton:
         """Returns the automaton of a regular expression. Concurrent calls for one expression share
-        its compilation; calls for other expressions do not wait for it.
+        its compilation; calls for other expressions do not wait for it. A refusal is cached, too.
         """
         if len(pattern) > LONGEST:
             raise SettingError(
@@ -112,16 +112,23 @@ class Structures:
         if is_new:
             try:
                 future.set_result(self._compile(pattern))
+            except SettingError as error:
+                future.set_result(error)
             except BaseException as error:
                 with self._lock:
                     if self._cache.get(pattern) is future:
                         del self._cache[pattern]
                 future.set_exception(error)
                 raise
-        return future.result()
+        result = future.result()
+        if isinstance(result, SettingError):
+            raise SettingError(*result.args)
+        return result
 
     def is_compiled(self, pattern: str) -> bool:
-        """Returns whether the automaton of an expression is available without compilation."""
+        """Returns whether the automaton of an expression, or its refusal, is available without
+        compilation.
+        """
         with self._lock:
             future = self._cache.get(pattern)
         return future is not None and future.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 
@@ -233,3 +234,33 @@ def test_a_line_that_is_too_long_is_refused_unread_and_others_are_read(path, mon
     long, other = read(path, json.dumps({"tokens": [1] * 1000}) + '\n{"prompt": "A"}\n')
     assert long.id == "line 1" and "line 1 has 3012 bytes; use at most 1000" in str(long.error)
     assert other.error is None and other.settings == {"prompt": "A"}
+
+
+@pytest.mark.parametrize("content", ["x", ""])
+def test_a_long_blank_line_is_read_in_pieces_and_one_that_ends_in_content_is_not_blank(
+    path, monkeypatch, content
+):
+    monkeypatch.setattr(request_file, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(request_file, "_CHUNK", 100)
+    sizes = []
+
+    class Watched(io.FileIO):
+        def readline(self, size=-1):
+            assert size <= 1002
+            sizes.append(size)
+            return super().readline(size)
+
+    monkeypatch.setattr(type(path), "open", lambda file, mode: Watched(file, mode))
+    lines = read(path, b" " * 5000 + content.encode() + b'\n{"prompt": "A"}\n')
+    assert len(sizes) > 40 and lines[-1] == Line(2, "line 2", {"prompt": "A"})
+    assert [str(line.error)[:33] for line in lines[:-1]] == (
+        ["in.jsonl line 1 has 5001 bytes; u"] if content else []
+    )
+
+
+def test_many_keys_take_little_time_also_where_the_last_two_are_equal(path):
+    keys = [f'"k{n}": 0' for n in range(100_000)]
+    start = time.process_time()
+    (line,) = read(path, "{" + ", ".join([*keys, '"k99999": 1']) + "}")
+    assert line.error.endswith('("k99999" is given twice); correct it')
+    assert time.process_time() - start < 3
