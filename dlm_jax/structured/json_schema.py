@@ -634,10 +634,6 @@ def _times(low: int, high: int | None) -> str:
     return "*" if low == 0 and high is None else f"{{{low},{'' if high is None else high}}}"
 
 
-_Bound = tuple[Decimal, bool] | None
-"""A bound, and True if it is excluded."""
-
-
 def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | None:
     """An expression for numbers within the bounds of a schema.
 
@@ -664,123 +660,91 @@ def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | N
             value = -_LARGEST if is_low else _LARGEST
         else:
             digits = max(digits, len(str(int(abs(value)))))
-        (lows if is_low else highs).append((Decimal(str(value)), name.startswith("ex")))
+        (lows if is_low else highs).append((Decimal(str(value)) + 0, name.startswith("ex")))
     if not lows and not highs:
         return _INTEGER if is_whole else _NUMBER
-    low = max(lows, default=None)
-    high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
+    low, no_low = max(lows, default=(None, False))
+    high, no_high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False))
     size = 0 if is_whole else max(0, _DIGITS - digits)
-    above = _magnitudes(low, high, size)
-    below = _magnitudes(_negated(high), _negated(low), size)
+    above = _magnitudes(low, no_low, high, no_high, size)
+    below = _magnitudes(
+        None if high is None else -high, no_high, None if low is None else -low, no_low, size
+    )
     return _either([above, below and f"-({below})"])
 
 
-def _negated(bound: _Bound) -> _Bound:
-    return None if bound is None else (-bound[0], bound[1])
-
-
-def _magnitudes(low: _Bound, high: _Bound, size: int) -> str | None:
+def _magnitudes(
+    low: Decimal | None, no_low: bool, high: Decimal | None, no_high: bool, size: int
+) -> str | None:
     """An expression for numbers without a sign between two bounds, with at most `size` digits of a
-    fraction.
+    fraction. True beside a bound that is excluded.
     """
-    if low is None or low[0] < 0:
-        low = Decimal(0), False
-    if high is not None and (high[0] < low[0] or (high[0] == low[0] and (low[1] or high[1]))):
+    if low is None or low < 0:
+        low, no_low = Decimal(0), False
+    if high is not None and (high < low or (high == low and (no_low or no_high))):
         return None
-    first, after, no_low = _cut(low, size, is_low=True)
-    last, rest, no_high = _cut(high, size, is_low=False) if high else (None, None, False)
-    if size == 0:
-        first += no_low
-        last = None if last is None else last - no_high
-        return None if last is not None and last < first else _between(first, last)
-    if first == last:
-        return _with_fraction(str(first), after, no_low, rest, no_high, size)
-    parts = [_with_fraction(str(first), after, no_low, None, False, size)]
-    if last is None or last - first > 1:
-        middle = _between(first + 1, None if last is None else last - 1)
-        parts.append(_with_fraction(middle, "", False, None, False, size))
-    if last is not None:
-        parts.append(_with_fraction(str(last), "", False, rest, no_high, size))
+    whole, _, rest = f"{low:f}".partition(".")
+    # Of a bound with more digits, all numbers of `size` digits are above or below the first ones.
+    no_low |= bool(rest[size:].strip("0"))
+    digits, length = whole + rest[:size], len(whole)
+    if high is None:
+        parts = _digits(digits, None, no_low, False, length, size)
+        longer = f"[1-9][0-9]{{{length},}}{_digits(None, None, False, False, 0, size)}"
+        return _either([parts, longer])
+    whole, _, rest = f"{high:f}".partition(".")
+    no_high &= not rest[size:].strip("0")
+    top, longest = whole + rest[:size], len(whole)
+    if length == longest:
+        return _digits(digits, top, no_low, no_high, length, size)
+    parts = [_digits(digits, None, no_low, False, length, size)]
+    if longest - length > 1:
+        middle = f"[1-9][0-9]{{{length},{longest - 2}}}"
+        parts.append(f"{middle}{_digits(None, None, False, False, 0, size)}")
+    least = "1" + "0" * (longest - 1)
+    parts.append(_digits(least, top, False, no_high, longest, size))
     return _either(parts)
 
 
-def _cut(bound: tuple[Decimal, bool], size: int, *, is_low: bool) -> tuple[int, str, bool]:
-    """The integer and `size` digits of a bound, and True if what they denote is excluded."""
-    whole, _, rest = f"{bound[0]:f}".partition(".")
-    rest = rest.rstrip("0")
-    return int(whole), rest[:size].rstrip("0"), is_low if len(rest) > size else bound[1]
-
-
-def _with_fraction(
-    whole: str, low: str, no_low: bool, high: str | None, no_high: bool, size: int
+def _digits(
+    low: str | None, high: str | None, no_low: bool, no_high: bool, whole: int, size: int
 ) -> str | None:
-    """An expression for an integer with a fraction between two fractions, which may be missing."""
-    parts = _fractions(low, no_low, high, no_high, size)
-    is_optional = not low and not no_low and not (high == "" and no_high)
-    if not parts:
-        return whole if is_optional else None
-    return rf"{whole}(\.({'|'.join(parts)})){'?' * is_optional}"
-
-
-def _fractions(low: str, no_low: bool, high: str | None, no_high: bool, size: int) -> list[str]:
-    """Expressions for 1 to `size` digits of fractions between two fractions, or above the first."""
-    if size == 0 or (high == "" and (no_high or low or no_low)):
-        return []
-    if not low and not no_low and not high:
-        return [f"{'[0-9]' if high is None else '0'}{{1,{size}}}"]
-    first, last = int(low[:1] or 0), 9 if high is None else int(high[:1] or 0)
-    begin, end = first + 1, last if high is None else last - 1
-    parts = [f"[{begin}-{end}][0-9]{{0,{size - 1}}}"] if begin <= end else []
-    edges = [(first, low[1:], no_low, high[1:] if high and first == last else None)]
-    if high is not None and first != last:
-        edges = [(first, low[1:], no_low, None), (last, "", False, high[1:])]
-    for digit, below, is_above, top in edges:
-        more = _fractions(below, is_above, top, no_high, size - 1)
-        may_end = not below and not is_above and not (top == "" and no_high)
-        if more:
-            parts.append(f"{digit}({'|'.join(more)}){'?' * may_end}")
-        elif may_end:
-            parts.append(str(digit))
-    return parts
-
-
-def _between(low: int, high: int | None) -> str:
-    """An expression for integers from `low` (at least 0) to `high`, without leading zeros."""
-    if high is None:
-        if low <= 1:
-            return "[1-9][0-9]*" if low else "(0|[1-9][0-9]*)"
-        size = len(str(low))
-        return f"({_same_size(str(low), '9' * size)}|[1-9][0-9]{{{size},}})"
+    """An expression for `whole` digits of an integer and up to `size` of a fraction, between two
+    texts of digits. A bound of None holds already, and digits behind the end of a bound are zeros.
+    After the point, `whole` is negative.
+    """
+    if low is not None and not no_low and not low.strip("0") and whole <= 0:
+        low = None
+    if low is None and high is None:
+        if whole < 0:
+            return f"[0-9]{{0,{size}}}" if size else ""
+        fraction = rf"(\.[0-9]{{1,{size}}})?" if size else ""
+        return (f"[0-9]{{{whole}}}" if whole else "") + fraction
+    is_end = low is None and not (no_high and high is not None and not high.strip("0"))
+    if whole <= 0 and not size:
+        return "" if is_end else None
+    first = 0 if low is None else int(low[:1] or 0)
+    last = 9 if high is None else int(high[:1] or 0)
+    below, above = (None if bound is None else bound[1:] for bound in (low, high))
+    if first == last:
+        cases = [(first, last, below, above)]
+    else:
+        cases = [] if low is None else [(first, first, below, None)]
+        begin, end = first + (low is not None), last - (high is not None)
+        if begin <= end:
+            cases.append((begin, end, None, None))
+        if high is not None:
+            cases.append((last, last, None, above))
     parts = []
-    while len(str(low)) < len(str(high)):
-        edge = "9" * len(str(low))
-        parts.append(_same_size(str(low), edge))
-        low = int(edge) + 1
-    parts.append(_same_size(str(low), str(high)))
-    return f"({'|'.join(parts)})"
-
-
-def _same_size(low: str, high: str) -> str:
-    """An expression for digits from `low` to `high`, which have the same length."""
-    if low == high:
-        return low
-    size = len(low)
-    if low[0] == high[0]:
-        return low[0] + _grouped(_same_size(low[1:], high[1:]))
-    if size == 1:
-        return f"[{low}-{high}]"
-    first, last, parts = int(low[0]), int(high[0]), []
-    if low[1:].strip("0"):
-        parts.append(low[0] + _grouped(_same_size(low[1:], "9" * (size - 1))))
-        first += 1
-    is_full = not high[1:].strip("9")
-    if not is_full:
-        last -= 1
-    if first <= last:
-        parts.append(f"[{first}-{last}][0-9]{{{size - 1}}}")
-    if not is_full:
-        parts.append(high[0] + _grouped(_same_size("0" * (size - 1), high[1:])))
-    return "|".join(parts)
+    for begin, end, below, above in cases:
+        rest = _digits(below, above, no_low, no_high, max(whole - 1, -1), size - (whole <= 0))
+        if rest is not None:
+            parts.append((str(begin) if begin == end else f"[{begin}-{end}]") + rest)
+    if not parts:
+        return "" if is_end and whole <= 0 else None
+    pattern = f"({'|'.join(parts)})" if len(parts) > 1 or whole <= 0 else parts[0]
+    if whole == 0:
+        pattern = rf"(\.{pattern})"
+    return f"{pattern}?" if is_end and whole <= 0 else pattern
 
 
 # What both Python and ECMA-262 match.
