@@ -94,23 +94,22 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
     Raises:
       ValueError: the schema has an unsupported keyword or value, or allows no text.
     """
-    pattern = None
     try:
         for most, any_depth in _SIZES:
+            is_last = (most, any_depth) == _SIZES[-1]
             try:
                 pattern = _SchemaWriter(schema, depth, most, any_depth).value(schema, "#")
             except _TooLong:
-                if (most, any_depth) == _SIZES[-1]:
+                if is_last:
                     raise
                 continue
             if pattern is None:
                 raise _refused("#", f"no value matches within {depth} levels")
-            if _positions(pattern) <= _MOST_POSITIONS:
-                break
+            if is_last or _positions(pattern) <= _MOST_POSITIONS:
+                return pattern
     except RecursionError:
         raise _refused("#", "it is nested too deeply") from None
-    assert pattern is not None
-    return pattern
+    raise AssertionError
 
 
 def _positions(pattern: str) -> int:
@@ -167,8 +166,8 @@ class _SchemaWriter:
             raise _TooLong(str(_refused(where, "its expansion is too large; use fewer references")))
         return pattern
 
-    def _visit(self, where: str) -> None:
-        self._visited += 1
+    def _visit(self, where: str, parts: int = 1) -> None:
+        self._visited += parts
         if self._visited > _MOST_PARTS:
             raise _refused(where, "its expansion is too large; use fewer references")
 
@@ -186,11 +185,10 @@ class _SchemaWriter:
             if self._followed.count(name) > self._depth:
                 return None
             self._followed.append(name)
-            try:
-                joined = self._both(_without(schema, "$ref"), self._target(name, where), where)
-                return self.value(joined, where)
-            finally:
-                self._followed.pop()
+            target = self._target(name, where)
+            pattern = self.value(self._both(_without(schema, "$ref"), target, where), where)
+            self._followed.pop()
+            return pattern
         if "allOf" in schema:
             joined: Any = _without(schema, "allOf")
             for part in _list_of(schema, "allOf", where):
@@ -214,7 +212,9 @@ class _SchemaWriter:
             for name in schema:
                 if name not in {"const", "enum", "type"} | _NOTES:
                     raise _refused(where, f"{name!r} beside constants is not supported; remove it")
-            return _either(map(_literal, _constants(schema, where)))
+            values = _constants(schema, where)
+            self._visit(where, len(values))
+            return _either(map(_literal, values))
         kinds = _kinds(schema)
         for kind in kinds or [kinds]:
             if not isinstance(kind, str) or kind not in _OF_TYPE:
@@ -320,7 +320,7 @@ class _SchemaWriter:
             pair = None if value is None else f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
             return _repeated(r"\{", pair, "[ ]?,[ ]?", r"\}", low, self._reduced(low, high))
         pairs: list[tuple[str, bool]] = []
-        for name in {**named, **dict.fromkeys(required)}:
+        for name in named | required:
             part = named.get(name, others)
             value = self.value(part, f"{where}/properties/{name}")
             if value is None and name in required:
@@ -363,7 +363,7 @@ class _SchemaWriter:
                     else min(a, b)
                 )
             elif name == "required":
-                joined[name] = [*_required(one, where), *_required(other, where)]
+                joined[name] = [*(_required(one, where) | _required(other, where))]
             elif name == "allOf":
                 joined[name] = [*_list_of(one, name, where), *_list_of(other, name, where)]
             elif name in ("enum", "const"):
@@ -436,11 +436,11 @@ class _SchemaWriter:
             return not keys[0] & keys[1]
         if kinds & others != {"object"}:
             return False
-        needed = [set(_required(schema, where)) for schema in (one, other)]
+        needed = [_required(schema, where).keys() for schema in (one, other)]
         named = [_properties(schema, where) for schema in (one, other)]
         if not {"anyOf", "oneOf", "allOf", "const", "enum"} & {*one, *other}:
             # Only these names are written.
-            written = [needed[n] | set(named[n]) for n in range(2)]
+            written = [needed[n] | named[n].keys() for n in range(2)]
             if all(written) and needed[0] - written[1] and needed[1] - written[0]:
                 return True
         return any(
@@ -504,18 +504,19 @@ def _list_of(schema: Mapping[str, Any], name: str, where: str) -> list[Any]:
     return schema[name]
 
 
-def _properties(schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _properties(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     named = schema.get("properties", {})
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
         raise _refused(f"{where}/properties", "must be an object")
-    return named
+    return dict(named)
 
 
-def _required(schema: Mapping[str, Any], where: str) -> list[str]:
+def _required(schema: Mapping[str, Any], where: str) -> dict[str, None]:
+    """The names of the required properties, in order."""
     names = _list_of(schema, "required", where) if "required" in schema else []
     if not all(isinstance(name, str) for name in names):
         raise _refused(f"{where}/required", "must be a list of names")
-    return list(dict.fromkeys(names))
+    return dict.fromkeys(names)
 
 
 def _of_name(schema: Mapping[str, Any], name: str) -> Any:
@@ -537,13 +538,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _check_json(value: Any, where: str) -> None:
     """Raises ValueError if a constant cannot be written as JSON."""
-    if isinstance(value, list):
-        for one in value:
-            _check_json(one, where)
-    elif isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        for one in value.values():
-            _check_json(one, where)
-    elif not (value is None or isinstance(value, str | bool) or _is_number(value)):
+    try:
+        is_json = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        is_json = False
+    if not is_json:
         raise _refused(where, f"the constant {_shown(value)} is not JSON; remove it")
 
 
@@ -607,13 +606,13 @@ def _in_order(pairs: Sequence[tuple[str, bool]], *, is_empty_allowed: bool) -> s
     """An expression for objects with these pairs in order; True beside a pair that must be
     present.
     """
-    parts, comma = "", ""
+    parts, comma = [], ""
     for pair, is_required in pairs:
-        parts += f"{comma}{pair}" if is_required else f"({comma}{pair})?"
+        parts.append(f"{comma}{pair}" if is_required else f"({comma}{pair})?")
         is_behind_pair = is_required or comma == "[ ]?,"
         comma = "[ ]?," if is_behind_pair else _unless_first(r"\{", "[ ]?,", "")
     some = "" if is_empty_allowed else r"(?<!\{)"
-    return rf"\{{{parts}{some}[ ]?\}}"
+    return rf"\{{{''.join(parts)}{some}[ ]?\}}"
 
 
 def _unless_first(begin: str, comma: str, first: str) -> str:
@@ -780,12 +779,9 @@ def _in_string(pattern: Any, where: str) -> str:
     try:
         for token in tokens_of(pattern):
             kind, text, _ = token
-            code = ord(text) if kind == "char" else None
-            code = code_of(token) if kind == "escape" else code
-            if code is not None:
-                parts.append(_character(code))
-            elif kind == "escape":
-                parts.append(_class(token))
+            if kind in ("char", "escape"):
+                code = code_of(token)
+                parts.append(_class(token) if code is None else _character(code))
             elif kind == "set":
                 parts.append(_set(token))
             elif kind == "any":

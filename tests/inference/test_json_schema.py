@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from typing import Any
 
 import outlines_core
@@ -115,6 +116,21 @@ def test_an_object_of_optional_properties_has_a_pattern_that_grows_with_their_nu
         for number in (10, 20, 40)
     ]
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
+
+
+@pytest.mark.parametrize("number", [300, 40_000])
+def test_many_names_take_time_that_grows_with_their_number(number):
+    names = [f"name_{n}" for n in range(number)]
+    objects = [{"properties": dict.fromkeys(some, NULL), "required": some}
+               for some in (names, names[::-1])]  # fmt: skip
+    start = time.process_time()
+    for schema in (objects[0], {"allOf": objects}, {"enum": names}):
+        if number > 10_000:
+            with pytest.raises(ValueError, match="its expansion is too large"):
+                regex_of_schema(schema)
+        else:
+            assert "name_299" in regex_of_schema(schema)
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(
