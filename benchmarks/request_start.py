@@ -19,7 +19,7 @@ from dlm_jax.batch.runner import accept_lines
 def seconds_to_read(model: dlm_jax.Model, source: Path) -> float:
     began = time.perf_counter()
     lines = RequestFile(source, known=list(model.sample.table.settings))
-    for line in accept_lines(model, lines, 0, {}, lambda settings: {"read_back": 0}):
+    for line in accept_lines(model, lines, settings={}):
         assert not line.error, line.error
     return time.perf_counter() - began
 

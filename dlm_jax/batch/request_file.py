@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,11 @@ from typing import IO, Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from dlm_jax.batch.key_table import Id, Key, KeyTable
+Id = str | int
+Key = Id | tuple[Id, int]
+"""The key of a result: the line's id, with the sample number if there are several samples."""
+
+Place = tuple[int, int, int]
 
 _BOM = b"\xef\xbb\xbf"
 _MOST_SAMPLES = 1 << 20
@@ -84,6 +89,45 @@ class Line:
         if self.num_samples == 1:
             return (self.id,)
         return tuple((self.id, sample) for sample in range(self.num_samples))
+
+
+class KeyTable(Set[Key]):
+    """A set of keys, each with three integers, in a private file that the system removes."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._file = sqlite3.connect("", isolation_level=None)
+        self._file.execute("PRAGMA cache_size = -32768")  # KiB
+        self._file.execute("PRAGMA journal_mode = OFF")
+        self._file.execute(
+            "CREATE TABLE keys (key TEXT PRIMARY KEY, a INTEGER, b INTEGER, c INTEGER) "
+            "WITHOUT ROWID"
+        )
+        self._file.execute("BEGIN")
+
+    def add(self, key: Key, place: Place = (0, 0, 0)) -> bool:
+        """Adds a key, unless it is in the table. Returns whether it was added."""
+        added = self._file.execute(
+            "INSERT OR IGNORE INTO keys VALUES (?, ?, ?, ?)", (json.dumps(key), *place)
+        )
+        self._count += added.rowcount
+        return added.rowcount > 0
+
+    def place(self, key: Key) -> Place | None:
+        """Returns the integers of a key; None if it is not in the table."""
+        found = self._file.execute("SELECT a, b, c FROM keys WHERE key = ?", (json.dumps(key),))
+        return found.fetchone()
+
+    def __contains__(self, key: object) -> bool:
+        return self.place(key) is not None  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Key]:
+        for (text,) in self._file.execute("SELECT key FROM keys"):
+            key = json.loads(text)
+            yield tuple(key) if isinstance(key, list) else key
 
 
 class RequestFile:

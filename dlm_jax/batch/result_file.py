@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from dlm_jax.batch.key_table import Key, KeyTable
-from dlm_jax.batch.request_file import check_process, require
+from dlm_jax.batch.request_file import Key, KeyTable, check_process, require
 from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
 
 

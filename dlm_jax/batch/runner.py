@@ -6,7 +6,6 @@ two), so that few programs are compiled. Within a group, a free slot gets the ne
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -15,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import dlm_jax.config as configs
-from dlm_jax.batch.key_table import Key
-from dlm_jax.batch.request_file import Line
+from dlm_jax.batch.request_file import Key, Line
 from dlm_jax.distributed.partitions import digest_of, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
@@ -155,15 +153,20 @@ def run_requests(
     def requests(engine: Engine) -> Iterator[Request | None]:
         """The rows of this process without a result. None stands for all other rows."""
         index, count = engine.share
-        read = functools.partial(_host_settings, model, host_samplers, max_candidates)
-        for line, sample, request in _planned(
-            engine, accept_lines(model, lines, seed, settings or {}, read), read_ahead
-        ):
+        coming = accept_lines(
+            model,
+            lines,
+            seed=seed,
+            settings=settings or {},
+            host_samplers=host_samplers,
+            max_candidates=max_candidates,
+        )
+        for line, sample, request in _planned(engine, coming, read_ahead):
             key = line.line.keys[sample]
             if line.line.number % count != index or key in results.done:
                 yield None
             elif request is None:
-                write(_identified(line.line, sample) | {"error": line.error}, 0)
+                write(line.named(sample) | {"error": line.error}, 0)
                 yield None
             else:
                 accepted[line.line.first + sample] = line, sample
@@ -216,6 +219,10 @@ class Accepted:
             return None
         return replace(request, seed=request.seed + index, number=self.line.first + index)
 
+    def named(self, sample: int) -> dict[str, Any]:
+        """The part of a sample's result that identifies it."""
+        return {"id": self.line.id} | ({"sample": sample} if self.line.num_samples > 1 else {})
+
 
 class _Recent(dict[Any, Any]):
     """A cache that is emptied when it is full."""
@@ -229,13 +236,13 @@ class _Recent(dict[Any, Any]):
 def accept_lines(
     model: Model,
     lines: Iterable[Line],
-    seed: int,
+    *,
+    seed: int = 0,
     settings: Mapping[str, Any],
-    hosted: Callable[[Mapping[str, Any]], dict[str, Any]],
+    host_samplers: Callable[[str], HostSampler] | None = None,
+    max_candidates: int = 64,
 ) -> Iterator[Accepted]:
-    """Yields each line with its request or its error. `hosted` returns the host settings of a
-    line.
-    """
+    """Yields each line with its request or its error."""
     known = _Recent()
     declared = with_rules(tuple(classes_of(settings.get("rules")))).settings.values()
     lists = {setting.name for setting in declared if setting.is_list}
@@ -251,9 +258,8 @@ def accept_lines(
             own = _from_json(_with_format(model, common, given), lists)
             if (stops or stop_ids) and own.get("structure"):
                 raise ValueError("stop can truncate a structure; remove one of them")
-            host = hosted(common | own)
-            size = host["read_back"]
-            own |= host | {"read_back": size > 0}
+            sampler, size = _host_settings(model, host_samplers, max_candidates, common | own)
+            own |= {"host_sampler": sampler, "read_back": size > 0}
             (request,) = make_requests(model, own, common, known=known)
             if (stops or stop_ids) and TextReader(model, request).is_infill:
                 raise ValueError("stop has no effect on an infill; remove it")
@@ -303,10 +309,8 @@ def _host_settings(
     samplers: Callable[[str], HostSampler] | None,
     max_candidates: int,
     settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A line's host settings, in the form of a request's settings, except that `read_back` is a
-    number.
-    """
+) -> tuple[HostSampler | None, int]:
+    """A line's host sampler and number of candidates to read back."""
     name, size = settings.get("host_sampler"), settings.get("read_back")
     if size is True:
         size = max_candidates
@@ -329,7 +333,7 @@ def _host_settings(
     if name is not None and samplers is None:
         raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or remove it")
     sampler = None if name is None or samplers is None else samplers(name)
-    return {"host_sampler": sampler, "read_back": int(size or 0)}
+    return sampler, int(size or 0)
 
 
 def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -353,10 +357,6 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     return (
         {name: needed[name] for name in needed if name not in common} | own | {"structure": pattern}
     )
-
-
-def _identified(line: Line, sample: int) -> dict[str, Any]:
-    return {"id": line.id} | ({"sample": sample} if line.num_samples > 1 else {})
 
 
 def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def _upto_stop(model: Model, line: Accepted, row: Row) -> tuple[Row, str]:
 
 
 def _result(line: Accepted, sample: int, row: Row, text: str) -> dict[str, Any]:
-    named, status = _identified(line.line, sample), {"status": row.status.name.lower()}
+    named, status = line.named(sample), {"status": row.status.name.lower()}
     error = row.error
     if row.is_lost and error is not None:
         raise error

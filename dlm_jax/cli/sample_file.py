@@ -17,8 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.key_table import Key, KeyTable
-from dlm_jax.batch.request_file import Line, RequestFile, share
+from dlm_jax.batch.request_file import Key, KeyTable, Line, RequestFile, share
 from dlm_jax.batch.result_file import Results, fingerprint, result_key
 from dlm_jax.batch.runner import (
     READ_AHEAD,

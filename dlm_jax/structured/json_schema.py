@@ -724,15 +724,12 @@ def _digits(
     first = 0 if low is None else int(low[:1] or 0)
     last = 9 if high is None else int(high[:1] or 0)
     below, above = (None if bound is None else bound[1:] for bound in (low, high))
-    if first == last:
-        cases = [(first, last, below, above)]
-    else:
-        cases = [] if low is None else [(first, first, below, None)]
+    cases: list[tuple[int, int, str | None, str | None]] = [(first, last, below, above)]
+    if first < last:
         begin, end = first + (low is not None), last - (high is not None)
-        if begin <= end:
-            cases.append((begin, end, None, None))
-        if high is not None:
-            cases.append((last, last, None, above))
+        cases = [(begin, end, None, None)] if begin <= end else []
+        cases += [] if low is None else [(first, first, below, None)]
+        cases += [] if high is None else [(last, last, None, above)]
     parts = []
     for begin, end, below, above in cases:
         rest = _digits(below, above, no_low, no_high, max(whole - 1, -1), size - (whole <= 0))

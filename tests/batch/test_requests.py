@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_jax.batch import Line, RequestFile, request_file, share
-from dlm_jax.batch.key_table import KeyTable
+from dlm_jax.batch.request_file import KeyTable
 
 KNOWN = ("temperature", "top_k", "logit_bias")
 

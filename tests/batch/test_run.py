@@ -1,7 +1,6 @@
 """A file of requests through the toy model: every line answered, and each as if it were alone."""
 
 import dataclasses
-import functools
 import importlib
 import itertools
 import json
@@ -123,13 +122,9 @@ def _untimed(rows):
     return [{name: value for name, value in row.items() if name not in clock} for row in rows]
 
 
-def _hosted(max_candidates: int):
-    return functools.partial(runner._host_settings, MODEL, None, max_candidates)
-
-
-def _requests(path, hosted):
+def _requests(path):
     lines = RequestFile(path, known=KNOWN)
-    return [line.request for line in runner.accept_lines(MODEL, lines, 0, {}, hosted)]
+    return [line.request for line in runner.accept_lines(MODEL, lines, settings={})]
 
 
 def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
@@ -248,7 +243,7 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     }  # fmt: skip
     path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
     lines = RequestFile(path, known=[*table.settings])
-    accepted, refused = runner.accept_lines(MODEL, lines, 0, {"rules": [Favour]}, _hosted(8))
+    accepted, refused = runner.accept_lines(MODEL, lines, settings={"rules": [Favour]})
     made = {name: getattr(accepted.request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
         "logit_bias": ((3, -1.0),), "chain": tuple(given["chain"]), "favoured": (3, 4),
@@ -271,7 +266,7 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
         for n in range(60)
     ]
     path = _write(tmp_path / "in.jsonl", requests)
-    asked = _requests(path, _hosted(64))
+    asked = _requests(path)
     assert len(asked) == 60
     # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
     assert len({id(one.sample) for one in asked}) == 3
@@ -585,7 +580,7 @@ def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypat
     )  # fmt: skip
     requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
     path = _write(tmp_path / "in.jsonl", requests)
-    asked = _requests(path, _hosted(64))
+    asked = _requests(path)
     assert [one.needs_host for one in asked[:3]] == [False, True, False]
     assert len(asked) == 40 and len(resolved) == 2
 
@@ -686,5 +681,5 @@ def test_a_line_with_a_structure_and_a_wrong_setting_ends_no_other_line(tmp_path
     rows = [{"structure": "A+", name: value}, {"prompt": "A "}]
     file.write_text("\n".join(map(json.dumps, rows)))
     lines = RequestFile(file, known=KNOWN)
-    refused, accepted = runner.accept_lines(MODEL, lines, 0, {}, lambda own: {"read_back": 0})
+    refused, accepted = runner.accept_lines(MODEL, lines, settings={})
     assert accepted.request is not None and name in refused.error
