@@ -23,6 +23,7 @@ MOST_STEPS = 1 << 22
 """Maximum number of states and arcs that the compilation of an expression visits."""
 _MOST_UNMERGED = 2
 _MOST_NODES = 1 << 18
+_MOST_ARCS = 1 << 20
 _NONE = -2
 
 
@@ -191,7 +192,7 @@ def _rows_of(token: Token) -> tuple[dict[int, int], ...]:
     return _rows_of_class(f"[{'^' * is_not}{''.join(inner)}]")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _rows_of_class(name: str) -> tuple[dict[int, int], ...]:
     try:
         import outlines_core
@@ -397,6 +398,7 @@ def _parse(pattern: str) -> tuple[_Part, dict[str, _Rows]]:
     """The tree of an expression, and the automaton of each of its characters and look-behinds."""
     atoms: dict[str, _Rows] = {}
     groups: list[list[list[_Part]]] = [[[]]]
+    num_arcs = 0
 
     def choice(group: list[list[_Part]]) -> _Part:
         some = [_Part("all", sum(one.size for one in row), parts=tuple(row)) for row in group]
@@ -430,7 +432,12 @@ def _parse(pattern: str) -> tuple[_Part, dict[str, _Rows]]:
             atoms[text] = ({ord(text[-2]): -1},)
             groups[-1][-1].append(_Part("behind", 1, text))
         else:
-            rows = atoms[text] = atoms.get(text) or _rows_of(token)
+            if text not in atoms:
+                atoms[text] = _rows_of(token)
+                num_arcs += sum(map(len, atoms[text]))
+                if num_arcs > _MOST_ARCS:
+                    raise _too_large(f"more than {_MOST_ARCS} arcs of different characters")
+            rows = atoms[text]
             groups[-1][-1].append(_Part("char", len(rows), text))
     return choice(groups[0]), atoms
 

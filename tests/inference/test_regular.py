@@ -62,6 +62,8 @@ def test_characters_of_several_bytes_are_letters():
      ("(?i)a", "flags"), ("(?s:.)", "flags"), ("a{70000}", "more than 100 states"),
      ("(a|b)*a(a|b){9}", "more than 100 states"), ("(" * 5000 + ")" * 5000, "nested too deeply"),
      ("(?<=é)a", "look only behind"), ("(a{99999}){99999}", "states before they are merged"),
+     ("".join(rf"[\w{chr(n)}]" for n in range(58, 98)) * 3 + r"\w{800}", "states before they are"),
+     ("".join(rf"[^\w{chr(n)}]" for n in range(1000, 1300)), "arcs of different characters"),
      (r"\ud800", "lone surrogates"), (r"[^\s\S]", "matches no text")],
 )  # fmt: skip
 def test_what_it_does_not_know_is_refused(pattern, told):
