@@ -11,6 +11,7 @@ ASCII.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -204,7 +205,14 @@ class _SchemaWriter:
                     for n, part in enumerate(_list_of(schema, name, where))
                 ]
                 if name == "oneOf":
-                    self._check_exclusive(parts, where)
+                    for one, other in itertools.combinations(range(len(parts)), 2):
+                        if not self._excludes(parts[one], parts[other], where, _MOST_LINKS):
+                            raise _refused(
+                                where,
+                                f"oneOf/{one} and oneOf/{other} may both match a value; use anyOf, "
+                                "or give them other types, constants, or constants of a required "
+                                "property",
+                            )
                 return _either(
                     [self.value(one, f"{where}/{name}/{n}") for n, one in enumerate(parts)]
                 )
@@ -402,17 +410,6 @@ class _SchemaWriter:
             if name in joined:
                 joined[name] = _conjunction(one.get(name, True), other.get(name, True))
         return joined
-
-    def _check_exclusive(self, parts: Sequence[Any], where: str) -> None:
-        """Raises ValueError if a value of one part may also be valid under another part."""
-        for first, one in enumerate(parts):
-            for second in range(first + 1, len(parts)):
-                if not self._excludes(one, parts[second], where, _MOST_LINKS):
-                    raise _refused(
-                        where,
-                        f"oneOf/{first} and oneOf/{second} may both match a value; use anyOf, or "
-                        f"give them other types, constants, or constants of a required property",
-                    )
 
     def _excludes(self, one: Any, other: Any, where: str, links: int) -> bool:
         """Returns whether no value is valid under both schemas; False if unknown."""
