@@ -19,7 +19,7 @@ import numpy as np
 
 LONGEST = 1 << 15
 """Maximum length of an expression in characters."""
-MOST_STEPS = 1 << 22
+MOST_STEPS = 1 << 23
 """Maximum number of states and arcs that the compilation of an expression visits."""
 _MOST_UNMERGED = 2
 _MOST_NODES = 1 << 18
@@ -318,11 +318,17 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         raise ValueError("it is nested too deeply") from None
     read = {condition[0] for nexts in empty for _, condition in nexts if condition}
     steps = 0
+
+    def count_steps(number: int) -> None:
+        nonlocal steps
+        steps += number
+        if steps > MOST_STEPS:
+            raise _too_large(f"more than {MOST_STEPS} steps")
+
     closures: dict[tuple[int, int], frozenset[int]] = {}
 
     def closure(node: int, last: int) -> frozenset[int]:
         """The nodes that accept or read a byte, from a node on, behind a byte of class `last`."""
-        nonlocal steps
         last = last if last in read else -1
         if (node, last) not in closures:
             seen, todo = {node}, [node]
@@ -333,9 +339,7 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
                     ):
                         seen.add(after)
                         todo.append(after)
-            steps += len(seen)
-            if steps > MOST_STEPS:
-                raise _too_large(f"more than {MOST_STEPS} steps")
+            count_steps(len(seen))
             closures[node, last] = frozenset(node for node in seen if not node or rows[node])
         return closures[node, last]
 
@@ -349,13 +353,13 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         reached: dict[int, set[int]] = {}
         for node in nodes:
             base, behind = places[node]
-            steps += len(rows[node])
+            count_steps(len(rows[node]))
             for class_, to in rows[node]:
                 reached.setdefault(class_, set()).add(behind if to < 0 else base + to)
         next_K = [0] * (int(class_of_256.max()) + 1)
         for class_, targets in reached.items():
             after = frozenset().union(*(closure(node, class_) for node in targets))
-            steps += len(after)
+            count_steps(len(after))
             next_K[class_] = number_of.setdefault(after, len(sets))
             if next_K[class_] == len(sets):
                 sets.append(after)
