@@ -13,15 +13,18 @@ from dlm_jax.sampling.commit.commit_rule import (
     most_confident,
     uniform,
 )
-from dlm_jax.sampling.commit.quotas import (
+from dlm_jax.sampling.commit.rules import (
+    EntropyBound,
+    Factor,
+    JointThreshold,
     LargeMargin,
     LeftToRight,
     LowConfidence,
     LowEntropy,
     RandomFilled,
     RandomOrder,
+    Threshold,
 )
-from dlm_jax.sampling.commit.sure import EntropyBound, Factor, JointThreshold, Threshold
 
 COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule

@@ -15,6 +15,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
     Proposal,
+    WithState,
     log_each,
     uniform,
 )
@@ -87,9 +88,7 @@ class Ancestral(CommitRule):
         hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
         return (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         return context.is_hole_BL, state
 
     def log_prob(
