@@ -305,7 +305,8 @@ def _kind(cls: type[Rule]) -> str:
     base: Any = next((c for c in cls.__mro__[1:] if "required" in vars(c)), _KINDS[kind].base)
     required = [n for n in getattr(base, "required", ()) if getattr(cls, n) is getattr(base, n)]
     for name in (*required, *(n for n in dir(cls) if _is_abstract(getattr(cls, n)))):
-        raise ValueError(f"rule {cls.__name__} lacks {name}(), which {base.__name__} requires")
+        owner = next(c for c in cls.__mro__ if name in vars(c))
+        raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
     for name, new in _MOVED.items() if kind in ("commit", "remask") else ():
         if hasattr(cls, name):
             raise ValueError(
