@@ -15,9 +15,14 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw
-from dlm_jax.sampling.commit.ancestral import NoiseSchedule
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal, WithState, uniform
-from dlm_jax.sampling.commit.rules import ENTROPY_BOUND, certainty, entropy, within_entropy
+from dlm_jax.sampling.commit.rules import (
+    ENTROPY_BOUND,
+    NoiseSchedule,
+    certainty,
+    entropy,
+    within_entropy,
+)
 from dlm_jax.settings import (
     ABOVE_ZERO,
     Setting,

@@ -15,13 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.ancestral import (
-    REMASK_ETA,
-    SIGMAS,
-    NoiseSchedule,
-    sigma_max,
-    visible_shares,
-)
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     WithState,
@@ -31,6 +24,13 @@ from dlm_jax.sampling.commit.commit_rule import (
     log_each,
     most,
     uniform,
+)
+from dlm_jax.sampling.commit.rules import (
+    REMASK_ETA,
+    SIGMAS,
+    NoiseSchedule,
+    sigma_max,
+    visible_shares,
 )
 from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import (

@@ -35,19 +35,8 @@ EDITED = -2
 
 
 class Records(NamedTuple):
-    """Records of up to ``S`` steps per row. Records of steps that were not taken are empty.
-
-    Attributes:
-      canvas_BSL: int32, input of the forward pass.
-      tokens_BSL: int32 candidates; -1 where no candidate was drawn.
-      is_written_BSL: True where the candidate was committed.
-      logprob_BSL: `logprob_BL` of `propose.fill.Drawn`; 0 where no candidate was drawn, as in the
-        next two fields.
-      entropy_BSL: `Drawn.entropy_BL`.
-      confidence_BSL: float32 confidence of the commit rule, as `show_confidence` reports it.
-      level_BSL: `Drawn.level_BL`.
-      choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
-        choice is deterministic.
+    """Records of up to ``S`` steps per row, which are the arrays of a `dlm_jax.Trace`. Records of
+    steps that were not taken are empty.
     """
 
     canvas_BSL: jax.Array

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from dlm_jax.sampling.commit.ancestral import Ancestral
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
@@ -14,6 +13,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     uniform,
 )
 from dlm_jax.sampling.commit.rules import (
+    Ancestral,
     EntropyBound,
     Factor,
     JointThreshold,
