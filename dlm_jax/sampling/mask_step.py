@@ -361,13 +361,8 @@ def draw_candidates(
         ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             if scored is not None:
                 logits_NV, drawn = scored(chain, at_places(tokens_BL, places_N), at, drawn)
-            return score_positions(
-                rule,
-                state.rule_state,
-                places_N,
-                num_positions,
-                lambda state_N: rule.score(state_N, logits_NV, drawn),
-            )
+            inputs = places_N, num_positions, logits_NV, drawn
+            return score_positions(rule, state.rule_state, *inputs)
 
         writer = CandidateWriter(
             chain=chain,

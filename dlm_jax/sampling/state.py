@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.noise import NoiseRule
@@ -307,8 +308,11 @@ def end_step(
 # The states of rules.
 
 
-def follows_positions(rule: Any, num_rows: int, num_positions: int) -> Any:
-    """The rule's state with True at leaves that belong to the positions; static."""
+def follows_positions(rule: Any, state: Any, num_positions: int) -> Any:
+    """A rule's state with True at leaves that belong to the positions; static."""
+    if not (leaves := jax.tree.leaves(state)):
+        return state
+    num_rows = leaves[0].shape[0]
     some, more = (
         jax.eval_shape(lambda size=size: rule.init(num_rows, size))
         for size in (num_positions, num_positions + 1)
@@ -327,15 +331,10 @@ def follows_positions(rule: Any, num_rows: int, num_positions: int) -> Any:
     return jax.tree.map(follows, some, more)
 
 
-def _follows(rule: Any, state: Any, num_positions: int) -> Any:
-    leaves = jax.tree.leaves(state)
-    return follows_positions(rule, leaves[0].shape[0], num_positions) if leaves else state
-
-
 def position_leaves(rule: Any, state: Any, num_positions: int) -> tuple[jax.Array, ...]:
     """The leaves of a rule's state that belong to the positions."""
-    follows = jax.tree.leaves(_follows(rule, state, num_positions))
-    pairs = zip(jax.tree.leaves(state), follows, strict=True)
+    follows = follows_positions(rule, state, num_positions)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(follows), strict=True)
     return tuple(leaf for leaf, is_by_position in pairs if is_by_position)
 
 
@@ -343,7 +342,7 @@ def with_position_leaves(
     rule: Any, state: Any, new: tuple[jax.Array, ...], num_positions: int
 ) -> Any:
     """A rule's state with other leaves of the positions."""
-    follows, rest = _follows(rule, state, num_positions), iter(new)
+    follows, rest = follows_positions(rule, state, num_positions), iter(new)
     if len(new) != (count := sum(jax.tree.leaves(follows))):
         raise ValueError(
             f"the fill returned {len(new)} arrays of the state of {type(rule).__name__}, which has "
@@ -353,15 +352,12 @@ def with_position_leaves(
 
 
 def gather_state(rule: Any, state: Any, places_N: jax.Array, num_positions: int) -> Any:
-    """A rule's state of N positions, ``[N, ...]``, at places ``row * L + index``. Leaves that
-    belong to the rows are those of the positions' rows.
-    """
-    row_N, follows = places_N // num_positions, _follows(rule, state, num_positions)
-    return jax.tree.map(
-        lambda leaf, is_by_position: at_places(leaf, places_N) if is_by_position else leaf[row_N],
-        state,
-        follows,
-    )
+    """A rule's state of N positions or of their rows, ``[N, ...]``, at ``row * L + index``."""
+
+    def gather(leaf: jax.Array, is_by_position: bool) -> jax.Array:
+        return at_places(leaf, places_N) if is_by_position else leaf[places_N // num_positions]
+
+    return jax.tree.map(gather, state, follows_positions(rule, state, num_positions))
 
 
 def score_positions(
@@ -369,20 +365,14 @@ def score_positions(
     state: Any,
     places_N: jax.Array,
     num_positions: int,
-    score: Callable[[Any], tuple[jax.Array, Any]],
+    logits_NV: jax.Array,
+    drawn: DrawnTokens,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Calls ``score(state_N) -> (score_N, state_N)`` with the state of N positions. Returns the
-    scores, and the new leaves ``[N, ...]`` that belong to the positions.
-    """
-    result = score(gather_state(rule, state, places_N, num_positions))
+    """The scores of N positions, and the new leaves ``[N, ...]`` that belong to the positions."""
+    result = rule.score(gather_state(rule, state, places_N, num_positions), logits_NV, drawn)
     score_N, state_N = check_result(result, rule, "score", state)
     returned(score_N, rule, "score", "N", places_N.shape, jnp.float32)
-    pairs = zip(
-        jax.tree.leaves(state_N),
-        jax.tree.leaves(_follows(rule, state, num_positions)),
-        strict=True,
-    )
-    return score_N, tuple(leaf for leaf, is_by_position in pairs if is_by_position)
+    return score_N, position_leaves(rule, state_N, num_positions)
 
 
 def move_state(rule: Any, state: Any, position_map: PositionMap, num_positions: int) -> Any:

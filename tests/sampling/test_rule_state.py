@@ -21,8 +21,8 @@ class Both:
 
 def test_a_leaf_of_the_rows_that_is_as_wide_as_the_canvas_is_not_one_of_the_positions():
     rule = Both()
-    assert rule_states.follows_positions(rule, ROWS, LENGTH) == (True, False)
     state = jnp.arange(20.0).reshape(ROWS, LENGTH, 2), jnp.arange(10.0).reshape(ROWS, LENGTH)
+    assert rule_states.follows_positions(rule, state, LENGTH) == (True, False)
     is_at_BL = jnp.zeros((ROWS, LENGTH), bool).at[1, 2].set(True)
     by_position, by_row = rule_states.reset_state(rule, state, is_at_BL)
     assert np.flatnonzero(np.asarray(by_position != state[0]).any(2)).tolist() == [7]
