@@ -27,7 +27,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     head_of,
     preferences,
 )
-from dlm_jax.sampling.commit.rules import show_confidence
+from dlm_jax.sampling.commit.orders import show_confidence
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,

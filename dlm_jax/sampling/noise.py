@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal, WithState, uniform
-from dlm_jax.sampling.commit.rules import (
+from dlm_jax.sampling.commit.orders import (
     ENTROPY_BOUND,
     NoiseSchedule,
     certainty,

@@ -25,7 +25,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     most,
     uniform,
 )
-from dlm_jax.sampling.commit.rules import (
+from dlm_jax.sampling.commit.orders import (
     REMASK_ETA,
     SIGMAS,
     NoiseSchedule,

@@ -9,7 +9,7 @@ must use the same `Setting`, such as `THRESHOLD`.
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.blocks import choose, steps_needed
 from dlm_jax.sampling.commit.commit_rule import exceeds, log_odds, log_odds_of, reaches
-from dlm_jax.sampling.commit.rules import (
+from dlm_jax.sampling.commit.orders import (
     CONFIDENCE,
     SCHEDULE,
     THRESHOLD,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.commit_rule import OrderRule
-from dlm_jax.sampling.commit.rules import NoiseSchedule
+from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule

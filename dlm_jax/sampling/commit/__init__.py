@@ -12,7 +12,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     most_confident,
     uniform,
 )
-from dlm_jax.sampling.commit.rules import (
+from dlm_jax.sampling.commit.orders import (
     Ancestral,
     EntropyBound,
     Factor,
