@@ -128,13 +128,10 @@ class Stepper(NamedTuple):
     step: Callable[[Program, Params, State], State]
 
 
-MASK = Stepper(start, mask_step.step)
-NOISE = Stepper(start, noise_step.step)
-
-
 def stepper_of(rules: Rules) -> Stepper:
-    """The stepper of these rules: `NOISE` for a noise rule, and otherwise `MASK`."""
-    return NOISE if isinstance(rules.commit, NoiseRule) else MASK
+    """The stepper of these rules: that of noise for a noise rule, and otherwise that of MASK."""
+    is_noise = isinstance(rules.commit, NoiseRule)
+    return Stepper(start, noise_step.step if is_noise else mask_step.step)
 
 
 def run_steps(
