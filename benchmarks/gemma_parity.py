@@ -30,7 +30,7 @@ import dlm_jax
 from benchmarks.published_parity import EOS, EOT, MASK, VOCAB, write_tokenizer
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling import draw
-from dlm_jax.sampling.remask.renoise import RENOISE_SALT
+from dlm_jax.sampling.remask import RENOISE_SALT
 
 CANVAS = 16
 PROMPTS = (5, 12, 9, 17, 3, 8, 21, 14)

@@ -322,9 +322,28 @@ def rule(cls: T) -> T:
     if "name" not in vars(cls):
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made = pytree(cls)
-    declared = (field.metadata.get("setting") for field in dataclasses.fields(made))
-    made._settings = tuple({s.name: s for s in declared if s is not None}.values())
+    declared = {f.name: s for f in dataclasses.fields(made) if (s := f.metadata.get("setting"))}
+    made._settings = tuple({s.name: s for s in declared.values()}.values())
+    near = {n: (f, s) for f, s in declared.items() for n in (s.name, f.removesuffix("_B"))}
+    near = {name: pair for name, pair in near.items() if not hasattr(made, name)}
+    made.__init__ = _naming_fields(made.__init__, near)
     return made
+
+
+def _naming_fields(init: Any, near: Mapping[str, tuple[str, Setting]]) -> Any:
+    """The `__init__` of a rule, with an error that names the field that was meant."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *values: Any, **named: Any) -> None:
+        for name in near.keys() & named.keys():
+            cls, (field, one) = type(self).__name__, near[name]
+            raise TypeError(
+                f"{cls} has no field {name!r}; use {cls}({field}=...), or the setting "
+                f"{one.name}=... of a call"
+            )
+        init(self, *values, **named)
+
+    return __init__
 
 
 class Trait(enum.Flag):

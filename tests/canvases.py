@@ -12,7 +12,7 @@ import numpy as np
 import toy
 
 from dlm_jax.sampling.commit import CommitRule, LowConfidence, RandomOrder
-from dlm_jax.sampling.commit.quotas import cosine_quota
+from dlm_jax.sampling.commit.orders import cosine_quota
 from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program

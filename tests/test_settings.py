@@ -285,7 +285,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
 @pytest.mark.parametrize(
     ("base", "method"),
     [(LogitTransform, "apply"), (CommitRule, "select"), (RemaskRule, "select"),
-     (dlm_jax.FillRule, "propose"), (dlm_jax.EditRule, "select")],
+     (dlm_jax.NoiseRule, "update"), (dlm_jax.FillRule, "propose"), (dlm_jax.EditRule, "select")],
 )  # fmt: skip
 def test_a_rule_without_what_its_kind_requires_is_refused(base, method):
     @rule
@@ -294,6 +294,12 @@ def test_a_rule_without_what_its_kind_requires_is_refused(base, method):
 
     line = f"rule Lacking lacks {method}(), which {base.__name__} requires"
     _refused(line, rules=[Lacking])
+
+
+def test_a_field_by_the_name_of_its_setting_is_named():
+    line = r"Threshold has no field 'threshold'; use Threshold\(threshold_B=...\), or the setting"
+    with pytest.raises(TypeError, match=line):
+        Threshold(threshold=0.5)
 
 
 def test_a_rule_whose_name_is_taken_is_refused():

@@ -17,7 +17,7 @@ from dlm_jax.config.rope import read_scaling
 from dlm_jax.diffusion.objectives import ObjectiveConfig
 from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.heads import HEADS
-from dlm_jax.sampling.noise.noise_rule import NoiseRule
+from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, RuleTable
 from dlm_jax.sampling.transforms.transform import is_greedy

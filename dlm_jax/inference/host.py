@@ -32,8 +32,7 @@ from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step, 
 from dlm_jax.sampling.positions import at_places, put
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillRule, Reader
-from dlm_jax.sampling.rule_state import gather_state
-from dlm_jax.sampling.state import State
+from dlm_jax.sampling.state import State, gather_state
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Params

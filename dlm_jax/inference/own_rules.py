@@ -287,8 +287,8 @@ _MOVED = {
     "rereads": "needs",
     "renews": "NoiseRule",
     "goes_on": "needs",
-    "shown": "show_score",
-    "patience": "rewrite_steps_B",
+    "patience": "rewrites",
+    "rewrite_steps_B": "rewrites",
     "remembers_ids": "init",
 }
 """Members of rules in version 0.2, and where they are."""
@@ -302,10 +302,11 @@ def _kind(cls: type[Rule]) -> str:
             f"rule {cls.__name__} has no kind; decorate it with dlm_jax.rule and subclass one of "
             f"{bases}"
         )
-    base = next(parent for parent in cls.__mro__[1:] if "required" in vars(parent))
-    for name in base.required:  # type: ignore[attr-defined]
-        if getattr(cls, name) is getattr(base, name):
-            raise ValueError(f"rule {cls.__name__} lacks {name}(), which {base.__name__} requires")
+    base: Any = next((c for c in cls.__mro__[1:] if "required" in vars(c)), _KINDS[kind].base)
+    required = [n for n in getattr(base, "required", ()) if getattr(cls, n) is getattr(base, n)]
+    for name in (*required, *(n for n in dir(cls) if _is_abstract(getattr(cls, n)))):
+        owner = next(c for c in cls.__mro__ if name in vars(c))
+        raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
     for name, new in _MOVED.items() if kind in ("commit", "remask") else ():
         if hasattr(cls, name):
             raise ValueError(
@@ -326,6 +327,10 @@ def _kind(cls: type[Rule]) -> str:
             advice = nearest(fact, known)
             raise ValueError(f"rule {cls.__name__} requires the fact {fact!r}; {advice}")
     return kind
+
+
+def _is_abstract(member: Any) -> bool:
+    return getattr(member, "__isabstractmethod__", False)
 
 
 def _is_registered(cls: type) -> bool:

@@ -36,7 +36,6 @@ from dlm_jax.sampling.replay import (
     replayed,
     trace_of,
     with_gradient,
-    with_gradient_of_step,
 )
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
@@ -139,7 +138,7 @@ class Sampler:
             state = step(self.program, ready(self.program, fixed, state), state)
         if state.records is None:
             return state
-        return with_gradient_of_step(self.program, params, before, state)
+        return with_gradient(self.program, params, before, state)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
         """Returns the state after at most `steps` more steps of each row; `steps` may be a traced

@@ -119,7 +119,7 @@ class TextReader:
         self._stop_ids = {*stop_ids, *self._name_of}
         self._sample, self._keeps_stop = request.sample, keeps_stop
         commit = self._sample.table.commit[self._sample.order]
-        self._changes = self._sample.refines or commit.rewrites
+        self._changes = self._sample.refines or commit.rewrites is not None
         is_free = request.is_open(self._mask_id)
         (free,) = np.nonzero(is_free)
         self.start = int(free[0]) if free.size else request.tokens.size

@@ -20,7 +20,7 @@ from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.inference.structure_checks import check_structure
-from dlm_jax.sampling.noise.noise_rule import NoiseRule
+from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable

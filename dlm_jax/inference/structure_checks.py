@@ -6,7 +6,7 @@ import numpy as np
 
 from dlm_jax.config import RowSettings
 from dlm_jax.sampling.blocks import steps_needed
-from dlm_jax.sampling.commit.quotas import QuotaRule
+from dlm_jax.sampling.commit.orders import QuotaRule
 from dlm_jax.sampling.transforms.structure import automaton_of
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.structured.automaton import Automaton

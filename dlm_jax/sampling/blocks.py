@@ -66,7 +66,11 @@ def first_block(
     position. A length of 0 gives a single block.
     """
     zeros_B = jnp.zeros_like(steps_B)
-    count_B = _num_busy(is_work_BL, first_B, _size(length_B, is_work_BL))
+    # Each block with work is counted at its first position with work.
+    size_B = _size(length_B, is_work_BL)
+    number_BL = (jnp.arange(is_work_BL.shape[1])[None] - first_B[:, None]) // size_B[:, None]
+    upto_BL = jax.lax.cummax(jnp.where(is_work_BL, number_BL, -1), axis=1)
+    is_first_BL = is_work_BL & (number_BL > left_of(upto_BL, -1))
     before = CurrentBlock(
         begin_B=first_B.astype(jnp.int32),
         end_B=first_B.astype(jnp.int32),
@@ -74,7 +78,7 @@ def first_block(
         steps_B=jnp.ones_like(steps_B),
         first_holes_B=zeros_B,
         index_B=zeros_B - 1,
-        count_B=count_B,
+        count_B=jnp.sum(is_first_BL, axis=1).astype(jnp.int32),
         settled_B=zeros_B,
     )
     return next_block(before, is_work_BL, is_hole_BL, length_B, steps_B)
@@ -96,24 +100,18 @@ def next_block(
     is_any_B = jnp.any(is_later_BL, axis=1)
     place_B = place_of_largest(is_later_BL)
     begin_B = block.end_B + (place_B - block.end_B) // size_B * size_B
-    index_B = block.index_B + 1
+    index_B, count_B = block.index_B + 1, jnp.maximum(block.count_B, 1)
     following = block._replace(
         begin_B=begin_B,
         end_B=begin_B + size_B,
         step_B=jnp.zeros_like(block.step_B),
-        steps_B=_share(steps_B, index_B, block.count_B),
+        steps_B=jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1),
         index_B=index_B,
         settled_B=jnp.zeros_like(block.settled_B),
     )
     holes_B = jnp.sum(is_hole_BL & following.holds(num_positions), axis=1)
     following = following._replace(first_holes_B=holes_B)
     return choose(is_any_B, following, block), is_any_B
-
-
-def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Array:
-    """The step budget of the block with this index."""
-    count_B = jnp.maximum(count_B, 1)
-    return jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1)
 
 
 def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
@@ -131,7 +129,7 @@ def choose(is_first_B: jax.Array, first: T, other: T) -> T:
     """Selects one of two pytrees of arrays ``[B, ...]``, such as blocks, for each row."""
 
     def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+        return x if x is y else jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
     return jax.tree.map(one, first, other)
 
@@ -139,12 +137,3 @@ def choose(is_first_B: jax.Array, first: T, other: T) -> T:
 def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:
     num_positions = is_work_BL.shape[1]
     return jnp.where(length_B > 0, jnp.minimum(length_B, num_positions), num_positions)
-
-
-def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> jax.Array:
-    """The number of blocks with work. Each block is counted at its first position with work."""
-    place_1L = jnp.arange(is_work_BL.shape[1])[None]
-    number_BL = (place_1L - first_B[:, None]) // size_B[:, None]
-    at_work_BL = jnp.where(is_work_BL, number_BL, -1)
-    upto_BL = jax.lax.cummax(at_work_BL, axis=1)
-    return jnp.sum(is_work_BL & (number_BL > left_of(upto_BL, -1)), axis=1).astype(jnp.int32)

@@ -14,11 +14,10 @@ from dlm_jax import devices
 from dlm_jax.sampling import mask_step, noise_step
 from dlm_jax.sampling.edits.edit_rule import places
 from dlm_jax.sampling.forward import ready
-from dlm_jax.sampling.noise.noise_rule import NoiseRule
+from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State
+from dlm_jax.sampling.state import State, start
 from dlm_jax.types import Params
 
 _NEVER = 2**31 - 1
@@ -129,36 +128,10 @@ class Stepper(NamedTuple):
     step: Callable[[Program, Params, State], State]
 
 
-MASK = Stepper(mask_step.init, mask_step.step)
-NOISE = Stepper(noise_step.init, noise_step.step)
-
-
 def stepper_of(rules: Rules) -> Stepper:
-    """The stepper of these rules: `NOISE` for a noise rule, and otherwise `MASK`."""
-    return NOISE if isinstance(rules.commit, NoiseRule) else MASK
-
-
-def start(
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    row: RowParams,
-    rules: Rules,
-    *,
-    mask_id: int,
-    frozen_BL: jax.Array | None = None,
-    num_traced: int = 0,
-) -> State:
-    """The state before the first step, by the stepper of the rules."""
-    init = stepper_of(rules).init
-    return init(
-        tokens_BL,
-        length_B,
-        row,
-        rules,
-        mask_id=mask_id,
-        frozen_BL=frozen_BL,
-        num_traced=num_traced,
-    )
+    """The stepper of these rules: that of noise for a noise rule, and otherwise that of MASK."""
+    is_noise = isinstance(rules.commit, NoiseRule)
+    return Stepper(start, noise_step.step if is_noise else mask_step.step)
 
 
 def run_steps(

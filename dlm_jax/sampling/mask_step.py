@@ -12,12 +12,12 @@ leaves the tokens as the forward pass read them, and `commit_step` writes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling import rule_state
 from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
@@ -27,6 +27,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     head_of,
     preferences,
 )
+from dlm_jax.sampling.commit.orders import show_confidence
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,
@@ -39,24 +40,28 @@ from dlm_jax.sampling.edits.moves import (
 from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.edits.trial import tried
 from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
-from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
+from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted, check_filled
-from dlm_jax.sampling.remask.remask_rule import RemaskContext
-from dlm_jax.sampling.remask.renoise import RENOISE_SALT
-from dlm_jax.sampling.row import TIES, Counters, RowParams
-from dlm_jax.sampling.rules import Rules
+from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
+from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
     EDITED,
     Records,
     State,
     chain_at,
+    check_result,
     end_step,
-    new_state,
+    move_state,
     overwrite,
+    position_leaves,
+    refines,
+    reset_state,
+    score_positions,
     step_keys,
     token_positions,
     visible_context,
+    with_position_leaves,
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At, Context
@@ -79,7 +84,6 @@ class StepProposal(NamedTuple):
       forwards_B: int32, number of forward passes for each row so far in this step.
       positions_B: int32, number of live positions computed by these passes; 0 without a cache.
       draw_key_B: key of each row for drawing the tokens of the step.
-      remask_key_B: key of each row for the remask rule.
       filled: candidates and statistics of the fill.
     """
 
@@ -92,31 +96,7 @@ class StepProposal(NamedTuple):
     forwards_B: jax.Array
     positions_B: jax.Array
     draw_key_B: jax.Array
-    remask_key_B: jax.Array
     filled: Filled
-
-
-def init(
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    row: RowParams,
-    rules: Rules,
-    *,
-    mask_id: int,
-    frozen_BL: jax.Array | None = None,
-    num_traced: int = 0,
-) -> State:
-    """The state before the first step; see `dlm_jax.sampling.state.new_state`."""
-    return new_state(
-        tokens_BL,
-        length_B,
-        row,
-        rules,
-        refines_B=rules.refines(row.resamples_B),
-        mask_id=mask_id,
-        frozen_BL=frozen_BL,
-        num_traced=num_traced,
-    )
 
 
 def step(program: Program, params: Params, state: State) -> State:
@@ -137,7 +117,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     assert isinstance(rule, CommitRule), "a noise rule has its own step"
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
     shape, num_positions = tokens_BL.shape, tokens_BL.shape[1]
-    draw_key_B, rule_key_B, remask_key_B = step_keys(state)
+    draw_key_B, rule_key_B, _ = step_keys(state)
 
     # Mask: the holes of the block, and the open positions, which receive a candidate. At the last
     # step of a block, these include all holes.
@@ -151,9 +131,10 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         steps_B=block.steps_B,
         key_B=rule_key_B,
         is_token_BL=is_token_BL,
-        written_BL=jnp.where(is_free_BL & is_token_BL, tokens_BL, -1) if rule.rewrites else None,
         preference_BL=preferences(rule_key_B, state.row.ties_B == _LOWER, num_positions),
     )
+    if rule.rewrites is not None:
+        commit = commit._replace(written_BL=jnp.where(is_free_BL & is_token_BL, tokens_BL, -1))
     is_open_BL = rule.eligible(state.rule_state, commit)
     is_open_BL = returned(is_open_BL, rule, "eligible", "B, L", shape, bool)
     is_open_BL = commit.is_hole_BL & (is_open_BL | (is_last_BL & ~is_token_BL))
@@ -178,59 +159,21 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
     commit = commit._replace(attention_BLL=output.attention_BLL)
 
-    # Propose. If rows are sharded, each device fills its own rows.
-    def propose(params: Params, rows: tuple[Any, ...]) -> Filled:
-        state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, commit = rows
-        rule, chain, signal = state.rules.commit, step_chain(state), program.network.signal
-        edit = state.rules.edit
-
-        def score(
-            places_N: jax.Array, at: At, logits_NV: jax.Array, drawn: DrawnTokens
-        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            return rule_state.score_positions(
-                rule,
-                state.rule_state,
-                places_N,
-                num_positions,
-                lambda state_N: rule.score(state_N, logits_NV, drawn),
-            )
-
-        writer = CandidateWriter(
-            chain=chain,
-            prepared=chain.prepare(state.chain_state, context),
-            key_B=key_B,
-            own_BL=own_BL,
-            num_positions=num_positions,
-            score=score,
-            method=program.draw,
-            banned_ids=program.banned_ids,
-            signal=None if signal is None else functools.partial(signal, params),
-        )
-        wanted = Wanted(
-            is_open_BL=is_open_BL,
-            is_seen_BL=commit.is_token_BL,
-            tokens_BL=context.tokens_BL,
-            length_B=context.length_B,
-            is_scored_BL=is_scored_BL,
-            keeps_best=edit is not None and "likeliest" in edit.needs,
-            preference_BL=commit.preference_BL,
-            rule_state=rule_state.position_leaves(rule, state.rule_state, num_positions),
-            is_given_BL=state.canvas.frozen_BL,
-            is_traced=program.num_traced > 0,
-            signal_BLD=state.signal_BLD,
-        )
-        # The number of open positions is at most the number of hidden vectors.
-        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-        filled = state.rules.fill.propose(reader, writer, wanted)
-        return check_filled(state.rules.fill, filled, is_open_BL.shape)
-
+    # Propose.
     context = visible_context(state, mask_id=program.mask_id)
-    # The old cache is not used again, so it can be overwritten in place.
-    lean = state._replace(cache=None, records=None)
-    plain = commit._replace(attention_BLL=None)
-    rows = lean, output, is_open_BL, is_scored_BL, own_BL, context, draw_key_B, plain
-    filled = program.by_rows(propose)(params, rows)
-
+    filled = draw_candidates(
+        program,
+        params,
+        state,
+        (output, context, draw_key_B, own_BL),
+        {
+            "is_open_BL": is_open_BL,
+            "is_seen_BL": is_token_BL,
+            "is_scored_BL": is_scored_BL,
+            "preference_BL": commit.preference_BL,
+        },
+        step_chain,
+    )
     if head := head_of(rule.needs):
         wrong_BL, extra_B = read_head_with_candidates(
             program, params, state, head, output, filled.proposal.tokens_BL, is_open_BL
@@ -248,7 +191,6 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         forwards_B=forwards_B,
         positions_B=positions_B,
         draw_key_B=draw_key_B,
-        remask_key_B=remask_key_B,
         filled=filled,
     )
 
@@ -261,34 +203,24 @@ def commit_step(
     assert isinstance(rule, CommitRule), "a noise rule has its own step"
     context, is_open_BL, filled = proposed.commit, proposed.is_open_BL, proposed.filled
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
-    tokens_BL, is_last_B = state.canvas.tokens_BL, state.block.is_last_step_B
-    step_B, steps_B, num_positions = state.step_B, state.is_stepping_B, tokens_BL.shape[1]
-    is_mask_BL = tokens_BL == program.mask_id
+    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
+    shape, is_mask_BL = tokens_BL.shape, tokens_BL == program.mask_id
+    step_B, steps_B, is_last_B = state.step_B, state.is_stepping_B, state.block.is_last_step_B
     goes_on_B = steps_B & is_finite_B & ~is_last_B
 
-    # Commit.
-    before = rule_state.with_position_leaves(
-        rule, state.rule_state, filled.rule_state, num_positions
-    )
+    # Commit. The last step of a block fills every hole.
+    before = with_position_leaves(rule, state.rule_state, filled.rule_state, shape[1])
     result = rule.select(before, context, proposal)
-    chosen_BL, after = rule_state.check_pair(result, rule, "select")
-    chosen_BL = returned(chosen_BL, rule, "select", "B, L", tokens_BL.shape, bool)
-    rule_state.check_state(after, before, rule, "select")
+    chosen_BL, after = check_result(result, rule, "select", before)
+    chosen_BL = returned(chosen_BL, rule, "select", "B, L", shape, bool)
     chosen_BL |= is_mask_BL & is_last_B[:, None]
     is_committed_BL = is_open_BL & chosen_BL & is_finite_B[:, None]
     is_scored_BL = is_committed_BL
     if proposed.is_read_BL is not None:
         is_scored_BL |= proposed.is_read_BL
-    forwards_B, positions_B = proposed.forwards_B + rules.fill.forwards, proposed.positions_B
-    remask_head = "" if rules.remask is None else head_of(rules.remask.needs)
-    if rules.remask is not None and remask_head:
-        reads_B = goes_on_B & rules.remask.is_active()
-        forwards_B += reads_B
-        if rules.cache is not None:
-            positions_B += reads_B * state.canvas.length_B
     counters = Counters(
-        forwards=state.is_running_B * forwards_B,
-        positions=state.is_running_B * positions_B,
+        forwards=state.is_running_B * (proposed.forwards_B + rules.fill.forwards),
+        positions=state.is_running_B * proposed.positions_B,
         filled=jnp.sum(is_open_BL, axis=1),
         **filled.counts,
     )
@@ -297,16 +229,15 @@ def commit_step(
             tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, tokens_BL)
         ),
         logprob_BL=jnp.where(is_scored_BL, proposal.logprob_BL, state.logprob_BL),
-        committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
+        committed_BL=jnp.where(is_committed_BL, step_B[:, None], state.committed_BL),
         chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
         cache=proposed.cache,
         counters=state.counters.plus(counters),
-        rule_state=rule_state.choose_rows(steps_B, after, before),
+        rule_state=choose(steps_B, after, before),
         signal_BLD=filled.signal_BLD,
     )
     choice_B = None
     if state.records is not None:
-        # The last step of a block fills every hole.
         chance_B = rule.log_prob(before, context, proposal, is_committed_BL)
         choice_B = jnp.where(is_last_B, 0.0, chance_B)
 
@@ -319,86 +250,150 @@ def commit_step(
         context = context._replace(is_hole_BL=moved(position_map, context.is_hole_BL, False))
         is_fresh_BL = moved(position_map, is_committed_BL, False)
 
-    # Remask.
+    # Remask. A head reads the canvas with the step's candidates in its holes.
     if rules.remask is not None:
-        is_free_BL, tokens_BL = state.is_free_BL, state.canvas.tokens_BL
-        wrong_BL = None
-        if remask_head:
-            # The head reads the canvas with the step's candidates in its holes.
+        remask_rule, tokens_BL, wrong_BL = rules.remask, state.canvas.tokens_BL, None
+        if head := head_of(remask_rule.needs):
             is_hole_BL = tokens_BL == program.mask_id
             full_BL = jnp.where((candidate_BL >= 0) & is_hole_BL, candidate_BL, tokens_BL)
+            full = full_BL, state.canvas.length_B
+            reads_B = goes_on_B & remask_rule.is_active()
             wrong_BL = jax.lax.cond(
-                jnp.any(goes_on_B & rules.remask.is_active()),
-                lambda: read_head(
-                    program,
-                    params,
-                    remask_head,
-                    hidden(program.network, params, full_BL, state.canvas.length_B),
-                ),
-                lambda: jnp.zeros(full_BL.shape, jnp.float32),
+                jnp.any(reads_B),
+                lambda: read_head(program, params, head, hidden(program.network, params, *full)),
+                lambda: jnp.zeros(shape, jnp.float32),
             )
+            places_B = reads_B * length_B if rules.cache is not None else 0 * length_B
+            counters = Counters(forwards=reads_B.astype(jnp.int32), positions=places_B)
+            state = state._replace(counters=state.counters.plus(counters))
         remask = RemaskContext(
             step=context,
-            is_open_BL=is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
+            is_open_BL=state.is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
             is_fresh_BL=is_fresh_BL,
-            num_free_B=jnp.sum(is_free_BL, axis=1),
+            num_free_B=jnp.sum(state.is_free_BL, axis=1),
             logprob_BL=state.logprob_BL,
             wrong_BL=wrong_BL,
-            key_B=proposed.remask_key_B,
+            key_B=step_keys(state)[2],
         )
-        result = rules.remask.select(state.remask_state, remask)
-        chosen_BL, after = rule_state.check_pair(result, rules.remask, "select")
-        chosen_BL = returned(chosen_BL, rules.remask, "select", "B, L", tokens_BL.shape, bool)
-        rule_state.check_state(after, state.remask_state, rules.remask, "select")
+        result = remask_rule.select(state.remask_state, remask)
+        chosen_BL, after = check_result(result, remask_rule, "select", state.remask_state)
+        chosen_BL = returned(chosen_BL, remask_rule, "select", "B, L", shape, bool)
         chosen_BL &= remask.is_open_BL
         if choice_B is not None:
             choice_B += rules.remask.log_prob(state.remask_state, remask, chosen_BL)
-        after = rule_state.choose_rows(steps_B, after, state.remask_state)
+        after = choose(steps_B, after, state.remask_state)
         state = overwrite(state, chosen_BL, program.mask_id, mask_id=program.mask_id)
         state = state._replace(
-            rule_state=rule_state.reset_state(rule, state.rule_state, chosen_BL),
-            remask_state=rule_state.reset_state(rules.remask, after, chosen_BL),
+            rule_state=reset_state(rule, state.rule_state, chosen_BL),
+            remask_state=reset_state(remask_rule, after, chosen_BL),
         )
 
     # Record.
     if state.records is not None and choice_B is not None:
         assert filled.drawn is not None, "the program is traced"
         is_drawn_BL = is_open_BL & is_finite_B[:, None]
+        confidence_BL = show_confidence(rule, proposal.confidence_BL)
         new = Records(
             canvas_BSL=proposed.context.tokens_BL,
             tokens_BSL=jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
             is_written_BSL=is_committed_BL,
             logprob_BSL=jnp.where(is_drawn_BL, filled.drawn.logprob_BL, 0.0),
             entropy_BSL=jnp.where(is_drawn_BL, filled.drawn.entropy_BL, 0.0),
-            confidence_BSL=jnp.where(is_drawn_BL, rule.show_score(proposal.confidence_BL), 0.0),
+            confidence_BSL=jnp.where(is_drawn_BL, confidence_BL, 0.0),
             level_BSL=filled.drawn.level_BL,
             choice_BS=choice_B,
         )
-        state = state._replace(records=state.records.with_step(step_B, steps_B, new))
+        row_B, num_steps = jnp.arange(shape[0]), state.records.choice_BS.shape[1]
+        place_B = jnp.where(steps_B, step_B, num_steps)
+        pairs = zip(state.records, new, strict=True)
+        put = (old.at[row_B, place_B].set(one, mode="drop") for old, one in pairs)
+        state = state._replace(records=Records(*put))
 
-    # End of the step, the block and the row. A rule that rewrites keeps a block without holes until
-    # a step rewrites nothing.
-    refines_B = changes_B = rules.refines(state.row.resamples_B)
-    stays_B = rules.goes_on(state.row.resamples_B)
-    if rule.rewrites:
+    # End of the step, the block and the row. A block without holes stays current while a row
+    # resamples, edits, re-noises, remasks by a schedule, or rewrites tokens.
+    changes_B = refines(rules, state.row)
+    stays_B = refines(rules._replace(remask=None), state.row)
+    if rules.remask is not None and "steps" in rules.remask.needs:
+        stays_B |= rules.remask.is_active()
+    if rule.rewrites is not None:
         assert context.written_BL is not None, "the rule rewrites"
         had_holes_B = jnp.any(context.is_hole_BL, axis=1)
         changed_B = jnp.any(is_fresh_BL & (context.written_BL >= 0), axis=1)
         settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + steps_B)
         state = state._replace(block=state.block._replace(settled_B=settled_B))
-        stays_B |= (had_holes_B | changed_B) & (settled_B < rule.rewrite_steps_B)
+        stays_B |= (had_holes_B | changed_B) & (settled_B < rule.rewrites)
         changes_B = jnp.ones_like(steps_B)
     state = end_step(
         state,
         steps_B=steps_B,
         is_finite_B=is_finite_B,
         stays_B=stays_B,
-        refines_B=refines_B,
         changes_B=changes_B,
         mask_id=program.mask_id,
         eos_ids=program.eos_ids,
     )
     return state, is_committed_BL
+
+
+def draw_candidates(
+    program: Program,
+    params: Params,
+    state: State,
+    inputs: tuple[TrunkOutput, Context, jax.Array, jax.Array | None],
+    positions: dict[str, jax.Array | None],
+    chain_of: Callable[[State], Chain],
+    scored: Callable[..., tuple[jax.Array, DrawnTokens]] | None = None,
+) -> Filled:
+    """The candidates of the fill. If rows are sharded, each device fills its own rows.
+
+    `inputs` are the output of the trunk, the visible tokens, the keys of the draws and
+    `CandidateWriter.own_BL`; `positions` are arrays of `Wanted`; `scored` gives the logits and
+    tokens that a noise rule scores.
+    """
+
+    def propose(params: Params, rows: tuple[Any, ...]) -> Filled:
+        state, (output, context, key_B, own_BL), positions = rows
+        rules, chain, signal = state.rules, chain_of(state), program.network.signal
+        rule, tokens_BL, num_positions = rules.commit, context.tokens_BL, context.tokens_BL.shape[1]
+
+        def score(
+            places_N: jax.Array, at: At, logits_NV: jax.Array, drawn: DrawnTokens
+        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            if scored is not None:
+                logits_NV, drawn = scored(chain, at_places(tokens_BL, places_N), at, drawn)
+            inputs = places_N, num_positions, logits_NV, drawn
+            return score_positions(rule, state.rule_state, *inputs)
+
+        writer = CandidateWriter(
+            chain=chain,
+            prepared=chain.prepare(state.chain_state, context),
+            key_B=key_B,
+            own_BL=own_BL,
+            num_positions=num_positions,
+            score=score,
+            method=program.draw,
+            banned_ids=program.banned_ids,
+            signal=None if signal is None else functools.partial(signal, params),
+        )
+        wanted = Wanted(
+            tokens_BL=tokens_BL,
+            length_B=context.length_B,
+            keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
+            rule_state=position_leaves(rule, state.rule_state, num_positions),
+            is_given_BL=state.canvas.frozen_BL,
+            is_traced=program.num_traced > 0,
+            signal_BLD=state.signal_BLD,
+            is_joint=scored is not None,
+            **positions,
+        )
+        # The number of open positions is at most the number of hidden vectors.
+        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
+        filled = rules.fill.propose(reader, writer, wanted)
+        return check_filled(rules.fill, filled, tokens_BL.shape)
+
+    # The old cache is not used again, so it can be overwritten in place.
+    lean = state._replace(cache=None, records=None)
+    return program.by_rows(propose)(params, (lean, inputs, positions))
 
 
 def step_chain(state: State) -> Chain:
@@ -409,8 +404,7 @@ def step_chain(state: State) -> Chain:
     """
     free_B = jnp.sum(~state.canvas.frozen_BL, axis=1)
     few_B = jnp.minimum(state.row.steps_B, jnp.maximum(free_B, 1))
-    refines_B = state.rules.refines(state.row.resamples_B)
-    span_B = jnp.where(refines_B, state.row.steps_B, few_B)
+    span_B = jnp.where(refines(state.rules, state.row), state.row.steps_B, few_B)
     return chain_at(state.rules.chain, state.step_B, span_B)
 
 
@@ -527,10 +521,8 @@ def apply_edits(
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
-        rule_state=rule_state.move_state(
-            state.rules.commit, state.rule_state, position_map, num_positions
-        ),
-        remask_state=rule_state.move_state(
+        rule_state=move_state(state.rules.commit, state.rule_state, position_map, num_positions),
+        remask_state=move_state(
             state.rules.remask, state.remask_state, position_map, num_positions
         ),
         edits=past._replace(

@@ -7,62 +7,38 @@ each step writes all of its open positions: a candidate, new noise or the curren
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
-from dlm_jax.sampling import rule_state
+from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, head_of, preferences, uniform
 from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.forward import forward, read_head_with_candidates
-from dlm_jax.sampling.noise.noise_rule import NoiseContext, NoiseRule, NoisyCanvas
-from dlm_jax.sampling.positions import at_places, returned
+from dlm_jax.sampling.mask_step import draw_candidates
+from dlm_jax.sampling.noise import NoiseContext, NoiseRule
+from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted, check_filled
-from dlm_jax.sampling.remask.renoise import RENOISE_SALT, random_ids
-from dlm_jax.sampling.row import TIES, Counters, RowParams
-from dlm_jax.sampling.rules import Rules
+from dlm_jax.sampling.remask import RENOISE_SALT, random_ids
+from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
     State,
     chain_at,
+    check_result,
     end_step,
-    new_state,
     overwrite,
     step_keys,
     token_positions,
     visible_context,
+    with_position_leaves,
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.types import Params
 
 _LOWER = TIES.code("lower")
-
-
-def init(
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    row: RowParams,
-    rules: Rules,
-    *,
-    mask_id: int,
-    frozen_BL: jax.Array | None = None,
-    num_traced: int = 0,
-) -> State:
-    """The state before the first step; see `dlm_jax.sampling.state.new_state`."""
-    return new_state(
-        tokens_BL,
-        length_B,
-        row,
-        rules,
-        refines_B=jnp.ones_like(row.resamples_B),
-        mask_id=mask_id,
-        frozen_BL=frozen_BL,
-        num_traced=num_traced,
-    )
 
 
 def step(program: Program, params: Params, state: State) -> State:
@@ -78,7 +54,7 @@ def step(program: Program, params: Params, state: State) -> State:
     is_new_BL &= state.canvas.tokens_BL == mask_id
 
     def begin() -> jax.Array:
-        tokens_BL = rule.begin(draw_noise(program, state, begin_key_B), begin_key_B)
+        tokens_BL = rule.begin(make_context(program, state, begin_key_B))
         return returned(tokens_BL, rule, "begin", "B, L", shape, jnp.int32)
 
     new_BL = jax.lax.cond(jnp.any(is_new_BL), begin, lambda: state.canvas.tokens_BL)
@@ -88,78 +64,38 @@ def step(program: Program, params: Params, state: State) -> State:
     # Open positions: the unfrozen positions of the block. The blocks behind it are noise.
     draw_key_B, rule_key_B, _ = step_keys(state)
     tokens_BL, block = state.canvas.tokens_BL, state.block
-    is_open_BL = state.is_free_BL & is_running_B[:, None]
     place_1L = jnp.arange(num_positions)[None]
     is_seen_BL = state.canvas.frozen_BL | (place_1L < block.begin_B[:, None])
     is_seen_BL &= token_positions(state, mask_id=mask_id)
-    noise_context = NoiseContext(
-        is_open_BL=is_open_BL,
-        step_B=block.step_B,
-        steps_B=block.steps_B,
-        key_B=rule_key_B,
-        noise=draw_noise(program, state, rule_key_B),
-        preference_BL=preferences(rule_key_B, state.row.ties_B == _LOWER, num_positions),
-    )
+    noise_context = make_context(program, state, rule_key_B)
+    is_open_BL = noise_context.is_open_BL
 
     # Forward.
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
 
-    # Propose. If rows are sharded, each device fills its own rows.
-    def propose(params: Params, rows: tuple[Any, ...]) -> Filled:
-        state, output, is_open_BL, is_seen_BL, context, key_B, preference_BL = rows
-        rule, chain, signal = state.rules.commit, step_chain(state), program.network.signal
-        tokens_BL = state.canvas.tokens_BL
+    # Propose. The rule scores the current tokens, under the logits of the draws.
+    def current(
+        chain: Chain, ids_N: jax.Array, at: At, drawn: DrawnTokens
+    ) -> tuple[jax.Array, DrawnTokens]:
+        final_NV = drawn.filter_logits()
+        # A greedy row draws its argmax with certainty.
+        certain_N = jnp.where(ids_N == drawn.ids_N, 0.0, -jnp.inf)
+        logprob_N = jnp.where(chain.is_greedy(at), certain_N, log_prob(final_NV, ids_N))
+        return final_NV, drawn._replace(ids_N=ids_N, logprob_N=logprob_N)
 
-        def score(
-            places_N: jax.Array, at: At, logits_NV: jax.Array, drawn: DrawnTokens
-        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            """The rule scores the current tokens, under the logits of the draws."""
-            final_NV, ids_N = drawn.filter_logits(), at_places(tokens_BL, places_N)
-            # A greedy row draws its argmax with certainty.
-            certain_N = jnp.where(ids_N == drawn.ids_N, 0.0, -jnp.inf)
-            logprob_N = jnp.where(chain.is_greedy(at), certain_N, log_prob(final_NV, ids_N))
-            return rule_state.score_positions(
-                rule,
-                state.rule_state,
-                places_N,
-                num_positions,
-                lambda state_N: rule.score(state_N, final_NV, logprob_N),
-            )
-
-        writer = CandidateWriter(
-            chain=chain,
-            prepared=chain.prepare(state.chain_state, context),
-            key_B=key_B,
-            own_BL=None,
-            num_positions=num_positions,
-            score=score,
-            method=program.draw,
-            banned_ids=program.banned_ids,
-            signal=None if signal is None else functools.partial(signal, params),
-        )
-        wanted = Wanted(
-            is_open_BL=is_open_BL,
-            is_seen_BL=is_seen_BL,
-            tokens_BL=tokens_BL,
-            length_B=context.length_B,
-            preference_BL=preference_BL,
-            rule_state=rule_state.position_leaves(rule, state.rule_state, num_positions),
-            is_given_BL=state.canvas.frozen_BL,
-            is_traced=program.num_traced > 0,
-            signal_BLD=state.signal_BLD,
-            is_joint=True,
-        )
-        # The number of open positions is at most the number of hidden vectors.
-        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-        filled = state.rules.fill.propose(reader, writer, wanted)
-        return check_filled(state.rules.fill, filled, is_open_BL.shape)
-
-    context = visible_context(state, mask_id=mask_id)
-    # The old cache is not used again, so it can be overwritten in place.
-    lean = state._replace(cache=None, records=None)
-    preference_BL = noise_context.preference_BL
-    rows = lean, output, is_open_BL, is_seen_BL, context, draw_key_B, preference_BL
-    filled = program.by_rows(propose)(params, rows)
+    filled = draw_candidates(
+        program,
+        params,
+        state,
+        (output, visible_context(state, mask_id=mask_id), draw_key_B, None),
+        {
+            "is_open_BL": is_open_BL,
+            "is_seen_BL": is_seen_BL,
+            "preference_BL": noise_context.preference_BL,
+        },
+        step_chain,
+        current,
+    )
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
     if "head:sampler" in rules.fill.needs:  # a joint draw
         is_same_BL = (proposal.tokens_BL == tokens_BL).astype(jnp.float32)
@@ -173,12 +109,10 @@ def step(program: Program, params: Params, state: State) -> State:
         noise_context = noise_context._replace(wrong_BL=wrong_BL)
 
     # Update: candidates, new noise and current tokens. The last step of a block leaves no MASK.
-    before = rule_state.with_position_leaves(
-        rule, state.rule_state, filled.rule_state, num_positions
+    before = with_position_leaves(rule, state.rule_state, filled.rule_state, num_positions)
+    update, after = check_result(
+        rule.update(before, noise_context, proposal), rule, "update", before
     )
-    result = rule.update(before, noise_context, proposal)
-    update, after = rule_state.check_pair(result, rule, "update")
-    rule_state.check_state(after, before, rule, "update")
     new_BL = returned(update.tokens_BL, rule, "update(...).tokens_BL", "B, L", shape, jnp.int32)
     name = "update(...).is_candidate_BL"
     is_taken_BL = returned(update.is_candidate_BL, rule, name, "B, L", shape, bool)
@@ -199,7 +133,7 @@ def step(program: Program, params: Params, state: State) -> State:
         chain_state=rules.chain.update(state.chain_state, is_taken_BL, proposal),
         cache=cache,
         counters=state.counters.plus(counters),
-        rule_state=rule_state.choose_rows(is_running_B, after, before),
+        rule_state=choose(is_running_B, after, before),
         signal_BLD=filled.signal_BLD,
     )
     is_new_BL = is_written_BL & ~is_taken_BL & (new_BL != written_BL)
@@ -212,7 +146,6 @@ def step(program: Program, params: Params, state: State) -> State:
         steps_B=is_running_B,
         is_finite_B=is_finite_B,
         stays_B=always_B if update.is_final_B is None else ~update.is_final_B,
-        refines_B=always_B,
         changes_B=always_B,
         mask_id=mask_id,
         eos_ids=program.eos_ids,
@@ -226,8 +159,8 @@ def step_chain(state: State) -> Chain:
     return chain_at(state.rules.chain, state.block.step_B, state.block.steps_B)
 
 
-def draw_noise(program: Program, state: State, key_B: jax.Array) -> NoisyCanvas:
-    """The current canvas, and uniform noise over the ids that can be written in each row."""
+def make_context(program: Program, state: State, key_B: jax.Array) -> NoiseContext:
+    """The current block, and uniform noise over the ids that can be written in each row."""
     eos_ids = set(program.eos_ids)
     banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
 
@@ -243,11 +176,15 @@ def draw_noise(program: Program, state: State, key_B: jax.Array) -> NoisyCanvas:
     tokens_BL = state.canvas.tokens_BL
     rows = state.rules.chain, tokens_BL, salted(key_B, RENOISE_SALT)
     is_noise_BL, random_BL, num_ids_B = program.by_rows(draw)(None, rows)
-    return NoisyCanvas(
+    return NoiseContext(
         tokens_BL=tokens_BL,
-        is_mask_BL=tokens_BL == program.mask_id,
+        is_open_BL=state.is_free_BL & state.is_running_B[:, None],
+        step_B=state.block.step_B,
+        steps_B=state.block.steps_B,
+        key_B=key_B,
         is_noise_BL=is_noise_BL,
         random_BL=random_BL,
         num_ids_B=num_ids_B,
         mask_id=program.mask_id,
+        preference_BL=preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
     )

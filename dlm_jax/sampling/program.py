@@ -9,8 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.sampling.draw import METHODS
-from dlm_jax.settings import nearest
 from dlm_jax.types import Network, Params
 
 
@@ -48,12 +46,6 @@ class Program:
     pad_id: int = 0
     space_id: int = -1
     num_traced: int = 0
-
-    def __post_init__(self) -> None:
-        if self.draw not in METHODS:
-            raise ValueError(
-                f"draw={self.draw!r} is not a draw method; {nearest(self.draw, METHODS)}"
-            )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
         """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device

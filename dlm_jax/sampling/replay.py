@@ -15,13 +15,13 @@ import numpy as np
 from dlm_jax import devices
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.mask_step import init, step_chain
+from dlm_jax.sampling.mask_step import step_chain
 from dlm_jax.sampling.positions import TrunkOutput, at_places
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Reader, Source
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State, step_keys, visible_context
+from dlm_jax.sampling.state import State, start, step_keys, visible_context
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Params, Status
 
@@ -187,51 +187,21 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *even)
 
 
-def with_gradient_of_step(program: Program, params: Params, before: State, after: State) -> State:
-    """Makes the new log-probabilities in `after`, the state one step after `before`, differentiable
-    with respect to `params`. The values do not change. Without differentiation, nothing is
-    recomputed.
-    """
-    records, old = after.records, before.records
-    assert records is not None and old is not None, "the program is traced"
-    row_B, num_steps = jnp.arange(before.step_B.size), records.choice_BS.shape[1]
-    steps_B = after.step_B > before.step_B
-    place_B = jnp.minimum(before.step_B, num_steps - 1)
-    now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
-    is_read_BL = (now.tokens_BSL >= 0) & steps_B[:, None]
-    one = _Step(
-        now.canvas_BSL,
-        now.tokens_BSL,
-        is_read_BL,
-        now.level_BSL,
-        before.committed_BL,
-        before.step_B,
-    )
-    begun = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
-
-    def score(params: Params, seen: tuple[State, _Step]) -> jax.Array:
-        return _of_step(program, params, *seen, is_read_BL.shape[1])
-
-    logprob_BL = _as_sampled(score, params, (begun, one), now.logprob_BSL)
-    put_B = jnp.where(steps_B, before.step_B, num_steps)
-    logprob_BSL = old.logprob_BSL.at[row_B, put_B].set(logprob_BL, mode="drop")
-    return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
-
-
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """Like `with_gradient_of_step`, but `after` can be any number of steps after `before`. Memory
-    does not grow with the number of steps.
+    """Makes the new log-probabilities in `after`, a state some steps after `before`, differentiable
+    with respect to `params`. The values do not change. Without differentiation, nothing is
+    recomputed. Memory does not grow with the number of steps.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
+    step_1S = jnp.arange(records.choice_BS.shape[1])[None]
+    is_new_BS = (step_1S >= before.step_B[:, None]) & (step_1S < after.step_B[:, None])
 
     def score(params: Params, trace: Trace) -> jax.Array:
-        return replayed(program, params, trace, every_draw=True)
+        return replayed(program, params, trace, every_draw=True, is_new_BS=is_new_BS)
 
     sampled_BSL = jax.lax.stop_gradient(records.logprob_BSL)
     logprob_BSL = _as_sampled(score, params, trace_of(program, after), sampled_BSL)
-    step_1S = jnp.arange(records.choice_BS.shape[1])[None]
-    is_new_BS = (step_1S >= before.step_B[:, None]) & (step_1S < after.step_B[:, None])
     logprob_BSL = jnp.where(is_new_BS[:, :, None], logprob_BSL, old.logprob_BSL)
     return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
 
@@ -254,19 +224,26 @@ def _derivative_of_score(
 
 
 def replayed(
-    program: Program, params: Params, trace: Trace, *, every_draw: bool = False
+    program: Program,
+    params: Params,
+    trace: Trace,
+    *,
+    every_draw: bool = False,
+    is_new_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Log-probabilities ``[B, S, L]`` of a trace's written tokens under these parameters; 0 at
     other positions.
 
-    With `every_draw`, all drawn tokens are scored. The steps are processed one at a time, with all
-    rows together, and each step's forward pass is recomputed for the gradient. Memory therefore
-    does not grow with the number of steps.
+    With `every_draw`, all drawn tokens are scored. With `is_new_BS`, only these steps are scored.
+    The steps are processed one at a time, with all rows together, and each step's forward pass is
+    recomputed for the gradient. Memory therefore does not grow with the number of steps.
     """
     num_steps, num_positions = trace.canvas.shape[1:]
-    is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
     width = num_positions if every_draw else trace.width
-    begun = init(
+    is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
+    if is_new_BS is not None:
+        is_read_BSL &= is_new_BS[:, :, None]
+    first = start(
         trace.canvas[:, 0],
         trace.length,
         trace.row,
@@ -274,92 +251,78 @@ def replayed(
         mask_id=trace.mask_id,
         frozen_BL=trace.is_frozen,
     )
+    # `State.committed_BL` before each step.
+    step_1S1 = jnp.arange(num_steps, dtype=jnp.int32)[None, :, None]
+    last_BSL = jax.lax.cummax(jnp.where(trace.is_written, step_1S1, -1), axis=1)
+    order_BSL = jnp.pad(last_BSL[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
+    order_BSL = jnp.where(trace.canvas == trace.mask_id, -1, order_BSL)
 
     def of_step(params: Params, one: _Step) -> jax.Array:
         return jax.lax.cond(
             jnp.any(one.is_read_BL),
-            lambda: _of_step(program, params, begun, one, width),
+            lambda: _of_step(program, params, first, one, width),
             lambda: jnp.zeros(one.is_read_BL.shape, jnp.float32),
         )
 
     of_step = jax.checkpoint(of_step, prevent_cse=False)
-    by_step = trace.canvas, trace.tokens, is_read_BSL, trace.level, _orders(trace)
-    step_BS = jnp.broadcast_to(jnp.arange(num_steps, dtype=jnp.int32), trace.canvas.shape[:2])
-    steps = _Step(*(jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (*by_step, step_BS)))
+    step_BS = jnp.broadcast_to(step_1S1[:, :, 0], trace.canvas.shape[:2])
+    by_step = _Step(trace.canvas, trace.tokens, is_read_BSL, trace.level, order_BSL, step_BS)
+    steps = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), by_step)
     _, logprob_SBL = jax.lax.scan(lambda _, one: (None, of_step(params, one)), None, steps)
     return jnp.moveaxis(logprob_SBL, 0, 1)
 
 
-def _orders(trace: Trace) -> jax.Array:
-    """int32 ``[B, S, L]``, `State.committed_BL` before each step."""
-    step_1S1 = jnp.arange(trace.canvas.shape[1], dtype=jnp.int32)[None, :, None]
-    last_BSL = jax.lax.cummax(jnp.where(trace.is_written, step_1S1, -1), axis=1)
-    before_BSL = jnp.pad(last_BSL[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
-    return jnp.where(trace.canvas == trace.mask_id, -1, before_BSL)
-
-
-def _of_step(program: Program, params: Params, begun: State, one: _Step, width: int) -> jax.Array:
-    """The log-probabilities ``[B, L]`` of the tokens of one step."""
+def _of_step(program: Program, params: Params, first: State, one: _Step, width: int) -> jax.Array:
+    """The log-probabilities ``[B, L]`` of the tokens of one step at the requested positions, at
+    most `width` per row.
+    """
     status_B = jnp.where(jnp.any(one.is_read_BL, axis=1), Status.RUNNING, Status.DONE)
-    state = begun._replace(
-        canvas=begun.canvas._replace(tokens_BL=one.canvas_BL),
+    state = first._replace(
+        canvas=first.canvas._replace(tokens_BL=one.canvas_BL),
         committed_BL=one.order_BL,
         step_B=one.step_B,
         status_B=status_B.astype(jnp.int32),
     )
+    num_positions = one.is_read_BL.shape[1]
 
-    def of_rows(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
-        return _read(program, params, *rows, width)
+    def read(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
+        state, output, one, context = rows
+        chain, is_read_BL = step_chain(state), one.is_read_BL
+        writer = CandidateWriter(
+            chain=chain,
+            prepared=chain.prepare(state.chain_state, context),
+            key_B=step_keys(state)[0],
+            own_BL=None,
+            num_positions=num_positions,
+            score=lambda places_N, at, logits_NV, drawn: (drawn.logprob_N, ()),
+            method=program.draw,
+        )
+        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
+        # In each row, the requested positions come first, in order.
+        index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
+        places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
+        places_P = places_BM.reshape(-1).astype(jnp.int32)
+
+        def score(source: Source) -> jax.Array:
+            def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+                ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
+                at = writer.at(places_N, is_real_N, is_real_N if source.is_grown else None)
+                policy_N = writer.policy(source.logits(places_N), ids_N, at)
+                return jnp.where(is_real_N, policy_N, 0.0)
+
+            is_real_P = at_places(source.is_from_BL & is_read_BL, places_P)
+            return _in_chunks(of_chunk, places_P, is_real_P, source.chunk)
+
+        sources = state.rules.fill.sources(reader, one.canvas_BL, one.tokens_BL, one.level_BL)
+        logprob_P = sum(score(source) for source in sources)
+        rank_BL = jnp.minimum(jnp.cumsum(is_read_BL, axis=1) - 1, width - 1)
+        logprob_BM = jnp.reshape(logprob_P, places_BM.shape)
+        return jnp.where(is_read_BL, jnp.take_along_axis(logprob_BM, rank_BL, axis=1), 0.0)
 
     with devices.exact():
         output = forward(program, params, state, one.is_read_BL)[0]
         rows = state, output, one, visible_context(state, mask_id=program.mask_id)
-        return program.by_rows(of_rows)(params, rows)
-
-
-def _read(
-    program: Program,
-    params: Params,
-    state: State,
-    output: TrunkOutput,
-    one: _Step,
-    context: Context,
-    width: int,
-) -> jax.Array:
-    """The log-probabilities of a step at the requested positions, at most `width` per row."""
-    is_read_BL, num_positions = one.is_read_BL, one.is_read_BL.shape[1]
-    chain, key_B = step_chain(state), step_keys(state)[0]
-    prepared = chain.prepare(state.chain_state, context)
-    writer = CandidateWriter(
-        chain=chain,
-        prepared=prepared,
-        key_B=key_B,
-        own_BL=None,
-        num_positions=num_positions,
-        score=lambda places_N, at, logits_NV, drawn: (drawn.logprob_N, ()),
-        method=program.draw,
-    )
-    reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-    # In each row, the requested positions come first, in order.
-    index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
-    places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
-    places_P = places_BM.reshape(-1).astype(jnp.int32)
-
-    def scored(source: Source) -> jax.Array:
-        def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-            ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
-            at = writer.at(places_N, is_real_N, is_real_N if source.is_grown else None)
-            policy_N = writer.policy(source.logits(places_N), ids_N, at)
-            return jnp.where(is_real_N, policy_N, 0.0)
-
-        is_real_P = at_places(source.is_from_BL & is_read_BL, places_P)
-        return _in_chunks(of_chunk, places_P, is_real_P, source.chunk)
-
-    sources = state.rules.fill.sources(reader, one.canvas_BL, one.tokens_BL, one.level_BL)
-    found_P = sum(scored(source) for source in sources)
-    rank_BL = jnp.minimum(jnp.cumsum(is_read_BL, axis=1) - 1, width - 1)
-    found_BL = jnp.take_along_axis(jnp.reshape(found_P, places_BM.shape), rank_BL, axis=1)
-    return jnp.where(is_read_BL, found_BL, 0.0)
+        return program.by_rows(read)(params, rows)
 
 
 def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: int) -> jax.Array:
@@ -382,5 +345,5 @@ def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: 
         )
 
     one = jax.checkpoint(one, prevent_cse=False)
-    _, found_KN = jax.lax.scan(lambda _, x: (None, one(*x)), None, (places_KN, is_real_KN))
-    return found_KN.reshape(-1)[:size]
+    _, logprob_KN = jax.lax.scan(lambda _, x: (None, one(*x)), None, (places_KN, is_real_KN))
+    return logprob_KN.reshape(-1)[:size]

@@ -9,17 +9,20 @@ must use the same `Setting`, such as `THRESHOLD`.
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.blocks import choose, steps_needed
 from dlm_jax.sampling.commit.commit_rule import exceeds, log_odds, log_odds_of, reaches
-from dlm_jax.sampling.commit.quotas import (
+from dlm_jax.sampling.commit.orders import (
     CONFIDENCE,
     SCHEDULE,
+    THRESHOLD,
+    THRESHOLD_LEAST,
     Confident,
     Measure,
     Quota,
     QuotaRule,
+    falling,
     linear_quota,
     maximum,
+    reached,
 )
-from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST, falling, reached
 from dlm_jax.sampling.edits.scores import may_be_led
 from dlm_jax.sampling.positions import at_places, fold, logits, place_of_largest, put
 from dlm_jax.sampling.propose.constrained import Seen

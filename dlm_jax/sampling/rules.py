@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
-
 from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
-from dlm_jax.sampling.commit.ancestral import NoiseSchedule
 from dlm_jax.sampling.commit.commit_rule import OrderRule
+from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
-from dlm_jax.sampling.noise import NOISE_RULES, NoiseRule
-from dlm_jax.sampling.noise.posterior import NoiseProcess
+from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule
 from dlm_jax.sampling.propose import FILL_RULES, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
@@ -92,20 +89,6 @@ class Rules(NamedTuple):
     edit: EditRule | None = None
     renoise: Renoise | None = None
     cache: CacheRule | None = None
-
-    def refines(self, resamples_B: jax.Array) -> jax.Array:
-        """bool ``[B]``, True for rows that change existing tokens in addition to filling holes."""
-        for slot in (self.remask, self.edit, self.renoise):
-            if slot is not None:
-                resamples_B = resamples_B | slot.is_active()
-        return resamples_B
-
-    def goes_on(self, resamples_B: jax.Array) -> jax.Array:
-        """bool ``[B]``, True where a block without holes stays current until its last step."""
-        on_B = self._replace(remask=None).refines(resamples_B)
-        if self.remask is not None and "steps" in self.remask.needs:
-            on_B = on_B | self.remask.is_active()
-        return on_B
 
 
 AUTO = "auto"

@@ -2,10 +2,16 @@
 
 Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row does not depend on
 the rest of the batch, and rows at different steps can be batched together.
+
+The state of a commit, remask or noise rule is any pytree that the rule's ``init(num_rows,
+num_positions)`` returns. A leaf whose second axis follows the number of positions belongs to the
+positions: `score` reads and updates it where logits are read, edits move it, and remasking resets
+it. Every other leaf belongs to the rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +20,11 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
-from dlm_jax.sampling.positions import place_of_largest
+from dlm_jax.sampling.edits.moves import PositionMap, moved
+from dlm_jax.sampling.noise import NoiseRule
+from dlm_jax.sampling.positions import at_places, place_of_largest, returned
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
@@ -27,19 +36,8 @@ EDITED = -2
 
 
 class Records(NamedTuple):
-    """Records of up to ``S`` steps per row. Records of steps that were not taken are empty.
-
-    Attributes:
-      canvas_BSL: int32, input of the forward pass.
-      tokens_BSL: int32 candidates; -1 where no candidate was drawn.
-      is_written_BSL: True where the candidate was committed.
-      logprob_BSL: `logprob_BL` of `propose.fill.Drawn`; 0 where no candidate was drawn, as in the
-        next two fields.
-      entropy_BSL: `Drawn.entropy_BL`.
-      confidence_BSL: float32 confidence of the commit rule, as `CommitRule.show_score` reports it.
-      level_BSL: `Drawn.level_BL`.
-      choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
-        choice is deterministic.
+    """Records of up to ``S`` steps per row, which are the arrays of a `dlm_jax.Trace`. Records of
+    steps that were not taken are empty.
     """
 
     canvas_BSL: jax.Array
@@ -50,15 +48,6 @@ class Records(NamedTuple):
     confidence_BSL: jax.Array
     level_BSL: jax.Array
     choice_BS: jax.Array
-
-    def with_step(self, step_B: jax.Array, steps_B: jax.Array, new: Records) -> Records:
-        """Adds the values of one step, ``[B, L]`` and ``[B]``, where ``steps_B`` is True."""
-        row_B, num_steps = jnp.arange(step_B.shape[0]), self.choice_BS.shape[1]
-        place_B = jnp.where(steps_B, step_B, num_steps)
-        put = (
-            old.at[row_B, place_B].set(one, mode="drop") for old, one in zip(self, new, strict=True)
-        )
-        return Records(*put)
 
 
 class State(NamedTuple):
@@ -81,7 +70,7 @@ class State(NamedTuple):
       counters: counters of each row.
       step_B: int32, number of steps taken.
       status_B: int32, a `Status`.
-      rule_state: state of the commit or noise rule; see `dlm_jax.sampling.rule_state`.
+      rule_state: state of the commit or noise rule.
       remask_state: state of the remask rule.
       records: records of every step; None in a loop without traces.
       signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
@@ -124,13 +113,12 @@ class State(NamedTuple):
         return self.block.holds(self.canvas.tokens_BL.shape[1]) & ~self.canvas.frozen_BL
 
 
-def new_state(
+def start(
     tokens_BL: jax.Array,
     length_B: jax.Array,
     row: RowParams,
     rules: Rules,
     *,
-    refines_B: jax.Array,
     mask_id: int,
     frozen_BL: jax.Array | None = None,
     num_traced: int = 0,
@@ -138,8 +126,7 @@ def new_state(
     """State before the first step: live MASK tokens are holes, and other live tokens are frozen.
 
     With `frozen_BL`, only the tokens at these positions are frozen; all others are a draft. A
-    length of 0 marks an idle slot. `refines_B` is True for rows that change existing tokens in
-    addition to filling holes. At most `num_traced` steps per row are recorded.
+    length of 0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -150,7 +137,7 @@ def new_state(
         is_free_BL &= (tokens_BL == mask_id) | ~frozen_BL
     canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
     is_hole_BL = ~canvas.frozen_BL & (tokens_BL == mask_id)
-    is_work_BL = work(canvas, refines_B, mask_id=mask_id)
+    is_work_BL = ~canvas.frozen_BL & (is_hole_BL | refines(rules, row)[:, None])
     first_B = place_of_largest(~canvas.frozen_BL)
     if row.block_unit:
         first_B = first_B // row.block_unit * row.block_unit
@@ -195,9 +182,15 @@ def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
     )
 
 
-def work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:
-    """True ``[B, L]`` at holes and, in rows that refine tokens, at unfrozen tokens."""
-    return ~canvas.frozen_BL & ((canvas.tokens_BL == mask_id) | refines_B[:, None])
+def refines(rules: Rules, row: RowParams) -> jax.Array:
+    """bool ``[B]``, True for rows that change existing tokens in addition to filling holes."""
+    if isinstance(rules.commit, NoiseRule):
+        return jnp.ones_like(row.resamples_B)
+    refines_B = row.resamples_B
+    for slot in (rules.remask, rules.edit, rules.renoise):
+        if slot is not None:
+            refines_B = refines_B | slot.is_active()
+    return refines_B
 
 
 def token_positions(state: State, *, mask_id: int) -> jax.Array:
@@ -255,7 +248,6 @@ def end_step(
     steps_B: jax.Array,
     is_finite_B: jax.Array,
     stays_B: jax.Array,
-    refines_B: jax.Array,
     changes_B: jax.Array,
     mask_id: int,
     eos_ids: tuple[int, ...],
@@ -267,7 +259,6 @@ def end_step(
       steps_B: True for rows that take the step.
       is_finite_B: False for rows whose logits were not finite.
       stays_B: True where a block without holes remains current, except after its last step.
-      refines_B: True for rows that change existing tokens; their later blocks have work everywhere.
       changes_B: True for rows whose tokens become final only when their block ends.
       mask_id: the id of MASK.
       eos_ids: ids that end a generation.
@@ -278,20 +269,26 @@ def end_step(
     is_over_B = steps_B & is_finite_B & (left_B == 0) & ~(stays_B & ~block.is_last_step_B)
 
     # The next block of the row, or the next step of this one.
-    is_work_BL = work(canvas, refines_B, mask_id=mask_id)
+    is_work_BL = ~canvas.frozen_BL & (is_hole_BL | refines(state.rules, state.row)[:, None])
     following, has_more_B = next_block(
         block, is_work_BL, is_hole_BL, state.row.block_length_B, state.row.steps_B
     )
     again = block._replace(step_B=block.step_B + steps_B)
 
-    # The final tokens end at the first hole, or at the end of the last block that is over.
+    # A generated EOS ends the row if no given token follows it. The final tokens end at the first
+    # hole, or at the end of the last block that is over.
     behind_B = jnp.where(is_over_B, block.end_B, again.begin_B)
     first_hole_B = jnp.where(
         jnp.any(is_hole_BL, axis=1), place_of_largest(is_hole_BL), canvas.length_B
     )
     final_B = jnp.where(changes_B, behind_B, first_hole_B)
     is_whole_B = steps_B & is_finite_B & state.row.stops_at_eos_B
-    is_whole_B &= _has_eos(canvas, final_B, eos_ids)
+    place_1L = jnp.arange(is_hole_BL.shape[1])[None]
+    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, is_hole_BL.shape[1])
+    last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
+    is_before_BL = (place_1L > last_given_B1) & (place_1L < final_B[:, None])
+    is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(eos_ids, jnp.int32))
+    is_whole_B &= jnp.any(is_before_BL & is_eos_BL, axis=1)
 
     is_done_B = (is_over_B & ~has_more_B) | is_whole_B
     step_B = state.step_B + steps_B
@@ -308,12 +305,124 @@ def end_step(
     return state._replace(step_B=step_B, block=block, status_B=status_B)
 
 
-def _has_eos(canvas: Canvas, end_B: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
-    """True for rows with a generated EOS before `end_B` and no given token after this EOS."""
-    num_positions = canvas.tokens_BL.shape[1]
-    place_1L = jnp.arange(num_positions)[None]
-    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
-    last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
-    is_before_BL = (place_1L > last_given_B1) & (place_1L < end_B[:, None])
-    is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(eos_ids, jnp.int32))
-    return jnp.any(is_before_BL & is_eos_BL, axis=1)
+# The states of rules.
+
+
+def follows_positions(rule: Any, state: Any, num_positions: int) -> Any:
+    """A rule's state with True at leaves that belong to the positions; static."""
+    if not (leaves := jax.tree.leaves(state)):
+        return state
+    num_rows = leaves[0].shape[0]
+    some, more = (
+        jax.eval_shape(lambda size=size: rule.init(num_rows, size))
+        for size in (num_positions, num_positions + 1)
+    )
+
+    def follows(leaf: Any, wider: Any) -> bool:
+        is_by_position = leaf.shape != wider.shape
+        for axis, size, what in ((0, num_rows, "first"), (1, num_positions, "second")):
+            if axis <= is_by_position and leaf.shape[axis : axis + 1] != (size,):
+                raise ValueError(
+                    f"{type(rule).__name__}.init returned an array of shape {leaf.shape}; its "
+                    f"{what} axis must have the {size} {'positions' if axis else 'rows'}"
+                )
+        return is_by_position
+
+    return jax.tree.map(follows, some, more)
+
+
+def position_leaves(rule: Any, state: Any, num_positions: int) -> tuple[jax.Array, ...]:
+    """The leaves of a rule's state that belong to the positions."""
+    follows = follows_positions(rule, state, num_positions)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(follows), strict=True)
+    return tuple(leaf for leaf, is_by_position in pairs if is_by_position)
+
+
+def with_position_leaves(
+    rule: Any, state: Any, new: tuple[jax.Array, ...], num_positions: int
+) -> Any:
+    """A rule's state with other leaves of the positions."""
+    follows, rest = follows_positions(rule, state, num_positions), iter(new)
+    if len(new) != (count := sum(jax.tree.leaves(follows))):
+        raise ValueError(
+            f"the fill returned {len(new)} arrays of the state of {type(rule).__name__}, which has "
+            f"{count}; return rule_state of the CandidateWriter"
+        )
+    return jax.tree.map(lambda leaf, is_new: next(rest) if is_new else leaf, state, follows)
+
+
+def gather_state(rule: Any, state: Any, places_N: jax.Array, num_positions: int) -> Any:
+    """A rule's state of N positions or of their rows, ``[N, ...]``, at ``row * L + index``."""
+
+    def gather(leaf: jax.Array, is_by_position: bool) -> jax.Array:
+        return at_places(leaf, places_N) if is_by_position else leaf[places_N // num_positions]
+
+    return jax.tree.map(gather, state, follows_positions(rule, state, num_positions))
+
+
+def score_positions(
+    rule: Any,
+    state: Any,
+    places_N: jax.Array,
+    num_positions: int,
+    logits_NV: jax.Array,
+    drawn: DrawnTokens,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The scores of N positions, and the new leaves ``[N, ...]`` that belong to the positions."""
+    result = rule.score(gather_state(rule, state, places_N, num_positions), logits_NV, drawn)
+    score_N, state_N = check_result(result, rule, "score", state)
+    returned(score_N, rule, "score", "N", places_N.shape, jnp.float32)
+    return score_N, position_leaves(rule, state_N, num_positions)
+
+
+def move_state(rule: Any, state: Any, position_map: PositionMap, num_positions: int) -> Any:
+    """A rule's state after edits: moved with the positions, and as in `init` where inserted."""
+
+    def move(leaf: jax.Array, fresh: jax.Array) -> jax.Array:
+        shape = (*leaf.shape[:2], -1)
+        one = jax.vmap(moved, in_axes=(None, 2, 2), out_axes=2)
+        return one(position_map, leaf.reshape(shape), fresh.reshape(shape)).reshape(leaf.shape)
+
+    return _map_positions(rule, state, move, num_positions)
+
+
+def reset_state(rule: Any, state: Any, is_at_BL: jax.Array) -> Any:
+    """A rule's state as in `init` at some positions."""
+
+    def reset(leaf: jax.Array, fresh: jax.Array) -> jax.Array:
+        is_fresh = is_at_BL.reshape(*is_at_BL.shape, *[1] * (leaf.ndim - 2))
+        return jnp.where(is_fresh, fresh, leaf)
+
+    return _map_positions(rule, state, reset, is_at_BL.shape[1])
+
+
+def _map_positions(rule: Any, state: Any, change: Callable[..., Any], num_positions: int) -> Any:
+    old = position_leaves(rule, state, num_positions)
+    if not old:
+        return state
+    fresh = position_leaves(rule, rule.init(old[0].shape[0], num_positions), num_positions)
+    return with_position_leaves(rule, state, tuple(map(change, old, fresh)), num_positions)
+
+
+def check_result(result: Any, rule: Any, method: str, before: Any) -> tuple[Any, Any]:
+    """The pair of a value and a state that a method of a rule returned.
+
+    Raises:
+      ValueError: the result is not a pair, or its state has another structure or other dtypes than
+        the state `before`. The message names the rule and the method.
+    """
+    by = f"{type(rule).__name__}.{method} returned"
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            f"{by} a {type(result).__name__}; return a pair of the result and the state"
+        )
+    structure, expected = jax.tree.structure(result[1]), jax.tree.structure(before)
+    if structure != expected:
+        raise ValueError(f"{by} a state {structure}; return the arrays of init, {expected}")
+    for leaf, first in zip(jax.tree.leaves(result[1]), jax.tree.leaves(before), strict=True):
+        if jnp.result_type(leaf) != first.dtype:
+            raise ValueError(
+                f"{by} a state with {jnp.result_type(leaf)} where init has {first.dtype}; return "
+                f"the dtypes of init"
+            )
+    return result

@@ -13,7 +13,7 @@ from dlm_jax.contrib import decoders
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
-from dlm_jax.sampling.commit.quotas import linear_quota
+from dlm_jax.sampling.commit.orders import linear_quota
 from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.remask import RemaskContext
 from dlm_jax.sampling.rules import ModelFacts

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dlm_jax
-from dlm_jax.sampling import rule_state
+from dlm_jax.sampling import state as rule_states
 
 ROWS, LENGTH = 2, 5
 
@@ -21,14 +21,14 @@ class Both:
 
 def test_a_leaf_of_the_rows_that_is_as_wide_as_the_canvas_is_not_one_of_the_positions():
     rule = Both()
-    assert rule_state.follows_positions(rule, ROWS, LENGTH) == (True, False)
     state = jnp.arange(20.0).reshape(ROWS, LENGTH, 2), jnp.arange(10.0).reshape(ROWS, LENGTH)
+    assert rule_states.follows_positions(rule, state, LENGTH) == (True, False)
     is_at_BL = jnp.zeros((ROWS, LENGTH), bool).at[1, 2].set(True)
-    by_position, by_row = rule_state.reset_state(rule, state, is_at_BL)
+    by_position, by_row = rule_states.reset_state(rule, state, is_at_BL)
     assert np.flatnonzero(np.asarray(by_position != state[0]).any(2)).tolist() == [7]
     assert (np.asarray(by_position[1, 2]) == 0).all() and by_row is state[1]
     places_N = jnp.array([7, 0])
-    at_position, at_row = rule_state.gather_state(rule, state, places_N, LENGTH)
+    at_position, at_row = rule_states.gather_state(rule, state, places_N, LENGTH)
     np.testing.assert_array_equal(at_position, state[0].reshape(10, 2)[places_N])
     np.testing.assert_array_equal(at_row, state[1][jnp.array([1, 0])])
 

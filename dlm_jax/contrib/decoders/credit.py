@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from dlm_jax import (
     CommitContext,
-    CommitRule,
     DrawnTokens,
     Proposal,
     Setting,
@@ -19,7 +18,14 @@ from dlm_jax import (
     rule,
 )
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.rule_tools import THRESHOLD, THRESHOLD_LEAST, place_of_largest, reached
+from dlm_jax.sampling.rule_tools import (
+    THRESHOLD,
+    THRESHOLD_LEAST,
+    Confident,
+    maximum,
+    place_of_largest,
+    reached,
+)
 
 KEPT = 4
 """Number K of ids per position whose credit is stored. A new id replaces the one with the least
@@ -28,7 +34,7 @@ empty entry."""
 
 
 @rule
-class Credit(CommitRule):
+class Credit(Confident):
     """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
     If no hole reaches the threshold, the most confident one is committed. The confidence of a hole
@@ -38,6 +44,7 @@ class Credit(CommitRule):
     """
 
     about = "holes above the threshold, with a bonus for persistent predictions"
+    confidence = staticmethod(maximum)
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -107,9 +114,6 @@ class Credit(CommitRule):
         is_most_NK = jnp.arange(KEPT)[None] == place_of_largest(product_NK)[:, None]
         less_N = others_N * one_N1[:, 0] + jnp.where(is_most_NK, 0.0, product_NK).sum(axis=1)
         return jnp.log(product_NK.max(axis=1)) - jnp.log(less_N), (ids_NK, credit_NK)
-
-    def show_score(self, score: jax.Array) -> jax.Array:
-        return jax.nn.sigmoid(score)
 
     def select(
         self, state: Any, context: CommitContext, proposal: Proposal

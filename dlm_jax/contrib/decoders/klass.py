@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from dlm_jax import (
     CommitContext,
-    CommitRule,
     DrawnTokens,
     Proposal,
     Setting,
@@ -22,6 +21,7 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.rule_tools import (
     THRESHOLD,
     THRESHOLD_LEAST,
+    Confident,
     exceeds,
     log_odds_of,
     maximum,
@@ -48,7 +48,7 @@ class LastPrediction(NamedTuple):
 
 
 @rule
-class Klass(CommitRule):
+class Klass(Confident):
     """Commits the holes with ``max p > tau`` and ``KL(p_t, p_{t-1}) < epsilon`` for n steps.
 
     If no hole meets both conditions, the most confident one is committed (Kim et al. 2025, KLASS,
@@ -58,6 +58,7 @@ class Klass(CommitRule):
     """
 
     about = "confident holes with stable predictions"
+    confidence = staticmethod(maximum)
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -103,9 +104,6 @@ class Klass(CommitRule):
             jnp.where(is_stable_N, last.steps + 1, 0),
         )
         return maximum(logits_NV.astype(jnp.float32), drawn.logprob_N), seen
-
-    def show_score(self, score: jax.Array) -> jax.Array:
-        return jax.nn.sigmoid(score)
 
     def select(
         self, state: Any, context: CommitContext, proposal: Proposal

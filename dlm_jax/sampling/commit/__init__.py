@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from dlm_jax.sampling.commit.ancestral import Ancestral
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
@@ -13,15 +12,19 @@ from dlm_jax.sampling.commit.commit_rule import (
     most_confident,
     uniform,
 )
-from dlm_jax.sampling.commit.quotas import (
+from dlm_jax.sampling.commit.orders import (
+    Ancestral,
+    EntropyBound,
+    Factor,
+    JointThreshold,
     LargeMargin,
     LeftToRight,
     LowConfidence,
     LowEntropy,
     RandomFilled,
     RandomOrder,
+    Threshold,
 )
-from dlm_jax.sampling.commit.sure import EntropyBound, Factor, JointThreshold, Threshold
 
 COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule

@@ -9,8 +9,9 @@ that round to 1.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,10 @@ import jax.numpy as jnp
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.vocab import TOLERANCE, ordered
-from dlm_jax.settings import Rule, SettingError, require_head
+from dlm_jax.settings import Rule, require, require_head
+
+WithState = tuple[jax.Array, Any]
+"""What a method of a rule returns: a value, and the new state of the rule."""
 
 
 class DrawnTokens(NamedTuple):
@@ -100,64 +104,7 @@ class OrderRule(Rule):
     """
 
     needs: tuple[str, ...] = ()
-    rewrites: ClassVar[bool] = False
-
-    @classmethod
-    def check(cls, row: Any) -> None:
-        """Raises if the rule reads attention maps or a head and the row has a cache."""
-        for reads, why in (
-            (
-                head_of(cls.needs),
-                f"is not supported with order={cls.name!r}, which reads whole rows",
-            ),
-            (
-                attention_blocks(cls.needs),
-                f"computes no attention maps, which order={cls.name!r} requires",
-            ),
-        ):
-            if reads and row.cache != "none":
-                raise SettingError("cache", row.cache, why, "use cache='none'")
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the network lacks the head or the attention maps that the rule reads."""
-        if head := head_of(cls.needs):
-            require_head(head, facts, "order", cls.name)
-        if attention_blocks(cls.needs) and not facts.shows_maps:
-            raise SettingError(
-                "order",
-                cls.name,
-                "requires attention maps, which this network does not return",
-                "set Network.inside, or use order='threshold'",
-            )
-
-
-def head_of(needs: tuple[str, ...]) -> str:
-    """The name of the head among the `needs` of a rule; empty if there is none."""
-    return next((need.removeprefix("head:") for need in needs if need.startswith("head:")), "")
-
-
-def attention_blocks(needs: tuple[str, ...]) -> int:
-    """The number of blocks whose attention is among the `needs` of a rule; 0 for none."""
-    found = (need.removeprefix("attention:") for need in needs if need.startswith("attention:"))
-    return next((int(number) for number in found), 0)
-
-
-class CommitRule(OrderRule):
-    """Selects the eligible positions that a step commits. Only `select` is required.
-
-    At the last step of a block, the loop also commits every remaining hole. The rule's state is any
-    pytree, which `init` creates and `score` and `select` return; see `rule_state`.
-
-    Attributes:
-      rewrites: True if `select` can also select written tokens of the block. Candidates are then
-        drawn for these tokens as well, and a block ends after a step that starts without holes and
-        rewrites nothing, or after ``rewrite_steps_B`` steps that start without holes, a field of
-        the rule.
-    """
-
-    required: ClassVar[tuple[str, ...]] = ("select",)
-    rewrite_steps_B: jax.Array
+    rewrites: Any = None
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         """The state before the first step; empty by default.
@@ -168,6 +115,52 @@ class CommitRule(OrderRule):
         """
         return ()
 
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Raises if the rule reads attention maps or a head and the row has a cache."""
+        why = f"is not supported with order={cls.name!r}, which reads whole rows"
+        if attention_blocks(cls.needs):
+            why = f"computes no attention maps, which order={cls.name!r} requires"
+        is_whole = bool(head_of(cls.needs) or attention_blocks(cls.needs))
+        require(not is_whole or row.cache == "none", "cache", row.cache, why, "use cache='none'")
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Raises if the network lacks the head or the attention maps that the rule reads."""
+        if head := head_of(cls.needs):
+            require_head(head, facts, "order", cls.name)
+        require(
+            not attention_blocks(cls.needs) or facts.shows_maps,
+            "order",
+            cls.name,
+            "requires attention maps, which this network does not return",
+            "set Network.inside, or use order='threshold'",
+        )
+
+
+def head_of(needs: tuple[str, ...]) -> str:
+    """The name of the head among the `needs` of a rule; empty if there is none."""
+    return next((need.removeprefix("head:") for need in needs if need.startswith("head:")), "")
+
+
+def attention_blocks(needs: tuple[str, ...]) -> int:
+    """The number of blocks whose attention is among the `needs` of a rule; 0 for none."""
+    return sum(int(need[len("attention:") :]) for need in needs if need.startswith("attention:"))
+
+
+class CommitRule(OrderRule):
+    """Selects the eligible positions that a step commits. Only `select` is required.
+
+    At the last step of a block, the loop also commits every remaining hole. The rule's state is any
+    pytree, which `init` creates and `score` and `select` return.
+
+    Attributes:
+      rewrites: None, or for a rule whose `select` can also select written tokens of the block, the
+        maximum number of steps that a block without holes continues: a number, or a field
+        ``per_row``. Candidates are then drawn for written tokens as well, and a block ends after a
+        step that starts without holes and rewrites nothing.
+    """
+
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """True at the holes that this step can commit, ``[B, L]``.
 
@@ -175,9 +168,7 @@ class CommitRule(OrderRule):
         """
         return context.is_hole_BL
 
-    def score(
-        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
-    ) -> tuple[jax.Array, Any]:
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
         """The confidence of N candidates, float32 ``[N]``, and the new state of their positions.
 
         By default, the confidence is the log-odds of the candidate's probability under the clean
@@ -186,30 +177,12 @@ class CommitRule(OrderRule):
         """
         return log_odds(drawn.logprob_N), state_N
 
-    def show_score(self, score: jax.Array) -> jax.Array:
-        """The values that traces record for the results of `score`: the probabilities, if the rule
-        uses the default.
-        """
-        is_default = type(self).score is CommitRule.score
-        return jax.nn.sigmoid(score) if is_default else score
-
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    @abc.abstractmethod
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         """True at the positions to commit, ``[B, L]``, and the new state. Ineligible positions are
         ignored.
         """
         raise NotImplementedError
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        if cls.log_prob is CommitRule.log_prob:
-            raise SettingError(
-                "order",
-                cls.name,
-                "has no trace: it does not define log_prob()",
-                "define it, or use order='random'",
-            )
 
     def log_prob(
         self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
@@ -221,6 +194,16 @@ class CommitRule(OrderRule):
         not included. Traces require this method.
         """
         raise NotImplementedError
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        require(
+            cls.log_prob is not CommitRule.log_prob,
+            "order",
+            cls.name,
+            "has no trace: it does not define log_prob()",
+            "define it, or use order='random'",
+        )
 
 
 _Input = jax.Array | tuple[Any, ...]

@@ -95,7 +95,7 @@ class Constrained(FillRule):
                 raise SettingError(name, True, why, f"use {name}=False")
         if row.renoises:
             raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
-        if row.table.commit[row.order].rewrites:
+        if row.table.commit[row.order].rewrites is not None:
             raise SettingError("order", row.order, why, "for example, use order='threshold'")
         if "candidates" in row.table.commit[row.order].needs:
             why = f"stores candidates, but fill={cls.name!r} redraws them"

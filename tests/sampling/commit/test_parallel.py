@@ -11,7 +11,7 @@ from scipy.special import expit
 
 from dlm_jax.sampling.commit import CommitContext, EntropyBound, Factor, Proposal, Threshold
 from dlm_jax.sampling.commit.commit_rule import log_odds_of
-from dlm_jax.sampling.commit.quotas import certainty, margin, maximum, sampled
+from dlm_jax.sampling.commit.orders import certainty, margin, maximum, sampled
 
 ROWS, LENGTH = 300, 12
 RNG = np.random.default_rng(0)

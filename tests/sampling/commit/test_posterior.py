@@ -22,7 +22,7 @@ from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.loop import start
-from dlm_jax.sampling.noise import NoiseContext, NoisyCanvas
+from dlm_jax.sampling.noise import NoiseContext
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
@@ -262,9 +262,11 @@ def _rule_and_context(settings: list[dict], places: int = 3, *, process="uniform
     fields = {
         "is_open_BL": jnp.ones(shape, bool),
         "key_B": keys_B,
-        "noise": NoisyCanvas(
-            tokens_BL, tokens_BL < 0, tokens_BL < 0, tokens_BL, tokens_BL[:, 0], MASK
-        ),
+        "tokens_BL": tokens_BL,
+        "is_noise_BL": tokens_BL < 0,
+        "random_BL": tokens_BL,
+        "num_ids_B": tokens_BL[:, 0],
+        "mask_id": MASK,
     }
     return BUILT_IN.pack(rows, facts).commit, NoiseContext(**fields | context)
 

@@ -12,7 +12,7 @@ from oracles import commit as oracle
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
 from dlm_jax.sampling.commit.commit_rule import preferences
-from dlm_jax.sampling.commit.quotas import QUOTAS, QuotaRule, linear_quota
+from dlm_jax.sampling.commit.orders import QUOTAS, QuotaRule, linear_quota
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
 MAX_HOLES, MAX_STEPS, VOCAB = 24, 30, 7

@@ -15,7 +15,7 @@ from oracles import edits as oracle
 from dlm_jax.config import SampleConfig
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.sampling.commit import RandomOrder
-from dlm_jax.sampling.commit.quotas import whole_quota
+from dlm_jax.sampling.commit.orders import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.edits.edit_rule import EditState
 from dlm_jax.sampling.edits.scores import take_snapshot

@@ -13,7 +13,7 @@ from canvases import FOREVER, POSITIONS, ROWS, Row
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import RandomOrder
-from dlm_jax.sampling.commit.quotas import whole_quota
+from dlm_jax.sampling.commit.orders import whole_quota
 from dlm_jax.sampling.edits import Likelihood
 from dlm_jax.sampling.state import EDITED, State
 from dlm_jax.types import Status

@@ -17,7 +17,7 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.mask_step import apply_renoise
-from dlm_jax.sampling.remask.renoise import RENOISE_TOKENS, Renoise
+from dlm_jax.sampling.remask import RENOISE_TOKENS, Renoise
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.sampling.transforms import LogitBias
 from dlm_jax.types import Status

@@ -1,0 +1,647 @@
+"""Commit rules: by a quota of the holes, by confidence without a quota, and ancestral sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    DrawnTokens,
+    Proposal,
+    WithState,
+    certain,
+    exceeds,
+    log_each,
+    log_odds,
+    log_odds_of,
+    log_subset,
+    most,
+    most_confident,
+    reaches,
+    uniform,
+)
+from dlm_jax.sampling.draw import log_prob
+from dlm_jax.settings import (
+    UNSET,
+    Setting,
+    SettingError,
+    check_ids,
+    fact,
+    per_row,
+    reads,
+    rule,
+    static,
+)
+
+Quota = Callable[[CommitContext], jax.Array]
+"""``(context) -> int32 [B]``: the number of holes that each row commits at this step."""
+
+
+def linear_quota(context: CommitContext) -> jax.Array:
+    """``ceil(holes / steps left)``: an even split, with the remainder in the first steps."""
+    holes_B = jnp.sum(context.is_hole_BL, axis=1)
+    left_B = jnp.maximum(context.steps_B - context.step_B, 1)
+    return -(-holes_B // left_B)
+
+
+def cosine_quota(context: CommitContext) -> jax.Array:
+    """A quota that grows over the steps: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
+
+    See Chang et al. 2022 (MaskGIT), section 3.2; h is the number of holes before the first step. If
+    the number of steps is close to the number of holes, the first steps commit nothing.
+    """
+    done = (context.step_B + 1).astype(jnp.float32) / context.steps_B
+    # A product that is an integer in exact arithmetic must not be rounded up.
+    share = jnp.cos(0.5 * jnp.pi * jnp.minimum(done, 1.0)) * context.first_holes_B
+    remain_B = jnp.ceil(share - 1e-3).astype(jnp.int32)
+    return jnp.maximum(jnp.sum(context.is_hole_BL, axis=1) - remain_B, 0)
+
+
+_LAST_TIME = 1e-3
+
+
+def timestep_quota(context: CommitContext) -> jax.Array:
+    """``floor(holes (1 - s / t))`` for a step from time t to s; all holes at the last step.
+
+    The times decrease evenly from 1 to 1e-3. They are float32 numbers interpolated from both ends,
+    as in ``diffusion_generate`` of Dream (Ye et al. 2025).
+    """
+    steps_B = context.steps_B
+    width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
+
+    def time(step_B: jax.Array) -> jax.Array:
+        left_B = (steps_B - step_B).astype(jnp.float32)
+        is_early_B = step_B < steps_B - steps_B // 2
+        from_end_B = jnp.float32(_LAST_TIME) - width_B * left_B
+        return jnp.where(is_early_B, 1.0 + width_B * step_B.astype(jnp.float32), from_end_B)
+
+    holes_B = jnp.sum(context.is_hole_BL, axis=1)
+    share_B = 1.0 - time(context.step_B + 1) / time(context.step_B)
+    count_B = jnp.floor(holes_B.astype(jnp.float32) * share_B).astype(jnp.int32)
+    return jnp.where(context.step_B + 1 >= steps_B, holes_B, count_B)
+
+
+def whole_quota(context: CommitContext) -> jax.Array:
+    """Every hole at every step, for use with a remask rule."""
+    return jnp.sum(context.is_hole_BL, axis=1)
+
+
+QUOTAS: dict[str, Quota] = {
+    "linear": linear_quota,
+    "cosine": cosine_quota,
+    "timesteps": timestep_quota,
+    "all": whole_quota,
+}
+
+
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
+"""``(clean logits [N, V], log-prob. of the candidate [N]) -> float32 [N]``: higher is more
+confident. Values that differ by a relative 1e-5, or by 1e-5 if they are below 1, are ties."""
+
+
+def sampled(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """Log-odds of the probability of the candidate (LLaDA, Nie et al. 2025, algorithm 5)."""
+    return log_odds(logprob_N)
+
+
+def maximum(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """Log-odds of the largest probability (MaskGIT, Chang et al. 2022)."""
+    return -jnp.log(vocab.max_and_rest(logits_NV)[1])
+
+
+def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """``-ln H`` of the entropy H in nats (Dream, Ye et al. 2025: ``entropy``).
+
+    The logarithm keeps the order of entropies near 0, and `entropy` is its inverse.
+    """
+    return -jnp.log(vocab.entropy(logits_NV))
+
+
+def entropy(confidence: jax.Array) -> jax.Array:
+    """Entropy in nats, given its `certainty`."""
+    return jnp.exp(-confidence)
+
+
+def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """``-ln(1 - m)``, where m is the probability of the most likely token minus that of the second
+    most likely token (Kim et al. 2025, ``topk_margin``).
+
+    The logarithm keeps the order of margins near 1.
+    """
+    best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
+    _, rest_N = vocab.max_and_rest(logits_NV)
+    second_N = jnp.exp(best_NK[:, 1] - best_NK[:, 0]) if best_NK.shape[1] > 1 else 0.0
+    return jnp.log1p(rest_N) - jnp.log(rest_N + second_N)
+
+
+CONFIDENCE = Setting(
+    "confidence",
+    "sampled",
+    "confidence of a hole: probability of the drawn token (sampled), or of the most likely token "
+    "(max)",
+    choices={"sampled": sampled, "max": maximum},
+)
+SCHEDULE = Setting(
+    "schedule",
+    "linear",
+    "distribution of a quota over the steps: linear, cosine, timesteps (as for a noise process "
+    "with evenly decreasing times), or all (every hole at every step)",
+    choices=QUOTAS,
+)
+
+
+CONFIDENCE_OF = Setting(
+    "confidence_of",
+    "clean",
+    "logits for confidence, entropy and margin: clean, or filtered (after all transforms)",
+    choices={"clean": "clean", "filtered": "filtered"},
+    is_preset=True,
+)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise SettingError(
+            "confidence_without", value, "is not a list of ids", "for example, use ()"
+        )
+    if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
+        raise SettingError("confidence_without", value, "contains a non-id", "use integers")
+    return tuple(int(id_) for id_ in value)
+
+
+CONFIDENCE_WITHOUT = Setting(
+    "confidence_without",
+    (),
+    "ids excluded from confidence: probabilities are renormalised over the other ids, and a hole "
+    "with an excluded candidate has confidence 0",
+    parse=_ids,
+    hint=tuple[int, ...],
+)
+
+
+class Confident(CommitRule):
+    """A rule that compares holes by a confidence measure.
+
+    Attributes:
+      confidence: the measure, which a setting selects.
+      source: ``clean`` or ``filtered`` logits (the latter as in Dream, Ye et al. 2025).
+      without: excluded ids (LLaDA, Nie et al. 2025, appendix B.4).
+    """
+
+    confidence: Measure
+    source: str = "clean"
+    without: tuple[int, ...] = ()
+
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
+        logprob_N = drawn.logprob_N
+        if self.source == "filtered" or self.without:
+            is_filtered = self.source == "filtered"
+            logits_NV = drawn.filter_logits() if is_filtered else logits_NV.astype(jnp.float32)
+            if self.without:
+                logits_NV = logits_NV.at[:, jnp.array(self.without)].set(-jnp.inf)
+            logprob_N = log_prob(logits_NV, drawn.ids_N)
+        return self.confidence(logits_NV, logprob_N), state_N
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
+        check_ids("confidence_without", row.confidence_without, facts.vocab_size)
+
+
+def show_confidence(rule: CommitRule, score: jax.Array) -> jax.Array:
+    """The values that traces record for the scores of a rule: the probability, the margin or the
+    negative entropy, if the score is one of the measures above or the default.
+    """
+    measure = rule.confidence if isinstance(rule, Confident) else None
+    if measure is certainty:
+        return -entropy(score)
+    if measure is margin:
+        return -jnp.expm1(-score)
+    is_default = measure is not None or type(rule).score is CommitRule.score
+    return jax.nn.sigmoid(score) if is_default else score
+
+
+class QuotaRule(CommitRule):
+    """A commit rule that commits a quota of holes: by default, the most confident ones."""
+
+    quota: Quota
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        super().check(row)
+        if row.resample and row.schedule != "all":
+            loop = ", or --preset variable_length" if row.edit else ""
+            raise SettingError(
+                "resample",
+                UNSET,
+                f"does not support a quota of order={row.order!r}",
+                f"use schedule='all', or order='threshold'{loop}",
+            )
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        return most_confident(context, proposal, self.quota(context)), state
+
+
+@rule
+class MostConfident(Confident, QuotaRule):
+    """Commits a quota of the most confident candidates in each row."""
+
+    log_prob = certain
+
+    quota: Quota = static(SCHEDULE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
+
+
+@rule
+class LowConfidence(MostConfident):
+    """Commits a quota of the most confident candidates in each row.
+
+    If confidence is the clean probability of the drawn token, this is LLaDA's ``low_confidence``
+    remasking (Nie et al. 2025, algorithm 5).
+    """
+
+    about = (
+        "a quota of the most confident holes, as in LLaDA; on an empty canvas, small models "
+        "collapse to spaces and line ends (docs/readings.md)"
+    )
+    confidence: Measure = static(CONFIDENCE)
+
+
+@rule
+class LowEntropy(MostConfident):
+    """Commits a quota of the holes with the lowest entropy."""
+
+    about = "a quota of the holes with the lowest entropy"
+    name = "entropy"
+    confidence = staticmethod(certainty)
+
+
+@rule
+class LargeMargin(MostConfident):
+    """Commits a quota of the holes with the largest margin between their two most likely tokens."""
+
+    about = "a quota of the holes with the largest margin between their two most likely tokens"
+    name = "margin"
+    confidence = staticmethod(margin)
+
+
+@rule
+class RandomOrder(QuotaRule):
+    """Commits a uniformly random quota of the holes, selected before the logits are computed."""
+
+    about = "a random quota of the holes"
+    name = "random"
+    quota: Quota = static(SCHEDULE)
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
+        """A random quota of the holes. Other holes need no logits."""
+        score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
+        return most(score_BL, context.is_hole_BL, self.quota(context))
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        return context.is_hole_BL, state
+
+    def log_prob(
+        self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
+        return log_subset(context.is_hole_BL, is_chosen_BL)
+
+
+@rule
+class RandomFilled(RandomOrder):
+    """Fills every hole, and commits the quota that `RandomOrder` would select.
+
+    The selection does not depend on the tokens. If the fill draws from the joint distribution of
+    all holes, the committed tokens therefore follow their exact joint distribution. A fill of only
+    the quota would ignore the holes between its positions and follow another distribution. With the
+    parallel fill, the candidates are the same in both cases. Candidates outside the quota are
+    discarded.
+    """
+
+    about = "a random quota of the holes, with candidates for all holes"
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
+        return context.is_hole_BL
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        return super().eligible(state, context), state
+
+
+@rule
+class LeftToRight(QuotaRule):
+    """Commits a quota of the leftmost holes. Other holes need no logits."""
+
+    about = "a quota of the leftmost holes"
+    log_prob = certain
+
+    quota: Quota = static(SCHEDULE)
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
+        """The leftmost holes."""
+        rank_BL = jnp.cumsum(context.is_hole_BL, axis=1)
+        return context.is_hole_BL & (rank_BL <= self.quota(context)[:, None])
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        return context.is_hole_BL, state
+
+
+THRESHOLD = Setting(
+    "threshold",
+    0.9,
+    "order=threshold: minimum confidence of a committed hole, in [0, 1]",
+    low=0.0,
+    high=1.0,
+)
+THRESHOLD_ABOVE = Setting(
+    "threshold_above",
+    False,
+    "order=threshold: commit only holes strictly above the threshold",
+    is_preset=True,
+)
+THRESHOLD_LEAST = Setting(
+    "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
+)
+
+ENTROPY_BOUND = Setting(
+    "entropy_bound",
+    0.1,
+    "order=entropy_bound: bound in nats on the total entropy of the holes committed in a step, "
+    ">= 0",
+    low=0.0,
+    high=1e6,
+)
+
+
+@rule
+class Threshold(Confident):
+    """Commits every hole with confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
+
+    SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a given number can be
+    committed alone, as in Fast-dLLM v2, where the previous block predicts the first token of a
+    block.
+    """
+
+    about = "holes above the threshold"
+    log_prob = certain
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    alone_B: jax.Array = per_row(
+        Setting(
+            "threshold_alone",
+            0,
+            "order=threshold: commit each hole at a multiple of this number alone, before all "
+            "other holes of its block; 0 disables it",
+            low=0,
+            is_preset=True,
+        )
+    )
+    confidence: Measure = static(CONFIDENCE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
+        """The first hole that must be committed alone, or all holes if there is none."""
+        place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
+        unit_B1 = self.alone_B[:, None]
+        is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
+        is_alone_BL &= place_1L % jnp.maximum(unit_B1, 1) == 0
+        is_first_BL = is_alone_BL & (jnp.cumsum(is_alone_BL, axis=1) == 1)
+        is_any_B1 = jnp.any(is_first_BL, axis=1, keepdims=True)
+        return jnp.where(is_any_B1, is_first_BL, context.is_hole_BL)
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        is_hole_BL = self.eligible(state, context)
+        is_sure_BL = passes(proposal.confidence_BL, self.threshold_B, self.is_above_B)
+        least_BL = most(
+            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL, 1.0
+        )
+        return (is_hole_BL & is_sure_BL) | least_BL, state
+
+
+@rule
+class Factor(Confident):
+    """Commits the most confident holes while ``c_n >= 1 - f / (n + 1)``.
+
+    The confidences ``c_n`` are in descending order, and n starts at 1. A step that commits more
+    holes requires a higher confidence (Fast-dLLM, section 3.3, theorem 1).
+    """
+
+    about = "confident holes, with a threshold that depends on their number"
+    log_prob = certain
+
+    factor_B: jax.Array = per_row(
+        Setting(
+            "factor",
+            1.0,
+            "order=factor: n holes are committed together if the confidence of each is at least 1 "
+            "- factor / (n + 1)",
+            low=0.0,
+            high=1e6,
+        )
+    )
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        score_BL = falling(context, proposal)
+        number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
+        doubt_BL = jnp.minimum(self.factor_B[:, None] / (number_1L + 1.0), 1.0)
+        run_BL = jnp.cumprod(reaches(score_BL, -log_odds_of(doubt_BL), 1.0), axis=1)
+        return most_confident(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1)), state
+
+
+@rule
+class EntropyBound(Confident):
+    """Commits holes in ascending order of entropy while the sum of the preceding entropies is at
+    most the bound.
+
+    This sum bounds the loss of joint entropy when tokens are drawn in parallel (Ben-Hamu et al.
+    2025, EB-Sampler, equation 6).
+    """
+
+    about = "holes with a small total entropy"
+    confidence = staticmethod(certainty)
+    log_prob = certain
+
+    bound_B: jax.Array = per_row(ENTROPY_BOUND)
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        is_chosen_BL = within_entropy(
+            proposal.confidence_BL, context.is_hole_BL, self.bound_B, context.preference_BL
+        )
+        return is_chosen_BL, state
+
+
+@rule
+class JointThreshold(Confident):
+    """Commits confident holes, and replaces written tokens of the block with confident new ones.
+
+    A block without holes continues until a step rewrites nothing, or for a limited number of steps
+    (LLaDA2.1, Bie et al. 2026, "token-to-token editing"). Given tokens and tokens in earlier blocks
+    are never rewritten.
+    """
+
+    about = "like threshold, but also rewrites written tokens"
+    log_prob = certain
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    rewrite_B: jax.Array = per_row(
+        Setting(
+            "rewrite_threshold",
+            0.9,
+            "order=joint_threshold: confidence above which another token replaces a written one, "
+            "in [0, 1]",
+            low=0.0,
+            high=1.0,
+            activates=False,
+        )
+    )
+    rewrites: jax.Array = per_row(
+        Setting(
+            "rewrite_steps",
+            16,
+            "order=joint_threshold: maximum number of rewriting steps in a block without holes",
+            low=0,
+            activates=False,
+            is_preset=True,
+        )
+    )
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        surest_BL, written_BL = proposal.confidence_BL, context.written_BL
+        assert written_BL is not None, "the rule rewrites"
+        is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
+        least_BL = most_confident(context, proposal, self.least_B)
+        is_better_BL = exceeds(surest_BL, log_odds_of(self.rewrite_B)[:, None], 1.0)
+        is_better_BL &= proposal.tokens_BL != written_BL
+        return (context.is_hole_BL & is_sure_BL) | least_BL | (
+            (written_BL >= 0) & is_better_BL
+        ), state
+
+
+def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
+    """True where the confidence, in log-odds, is at or above that of the threshold, or strictly
+    above it in rows with `is_above_B`.
+    """
+    cut_B1 = log_odds_of(threshold_B)[:, None]
+    is_over_BL, is_at_BL = (by(confidence_BL, cut_B1, 1.0) for by in (exceeds, reaches))
+    return jnp.where(is_above_B[:, None], is_over_BL, is_at_BL)
+
+
+def reached(confidence_BL: jax.Array, threshold_B: jax.Array) -> jax.Array:
+    """True where the confidence, in log-odds, is at or above that of the threshold."""
+    return reaches(confidence_BL, log_odds_of(threshold_B)[:, None], 1.0)
+
+
+def within_entropy(
+    score_BL: jax.Array, is_open_BL: jax.Array, bound_B: jax.Array, preference_BL: jax.Array | None
+) -> jax.Array:
+    """True at the open positions of lowest entropy while the sum of the preceding entropies is at
+    most the bound, and at one position at least. The scores are `certainty`.
+    """
+    falling_BL = jnp.sort(jnp.where(is_open_BL, score_BL, -jnp.inf), axis=1, descending=True)
+    is_real_BL = falling_BL > -jnp.inf
+    entropy_BL = jnp.where(is_real_BL, entropy(falling_BL), 0.0)
+    before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
+    is_in_BL = is_real_BL & ~exceeds(before_BL, bound_B[:, None], 1.0)
+    count_B = jnp.maximum(jnp.sum(is_in_BL, axis=1), 1)
+    return most(score_BL, is_open_BL, count_B, preference_BL, 1.0)
+
+
+def falling(context: CommitContext, proposal: Proposal) -> jax.Array:
+    """Confidences of the holes in descending order, followed by -inf."""
+    score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
+    return jnp.sort(score_BL, axis=1, descending=True)
+
+
+# Ancestral sampling of MDLM and ReMDM, which reverses the noise process used in training. Step i of
+# S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule. ``alpha`` is the
+# fraction of visible tokens.
+
+
+REMASK_ETA = Setting(
+    "remask_eta",
+    0.1,
+    "remdm: strength, in [0, 1]; for remdm_conf all values above 0 are equivalent",
+    low=0.0,
+    high=1.0,
+)
+
+
+class NoiseSchedule(Protocol):
+    """The noise schedule used in training; hashable."""
+
+    def masked_ratio(self, t: jax.Array, /) -> jax.Array:
+        """``1 - alpha(t)`` for t in [0, 1]."""
+        ...
+
+
+def visible_shares(schedule: NoiseSchedule, context: CommitContext) -> tuple[jax.Array, jax.Array]:
+    """Fractions of visible tokens at the start and at the end of the step, ``[B]`` each."""
+    steps_B = context.steps_B.astype(jnp.float32)
+    t_B = 1.0 - context.step_B / steps_B
+    s_B = jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
+    return 1.0 - schedule.masked_ratio(t_B), 1.0 - schedule.masked_ratio(s_B)
+
+
+SIGMAS = {
+    "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
+    "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
+}
+"""Remask probabilities of the rules that use the same probability for all tokens, keyed by rule."""
+
+
+def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
+    """``min(1, (1 - alpha_s) / alpha_t)``, the upper bound on the remask probability (ReMDM,
+    section 4).
+    """
+    return jnp.minimum(1.0, (1.0 - alpha_s_B) / jnp.maximum(alpha_t_B, 1e-9))
+
+
+@rule
+class Ancestral(CommitRule):
+    """Commits each hole with the probability of the reverse process.
+
+    The probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
+    remask probability of ReMDM. Sigma is 0 without ReMDM and for ``remdm_conf``, which has weight 0
+    at holes (Sahoo et al. 2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
+    """
+
+    about = "each hole with its probability in the reverse noise process"
+
+    eta_B: jax.Array = per_row(REMASK_ETA)
+    schedule: NoiseSchedule = fact("noise")
+    remask: str = reads("remask", "none")
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
+        """The holes that the process unmasks in this step. All other holes need no logits."""
+        chance_B = self._chance(context)
+        drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
+        return context.is_hole_BL & (drawn_BL < chance_B[:, None])
+
+    def _chance(self, context: CommitContext) -> jax.Array:
+        alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
+        sigma = SIGMAS.get(self.remask)
+        sigma_B = 0.0 if sigma is None else sigma(self.eta_B, sigma_max(alpha_t_B, alpha_s_B))
+        hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
+        return (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
+
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
+        return context.is_hole_BL, state
+
+    def log_prob(
+        self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
+    ) -> jax.Array:
+        chance_B1 = jnp.clip(self._chance(context), 0.0, 1.0)[:, None]
+        return log_each(context.is_hole_BL, is_chosen_BL, chance_B1)

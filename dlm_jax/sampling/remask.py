@@ -1,0 +1,467 @@
+"""Remask rules, which turn committed tokens into holes again after a step, and re-noise.
+
+The loop calls a remask rule with the unfrozen tokens of a block after every step except the last.
+Re-noise overwrites tokens before a forward pass, so that the model rewrites them. Unlike remasking,
+it can write a space or a random token, which the model reads as text (`docs/readings.md`, readings
+of variable-length edits).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    WithState,
+    certain,
+    exceeds,
+    head_of,
+    log_each,
+    most,
+    uniform,
+)
+from dlm_jax.sampling.commit.orders import (
+    REMASK_ETA,
+    SIGMAS,
+    NoiseSchedule,
+    sigma_max,
+    visible_shares,
+)
+from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
+from dlm_jax.settings import (
+    Rule,
+    Setting,
+    SettingError,
+    fact,
+    per_row,
+    require,
+    require_head,
+    rule,
+    static,
+)
+
+__all__ = [
+    "REMASK_RULES",
+    "RemaskContext",
+    "RemaskRule",
+    "RemdmCap",
+    "RemdmConf",
+    "RemdmRescale",
+    "Renoise",
+    "Scheduled",
+    "ScheduledThreshold",
+]
+
+RENOISE_SALT = 0x6E6F6973
+RENOISE_TOKENS = ("space", "mask", "random")
+
+
+class RemaskContext(NamedTuple):
+    """The tokens that can be remasked, after the commits of a step.
+
+    Attributes:
+      step: context of the commit rule, before the commits.
+      is_open_BL: True at the unfrozen tokens of the block, in rows that continue.
+      is_fresh_BL: True at the tokens that this step committed.
+      num_free_B: int32, number of live unfrozen positions of the block, including holes.
+      logprob_BL: float32 log-probability in nats of each token under the clean logits that it was
+          drawn from. For draft tokens, the logits of the last forward pass are used; if the rule
+          needs ``logprobs``, they are used for all tokens that this step did not commit.
+      wrong_BL: float32 probability that each token is wrong, according to the head that the
+        rule needs, for the canvas with candidates in its holes; None without such a head.
+      key_B: random key of each row for this step, used only by the rule.
+    """
+
+    step: CommitContext
+    is_open_BL: jax.Array
+    is_fresh_BL: jax.Array
+    num_free_B: jax.Array
+    logprob_BL: jax.Array
+    wrong_BL: jax.Array | None
+    key_B: jax.Array
+
+    @property
+    def probability_BL(self) -> jax.Array:
+        """float32 probability of each token; see `logprob_BL`."""
+        return jnp.exp(self.logprob_BL)
+
+
+class RemaskRule(Rule):
+    """Selects the tokens that become MASK again. Only `select` is required.
+
+    The rule's state is any pytree, as in `CommitRule`.
+
+    Attributes:
+      needs: inputs that the rule reads: ``head:NAME``, the sigmoid of a head of the network, which
+        costs a forward pass; ``logprobs``, the log-probability of every token of the block in each
+        forward pass; ``steps``, all steps of a block, which then stays current without holes. An
+        attribute of the class, or a static field.
+    """
+
+    needs: tuple[str, ...] = ()
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Always True, because the setting ``remask`` selects the rule."""
+        return True
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Raises if the rule reads a head that the model lacks."""
+        if head := head_of(cls.needs):
+            require_head(head, facts, "remask", cls.name)
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for the rows that use the rule; all rows by default."""
+        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
+
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        """The state before the first step, as in `CommitRule.init`; empty by default."""
+        return ()
+
+    @abc.abstractmethod
+    def select(self, state: Any, context: RemaskContext) -> WithState:
+        """True at the positions to remask, ``[B, L]``, and the new state. Positions that are not
+        open are ignored. The new state holds in rows that take a step.
+        """
+        raise NotImplementedError
+
+    def log_prob(self, state: Any, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
+        """Log-probability ``[B]`` of this choice, as in `CommitRule.log_prob`."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        require(
+            cls.log_prob is not RemaskRule.log_prob,
+            "remask",
+            cls.name,
+            "has no trace: it does not define log_prob()",
+            "define it, or use remask='none'",
+        )
+
+
+@rule
+class Scheduled(RemaskRule):
+    """Remasks the tokens that are most likely wrong, fewer at each step.
+
+    Before step i of N (i >= 1), the fraction ``r = start - (start - end) i / (N - 1)`` of the
+    block's unfrozen positions is remasked. Tokens are ranked by their score ``(1 - m) w + m u``,
+    called wrongness, with randomness m and a uniform random number u. Here w is the output of the
+    critic, or 1 minus the probability that the token had when it was drawn (`docs/readings.md`,
+    "Refinement").
+    """
+
+    about = "remasks the share of tokens with the highest wrongness"
+    log_prob = certain
+
+    start_B: jax.Array = per_row(
+        Setting(
+            "remask_start",
+            0.95,
+            "scheduled: initial share of remasked tokens, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    end_B: jax.Array = per_row(
+        Setting(
+            "remask_end",
+            0.05,
+            "scheduled: share of tokens remasked before the last step, in [0, 1]",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    randomness_B: jax.Array = per_row(
+        Setting(
+            "remask_randomness",
+            0.0,
+            "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at "
+            "random",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    needs: tuple[str, ...] = static(
+        Setting(
+            "remask_by",
+            "confidence",
+            "scheduled: measure of wrongness: the probability of the token when it was drawn "
+            "(confidence), or the critic head on the filled text (critic), which "
+            "costs a forward pass",
+            choices={"confidence": (), "critic": ("head:critic",)},
+        )
+    )
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return max(row.remask_start, row.remask_end) > 0
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        if row.remask_by == "critic":
+            require_head("critic", facts, "remask_by", "critic", "use remask_by='confidence'")
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        super().check_trace(row)
+        if row.remask_randomness > 0:
+            raise SettingError(
+                "remask_randomness",
+                row.remask_randomness,
+                "has no trace: the probability of its choice has no closed form",
+                "use remask_randomness=0",
+            )
+
+    def is_active(self) -> jax.Array:
+        return (self.start_B > 0) | (self.end_B > 0)
+
+    def select(self, state: Any, context: RemaskContext) -> WithState:
+        step = context.step
+        share_B = (step.step_B + 1).astype(jnp.float32) / jnp.maximum(step.steps_B - 1, 1)
+        ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
+        mix_B1 = self.randomness_B[:, None]
+        chance_BL = uniform(context.key_B, context.is_open_BL.shape[1])
+        if context.wrong_BL is None:
+            wrong_BL, right_BL = -jnp.expm1(context.logprob_BL), context.probability_BL
+            right_BL = (1.0 - mix_B1) * right_BL + mix_B1 * (1.0 - chance_BL)
+        else:
+            # The difference of 1 and the output of the critic is not accurate near 0.
+            wrong_BL, right_BL = context.wrong_BL, jnp.ones_like(chance_BL)
+        wrong_BL = (1.0 - mix_B1) * wrong_BL + mix_B1 * chance_BL
+        is_worst_BL = self.worst(wrong_BL, right_BL, ratio_B, context)
+        return is_worst_BL & self.is_active()[:, None], state
+
+    def worst(
+        self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext
+    ) -> jax.Array:
+        """True at the open tokens with the highest wrongness, compared by ``ln(wrong / right)``;
+        `ratio_B` determines their number.
+        """
+        count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
+        score_BL = jnp.log(wrong_BL) - jnp.log(right_BL)
+        return most(score_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
+
+
+@rule
+class ScheduledThreshold(Scheduled):
+    """Remasks the tokens with wrongness above ``1 - r``; r and wrongness are as in `Scheduled`.
+
+    A block without such tokens is finished.
+    """
+
+    about = "remasks all tokens whose wrongness is above a threshold"
+
+    def worst(
+        self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext
+    ) -> jax.Array:
+        """True where wrongness is above the threshold."""
+        return exceeds(wrong_BL, 1.0 - ratio_B[:, None], 1.0)
+
+
+@rule
+class RemdmCap(RemaskRule):
+    """Remasks every token that was visible at the start of the step with probability ``min(eta,
+    sigma_max)``.
+
+    See Wang et al. 2025, section 4.1. If the commit rule is `Ancestral` with the same settings,
+    each position is visible with probability ``alpha_s`` after the step.
+    """
+
+    about = "remasks each token with the probability of the noise process"
+    needs = ("steps",)
+
+    eta_B: jax.Array = per_row(REMASK_ETA)
+    schedule: NoiseSchedule = fact("noise")
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return row.remask_eta > 0
+
+    def is_active(self) -> jax.Array:
+        return self.eta_B > 0
+
+    def chance(
+        self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
+    ) -> jax.Array:
+        """The probability that each token is remasked; `most_B` is sigma_max."""
+        return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
+
+    def select(self, state: Any, context: RemaskContext) -> WithState:
+        is_old_BL, chance_BL = self._chances(context)
+        return is_old_BL & (uniform(context.key_B, is_old_BL.shape[1]) < chance_BL), state
+
+    def log_prob(self, state: Any, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
+        is_old_BL, chance_BL = self._chances(context)
+        return log_each(is_old_BL, is_chosen_BL, jnp.clip(chance_BL, 0.0, 1.0))
+
+    def _chances(self, context: RemaskContext) -> tuple[jax.Array, jax.Array]:
+        """The tokens that can be remasked, and the probability of each."""
+        most_B = sigma_max(*visible_shares(self.schedule, context.step))
+        is_old_BL = context.is_open_BL & ~context.is_fresh_BL
+        return is_old_BL, self.chance(most_B, is_old_BL, context.probability_BL)
+
+
+@rule
+class RemdmRescale(RemdmCap):
+    """`RemdmCap` with probability ``eta sigma_max``."""
+
+    about = "like remdm_cap, but with remask_eta times the maximum probability"
+
+
+@rule
+class RemdmConf(RemdmCap):
+    """`RemdmCap` with probability ``sigma_max`` times a softmax of the negative token
+    probabilities.
+
+    The softmax is taken over the unfrozen tokens of the block. ``eta`` only enables the rule.
+    """
+
+    about = "like remdm_cap, with higher probability for unlikely tokens"
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        raise SettingError(
+            "remask",
+            cls.name,
+            "has no trace: its probabilities depend on the parameters through tokens of earlier "
+            "steps",
+            "use remask='remdm_cap'",
+        )
+
+    def chance(
+        self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
+    ) -> jax.Array:
+        """The probabilities sum to `most_B` per row and are lower for more likely tokens."""
+        sigma_B1 = jnp.where(self.eta_B > 0, most_B, 0.0)[:, None]
+        weight_BL = jnp.where(is_old_BL, jnp.exp(-probability_BL), 0.0)
+        return sigma_B1 * weight_BL / jnp.maximum(weight_BL.sum(1, keepdims=True), 1e-9)
+
+
+REMASK_RULES: Mapping[str, type[RemaskRule]] = {
+    rule.name: rule for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
+}
+"""Remask rules, keyed by the value of ``remask``. The value ``none`` selects no rule."""
+
+
+@rule
+class Renoise(Rule):
+    """Overwrites a randomly chosen part of the block's unfrozen tokens."""
+
+    start_B: jax.Array = per_row(
+        Setting(
+            "renoise_start",
+            0.0,
+            "re-noise: share of tokens overwritten before the first step",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    end_B: jax.Array = per_row(
+        Setting(
+            "renoise_end",
+            0.0,
+            "re-noise: share of tokens overwritten before the last step",
+            low=0.0,
+            high=1.0,
+        )
+    )
+    kind_B: jax.Array = per_row(
+        Setting(
+            "renoise",
+            "space",
+            "re-noise: token written over other tokens before a forward pass: space, "
+            "mask or random",
+            choices={name: name for name in RENOISE_TOKENS},
+        )
+    )
+    schedule: str = static(
+        Setting(
+            "renoise_schedule",
+            "cosine",
+            "re-noise: linear or cosine interpolation between the two shares",
+            choices=SCHEDULES,
+        )
+    )
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return max(row.renoise_start, row.renoise_end) > 0
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        if row.renoise != "mask" and not (row.resample or row.remasks):
+            raise ValueError(
+                f"re-noise leaves {row.renoise} tokens that no rule rewrites; use renoise='mask', "
+                "or resample=True"
+            )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        if row.renoise == "space":
+            check_space("renoise", row, facts, "writes")
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        raise SettingError(
+            "renoise_start",
+            row.renoise_start,
+            "has no trace, because it writes tokens that are not drawn",
+            "use renoise_start=0 and renoise_end=0, and remask instead",
+        )
+
+    def is_active(self) -> jax.Array:
+        return (self.start_B > 0) | (self.end_B > 0)
+
+    def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
+        """float32 ``[B]``, the fraction of tokens overwritten before the step with this index."""
+        return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule=self.schedule)
+
+    def write(
+        self,
+        tokens_BL: jax.Array,
+        is_free_BL: jax.Array,
+        ratio_B: jax.Array,
+        key_B: jax.Array,
+        *,
+        mask_id: int,
+        space_id: int,
+        is_text: Callable[[], jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """The tokens that are written before the forward pass of a step, and where.
+
+        `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
+        `is_text` returns an array ``[B, V]`` that is True at the ids allowed as random tokens. MASK
+        is used in rows without such ids.
+        """
+        is_token_BL = is_free_BL & (tokens_BL != mask_id)
+        count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
+        keys_B2 = jax.vmap(jax.random.split)(key_B)
+        num_positions = tokens_BL.shape[1]
+        is_hit_BL = most(uniform(keys_B2[:, 0], num_positions), is_token_BL, count_B)
+        is_random_B1, is_mask_B1 = (
+            self.kind_B[:, None] == RENOISE_TOKENS.index(kind) for kind in ("random", "mask")
+        )
+        random_BL = jax.lax.cond(
+            jnp.any(is_random_B1 & is_hit_BL),
+            lambda: random_ids(is_text(), uniform(keys_B2[:, 1], num_positions), mask_id),
+            lambda: jnp.full_like(tokens_BL, mask_id),
+        )
+        new_BL = jnp.where(is_mask_B1, mask_id, space_id)
+        new_BL = jnp.where(is_random_B1, random_BL, new_BL)
+        return new_BL, is_hit_BL
+
+
+def random_ids(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
+    """Maps each number in [0, 1) to an allowed id, or to MASK in rows without allowed ids."""
+    upto_BV = jnp.cumsum(is_text_BV, axis=1)
+    number_B1 = upto_BV[:, -1:]
+    nth_BL = jnp.floor(uniform_BL * number_B1).astype(jnp.int32) + 1
+    id_BL = jax.vmap(jnp.searchsorted)(upto_BV, nth_BL).astype(jnp.int32)
+    return jnp.where(number_B1 > 0, id_BL, mask_id)
