@@ -21,7 +21,7 @@ from dlm_jax.sampling.forward import forward, read_head_with_candidates
 from dlm_jax.sampling.noise.noise_rule import NoiseContext, NoiseRule, NoisyCanvas
 from dlm_jax.sampling.positions import at_places, returned
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted, check_filled
+from dlm_jax.sampling.propose.fill import FillInput, FillOutput, check_filled
 from dlm_jax.sampling.remask.renoise import RENOISE_SALT, random_ids
 from dlm_jax.sampling.row import TIES, Counters, RowParams
 from dlm_jax.sampling.rules import Rules
@@ -105,7 +105,7 @@ def step(program: Program, params: Params, state: State) -> State:
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
 
     # Propose. If rows are sharded, each device fills its own rows.
-    def propose(params: Params, rows: tuple[Any, ...]) -> Filled:
+    def propose(params: Params, rows: tuple[Any, ...]) -> FillOutput:
         state, output, is_open_BL, is_seen_BL, context, key_B, preference_BL = rows
         rule, chain, signal = state.rules.commit, step_chain(state), program.network.signal
         tokens_BL = state.canvas.tokens_BL
@@ -126,32 +126,31 @@ def step(program: Program, params: Params, state: State) -> State:
                 lambda state_N: rule.score(state_N, final_NV, logprob_N),
             )
 
-        writer = CandidateWriter(
+        fill = FillInput(
+            network=program.network,
+            params=params,
+            output=output,
+            # The number of open positions is at most the number of hidden vectors.
+            chunk=min(program.chunk, output.num_vectors),
+            tokens_BL=tokens_BL,
+            length_B=context.length_B,
+            is_open_BL=is_open_BL,
+            is_seen_BL=is_seen_BL,
+            is_given_BL=state.canvas.frozen_BL,
+            is_joint=True,
             chain=chain,
             prepared=chain.prepare(state.chain_state, context),
             key_B=key_B,
-            own_BL=None,
-            num_positions=num_positions,
-            score=score,
             method=program.draw,
             banned_ids=program.banned_ids,
-            signal=None if signal is None else functools.partial(signal, params),
-        )
-        wanted = Wanted(
-            is_open_BL=is_open_BL,
-            is_seen_BL=is_seen_BL,
-            tokens_BL=tokens_BL,
-            length_B=context.length_B,
-            preference_BL=preference_BL,
+            score=score,
             rule_state=rule_state.position_leaves(rule, state.rule_state, num_positions),
-            is_given_BL=state.canvas.frozen_BL,
+            preference_BL=preference_BL,
             is_traced=program.num_traced > 0,
+            signal=None if signal is None else functools.partial(signal, params),
             signal_BLD=state.signal_BLD,
-            is_joint=True,
         )
-        # The number of open positions is at most the number of hidden vectors.
-        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-        filled = state.rules.fill.propose(reader, writer, wanted)
+        filled = state.rules.fill.propose(fill)
         return check_filled(state.rules.fill, filled, is_open_BL.shape)
 
     context = visible_context(state, mask_id=mask_id)
@@ -186,11 +185,10 @@ def step(program: Program, params: Params, state: State) -> State:
     is_written_BL = is_open_BL & is_finite_B[:, None]
     is_taken_BL &= is_written_BL
     counters = Counters(
-        forwards=is_running_B * (forwards_B + rules.fill.forwards),
+        forwards=is_running_B * forwards_B,
         positions=is_running_B * positions_B,
         filled=jnp.sum(is_open_BL, axis=1),
-        **filled.counts,
-    )
+    ).plus(Counters(**filled.counts))
     written_BL = jnp.where(is_taken_BL, proposal.tokens_BL, tokens_BL)
     state = state._replace(
         canvas=state.canvas._replace(tokens_BL=written_BL),

@@ -59,7 +59,7 @@ def with_position_leaves(rule: Any, state: Any, new: tuple[jax.Array, ...], num_
     if len(new) != sum(follows):
         raise ValueError(
             f"the fill returned {len(new)} arrays of the state of {type(rule).__name__}, which has "
-            f"{sum(follows)}; return rule_state of the CandidateWriter"
+            f"{sum(follows)}; return the rule_state of FillInput.draw"
         )
     leaves = [
         next(rest) if is_by_position else leaf

@@ -27,7 +27,7 @@ from dlm_jax.sampling.propose.wavefront import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
-    grown_from,
+    grown_logits,
     head_chunk,
 )
 from dlm_jax.types import left_of, right_of
@@ -50,7 +50,7 @@ __all__ = [
     "exceeds",
     "falling",
     "fold",
-    "grown_from",
+    "grown_logits",
     "head_chunk",
     "left_of",
     "linear_quota",

@@ -33,11 +33,11 @@ class Records(NamedTuple):
       canvas_BSL: int32, input of the forward pass.
       tokens_BSL: int32 candidates; -1 where no candidate was drawn.
       is_written_BSL: True where the candidate was committed.
-      logprob_BSL: `logprob_BL` of `propose.fill.Drawn`; 0 where no candidate was drawn, as in the
+      logprob_BSL: `FillOutput.draw_logprob_BL`; 0 where no candidate was drawn, as in the
         next two fields.
-      entropy_BSL: `Drawn.entropy_BL`.
+      entropy_BSL: `FillOutput.entropy_BL`.
       confidence_BSL: float32 confidence of the commit rule, as `CommitRule.show_score` reports it.
-      level_BSL: `Drawn.level_BL`.
+      level_BSL: `FillOutput.level_BL`.
       choice_BS: float32 log-probability of choosing the committed and remasked positions; 0 if the
         choice is deterministic.
     """
