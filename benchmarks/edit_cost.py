@@ -38,7 +38,7 @@ from dlm_jax.sampling.mask_step import (
     propose_step,
     with_neighbors,
 )
-from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
+from dlm_jax.sampling.propose import FillInput, Parallel
 from dlm_jax.sampling.state import State, token_positions
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.settings import on_device
@@ -99,22 +99,26 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
             is_scored_BL = with_neighbors(editable_positions(state))
             is_scored_BL &= live_positions(length_B, tokens_BL.shape[1])
             own_BL = jnp.where(is_scored_BL & is_token_BL & ~seen.is_open_BL, tokens_BL, -1)
-            writer = CandidateWriter(
-                chain=chain,
-                prepared=chain.prepare(state.chain_state, seen.context),
-                key_B=seen.draw_key_B,
-                own_BL=own_BL,
-                num_positions=tokens_BL.shape[1],
-                score=lambda places_N, at, logits_NV, drawn: (log_odds(drawn.logprob_N), ()),
-                method=program.draw,
-                banned_ids=program.banned_ids,
-            )
-            wanted = Wanted(
-                seen.is_open_BL, is_token_BL, tokens_BL, seen.context.length_B,
-                is_scored_BL if reads else None, reads and is_lead,
-            )  # fmt: skip
             return Parallel().propose(
-                Reader(network, params, output, program.chunk), writer, wanted
+                FillInput(
+                    network=network,
+                    params=params,
+                    output=output,
+                    chunk=program.chunk,
+                    tokens_BL=tokens_BL,
+                    length_B=seen.context.length_B,
+                    is_open_BL=seen.is_open_BL,
+                    is_seen_BL=is_token_BL,
+                    own_BL=own_BL,
+                    is_scored_BL=is_scored_BL if reads else None,
+                    keeps_best=reads and is_lead,
+                    chain=chain,
+                    prepared=chain.prepare(state.chain_state, seen.context),
+                    key_B=seen.draw_key_B,
+                    score=lambda places_N, at, logits_NV, drawn: (log_odds(drawn.logprob_N), ()),
+                    method=program.draw,
+                    banned_ids=program.banned_ids,
+                )
             )
 
         return run

@@ -25,8 +25,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed import compiler
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.propose import wavefront_fill
-from dlm_jax.sampling.propose.wavefront import WavefrontFill
+from dlm_jax.sampling.propose import FillOutput, wavefront_fill
 from dlm_jax.types import Network
 
 
@@ -42,8 +41,8 @@ def median_seconds(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def make_fill(network: Network, rows: int) -> Callable[..., WavefrontFill]:
-    """Compiled ``(params, hidden_BLD, tokens_BL, length_B, is_open_BL) -> WavefrontFill``."""
+def make_fill(network: Network, rows: int) -> Callable[..., FillOutput]:
+    """Compiled ``(params, hidden_BLD, tokens_BL, length_B, is_open_BL) -> FillOutput``."""
 
     def run(params: Any, hidden_BLD: Any, tokens_BL: Any, length_B: Any, is_open_BL: Any) -> Any:
         key_B = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
@@ -130,7 +129,7 @@ def case(vocab: int, depth: int, width: int, rows: int, holes: int, repeats: int
     made = fill(*given)
     number = int(is_open.sum())
     print(
-        f"| {vocab} | {depth} x {width} | {rows} x {holes} | {int(made.waves_B.max())} | "
+        f"| {vocab} | {depth} x {width} | {rows} x {holes} | {int(made.counts['waves'].max())} | "
         f"{seconds['trunk']:.2f} | {seconds['fill']:.2f} | "
         f"{100 * seconds['fill'] / seconds['trunk']:.1f} | "
         f"{100 * seconds['torch'] / seconds['trunk']:.1f} | "

@@ -369,11 +369,6 @@ class RowSettings(Section):
         return is_greedy(self)
 
     @property
-    def inserts(self) -> bool:
-        """True if the row can grow."""
-        return self.table.edit[self.edit_scoring].inserts(self)
-
-    @property
     def remasks(self) -> bool:
         """True if tokens can be remasked."""
         return self.remask != "none" and self.table.remask[self.remask].is_used(self)
@@ -431,7 +426,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
         "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
-        "delete_ratio_start": 0.04, "delete_ratio_end": 0.0, "insert_margin": 0.0,
+        "delete_ratio_start": 0.04, "delete_ratio_end": 0.0,
         "delete_margin": 0.02, "delete_lambda": 0.3, "cooldown_distance": 1, "overflow": "trim",
         "length_target_mode": "none", "resample": True, "order": "random", "schedule": "all",
         "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax import CandidateWriter, CommitRule, Constrained, Filled, Reader, Wanted, per_row, rule
+from dlm_jax import CommitRule, Constrained, FillInput, FillOutput, per_row, rule
 from dlm_jax.sampling.rule_tools import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
     Seen,
     fold,
-    grown_from,
+    grown_logits,
     head_chunk,
     left_of,
     put,
@@ -46,7 +46,6 @@ class ConstrainedWaves(Constrained):
     about = "left to right by the sampler head in rows with a structure; wavefront in other rows"
     needs = ("head:sampler",)
     otherwise = "wavefront"
-    drawn = "in waves"
 
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
 
@@ -72,16 +71,16 @@ class ConstrainedWaves(Constrained):
         heat_B = np.array([row.sampler_temperature for row in rows], np.float32)
         return dataclasses.replace(super().columns(rows, facts), temperature_B=heat_B)
 
-    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+    def propose(self, fill: FillInput) -> FillOutput:
         """The candidates, with log-probability and confidence under the head that drew them."""
-        found, seen = self._read(reader, writer, wanted)
-        places = self._places(writer, wanted, found.proposal, seen)
+        out, seen = self._read(fill)
+        places = self._places(fill, out.proposal.tokens_BL, seen)
         is_open_BL, index_L = places.is_open_BL, jnp.arange(places.is_open_BL.shape[1])
-        is_seen_BL = wanted.is_seen_BL & ~wanted.is_open_BL
+        is_seen_BL = fill.is_seen_BL & ~fill.is_open_BL
         level_BL = jnp.where(is_open_BL, index_L[None], jnp.where(is_seen_BL, GIVEN, NEVER))
         is_alone_BL = is_open_BL & (left_of(level_BL, NEVER) == NEVER)
         is_alone_BL &= right_of(level_BL, NEVER) != GIVEN
-        by_head = self._column(reader, writer, level_BL, wanted.tokens_BL)
+        by_head = self._column(fill, level_BL)
 
         def wave(carry: tuple[jax.Array, jax.Array], at_one: Any) -> tuple[Any, Any]:
             state_B, tokens_BL = carry
@@ -100,9 +99,9 @@ class ConstrainedWaves(Constrained):
 
         by_place = jax.tree.map(
             lambda x_BL: x_BL.swapaxes(0, 1),
-            (self._arrivals(writer, places), seen, is_alone_BL, places),
+            (self._arrivals(fill, places), seen, is_alone_BL, places),
         )
-        old = found.proposal
+        old = out.proposal
         (_, tokens_BL), made = jax.lax.scan(
             wave, (self.arcs.start, old.tokens_BL), (index_L, self._messages(places), *by_place)
         )
@@ -112,22 +111,22 @@ class ConstrainedWaves(Constrained):
         )
         is_fine_B = jnp.all(jnp.isfinite(logprob_BL) | ~is_open_BL, axis=1)
         counts = {"waves": is_open_BL.sum(axis=1), "bootstrapped": is_alone_BL.sum(axis=1)}
-        return found._replace(
+        return out._replace(
             proposal=old._replace(
                 tokens_BL=tokens_BL, logprob_BL=logprob_BL, confidence_BL=sure_BL
             ),
-            is_finite_B=found.is_finite_B & is_fine_B,
+            is_finite_B=out.is_finite_B & is_fine_B,
             counts=counts,
         )
 
     def _column(
-        self, reader: Reader, writer: CandidateWriter, level_BL: jax.Array, tokens_BL: jax.Array
+        self, fill: FillInput, level_BL: jax.Array
     ) -> Callable[[jax.Array, jax.Array, jax.Array, Seen], Seen]:
         """``(index, candidates_BL, is_read_B, seen) -> seen``: the head's `Seen`, ``[B, 1, C]``.
 
         Other rows keep the given `seen`, ``[B, C]``.
         """
-        grown = grown_from(reader, level_BL, tokens_BL, self.temperature_B)
+        grown = grown_logits(fill, level_BL, self.temperature_B)
         first_BC, num_positions = self._first_blocks(), level_BL.shape[1]
 
         def column(
@@ -136,10 +135,10 @@ class ConstrainedWaves(Constrained):
             def read(now: Seen, row_N: jax.Array, is_real_N: jax.Array) -> Seen:
                 places_N = row_N * num_positions + index
                 logits = grown(candidates_BL, places_N)
-                new = self._seen(writer, first_BC, places_N, is_real_N, *logits)
+                new = self._see(fill, first_BC, places_N, is_real_N, *logits)
                 return put(now, row_N, is_real_N, new)
 
             begin = jax.tree.map(lambda x_BC: x_BC[:, None], seen)
-            return fold(is_read_B[:, None], head_chunk(reader), read, begin)
+            return fold(is_read_B[:, None], head_chunk(fill), read, begin)
 
         return column

@@ -20,10 +20,9 @@ def leads(context: EditContext) -> jax.Array:
     The score requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which
     predict the correct token at each position.
     """
-    assert context.snapshot.best_BL is not None
-    lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
-    is_asked_BL = may_be_led(context)
-    return jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
+    assert context.best_BL is not None
+    lead_BL = jnp.exp(context.best_BL) - jnp.exp(context.own_BL)
+    return jnp.where(may_be_led(context), jnp.maximum(lead_BL, 0.0), 0.0)
 
 
 @rule
@@ -40,5 +39,5 @@ class Lead(Uncertainty):
     )
     needs = ("likeliest",)
 
-    def gap_scores(self, context: EditContext) -> jax.Array:
-        return leads(context).at[:, 0].set(0.0)
+    def score(self, context: EditContext) -> tuple[jax.Array, jax.Array]:
+        return leads(context).at[:, 0].set(0.0), super().score(context)[1]

@@ -11,13 +11,11 @@ import numpy as np
 
 from dlm_jax import (
     At,
-    CandidateWriter,
-    Filled,
+    FillInput,
+    FillOutput,
     FillRule,
     LogitTransform,
     Parallel,
-    Reader,
-    Wanted,
     rule,
 )
 from dlm_jax.sampling import draw as drawing
@@ -54,9 +52,7 @@ class Speculative(FillRule):
     hole, because the last step of a block would write all remaining holes without verification.
     """
 
-    drawn = "as drafts that it verifies"
     about = "a draft, verified token by token by a block-causal model"
-    forwards = 1
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -122,25 +118,25 @@ class Speculative(FillRule):
                 f"use steps={needed}",
             )
 
-    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+    def propose(self, fill: FillInput) -> FillOutput:
         """The accepted candidates and a replacement for the first rejected one."""
-        drafted = Parallel().propose(reader, writer, wanted)
-        is_open_BL, draft = wanted.is_open_BL, drafted.proposal
-        clean_BL = jnp.where(is_open_BL, draft.tokens_BL, wanted.tokens_BL)
-        network = reader.network
+        drafted = Parallel().propose(fill)
+        is_open_BL, draft = fill.is_open_BL, drafted.proposal
+        clean_BL = jnp.where(is_open_BL, draft.tokens_BL, fill.tokens_BL)
+        network = fill.network
         assert network.cached is not None and network.cached.beside_clean is not None
         # Positions that are not live contain PAD, which does not affect the positions read below.
         length_B = jnp.full(is_open_BL.shape[0], is_open_BL.shape[1], jnp.int32)
         hidden_BLD = network.cached.beside_clean(
-            reader.params, wanted.tokens_BL, clean_BL, length_B, block_length=1
+            fill.params, fill.tokens_BL, clean_BL, length_B, block_length=1
         )
         hidden_PD = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
 
         def true_logits(places_N: jax.Array) -> jax.Array:
-            return logits(network, reader.params, hidden_PD[places_N])
+            return logits(network, fill.params, hidden_PD[places_N])
 
         is_accepted_BL, other_BL, logprob_BL, other_logprob_BL = _verified(
-            reader, writer, is_open_BL, clean_BL, true_logits
+            fill, clean_BL, true_logits
         )
         is_wrong_BL = is_open_BL & ~is_accepted_BL
         rank_BL = jnp.cumsum(is_wrong_BL, axis=1)
@@ -151,15 +147,12 @@ class Speculative(FillRule):
             logprob_BL=jnp.where(is_first_BL, other_logprob_BL, logprob_BL),
             confidence_BL=jnp.where(is_taken_BL, jnp.inf, -jnp.inf),
         )
-        return drafted._replace(proposal=proposal)
+        forwards_B = jnp.any(is_open_BL, axis=1).astype(jnp.int32)
+        return drafted._replace(proposal=proposal, counts={"forwards": forwards_B})
 
 
 def _verified(
-    reader: Reader,
-    writer: CandidateWriter,
-    is_open_BL: jax.Array,
-    draft_BL: jax.Array,
-    true_logits: Callable[[jax.Array], jax.Array],
+    fill: FillInput, draft_BL: jax.Array, true_logits: Callable[[jax.Array], jax.Array]
 ) -> _Verified:
     """True at accepted drafts, the replacements, and both log-probabilities; ``[B, L]`` each.
 
@@ -167,12 +160,11 @@ def _verified(
     """
 
     def verify(found: _Verified, places_N: jax.Array, is_real_N: jax.Array) -> _Verified:
-        at = writer.at(places_N, is_real_N)
+        at = fill.at(places_N, is_real_N)
         draft_N = at_places(draft_BL, places_N)
         true_NV = true_logits(places_N)
         p_NV, q_NV = (
-            _probabilities(writer, logits_NV, at)
-            for logits_NV in (true_NV, reader.logits(places_N))
+            _probabilities(fill, logits_NV, at) for logits_NV in (true_NV, fill.logits(places_N))
         )
         p_N, q_N = (jnp.take_along_axis(x, draft_N[:, None], axis=1)[:, 0] for x in (p_NV, q_NV))
         two = jax.vmap(jax.random.split)(salted(at.key_N, _SALT))
@@ -189,14 +181,14 @@ def _verified(
         )
         return put(found, places_N, is_real_N, made)
 
-    zeros_BL = jnp.zeros(is_open_BL.shape, jnp.float32)
+    zeros_BL = jnp.zeros(draft_BL.shape, jnp.float32)
     none = (zeros_BL > 0, zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL)
-    return fold(is_open_BL, reader.chunk, verify, none)
+    return fold(fill.is_open_BL, fill.chunk, verify, none)
 
 
-def _probabilities(writer: CandidateWriter, logits_NV: jax.Array, at: At) -> jax.Array:
+def _probabilities(fill: FillInput, logits_NV: jax.Array, at: At) -> jax.Array:
     """The probabilities after the row's chain; one-hot for a greedy row."""
-    final_NV = writer.chain.apply(writer.prepared, logits_NV, at)
+    final_NV = fill.chain.apply(fill.prepared, logits_NV, at)
     best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
-    is_greedy_N1 = writer.chain.is_greedy(at)[:, None]
+    is_greedy_N1 = fill.chain.is_greedy(at)[:, None]
     return jnp.where(is_greedy_N1, best_NV, jax.nn.softmax(final_NV, axis=1))

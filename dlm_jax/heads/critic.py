@@ -242,7 +242,7 @@ def _fill_rows(
     }
     canvas = params, hidden_BLD, shown_BL, jax.vmap(key_of)(seed_B)
     if not in_waves:
-        return parallel_fill(*canvas, **shared).tokens_BL
+        return parallel_fill(*canvas, **shared).proposal.tokens_BL
     is_live_BL, recommended = live_positions(length_B, shown_BL.shape[1]), setup.config.sample
     fill = wavefront_fill(
         *canvas,
@@ -251,4 +251,4 @@ def _fill_rows(
         is_alternating=recommended.sampler_even_odd or recommended.fill == AUTO,  # as in sampling
         **shared,
     )
-    return fill.draws.tokens_BL
+    return fill.proposal.tokens_BL

@@ -29,9 +29,9 @@ from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
 from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step, step_chain
-from dlm_jax.sampling.positions import at_places, put
+from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import FillRule, Reader
+from dlm_jax.sampling.propose.fill import FillInput
 from dlm_jax.sampling.state import State, gather_state
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import SettingError
@@ -149,12 +149,8 @@ class HostLoop:
         if state.edits is not None:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)
-        # The trunk splits the rows of a cache over the devices, and groups of rows must match. A
-        # program with traces keeps the order of the draws, which their distributions depend on.
-        fill, num_traced = state.rules.fill, self.program.num_traced
-        if not fill.allows_host and type(fill).sources is not FillRule.sources:
-            num_traced = max(num_traced, 1)
-        program = dataclasses.replace(self.program, rows=split, num_traced=num_traced)
+        # The trunk splits the rows of a cache over the devices, and groups of rows must match.
+        program = dataclasses.replace(self.program, rows=split)
         return propose_step(program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
@@ -386,19 +382,25 @@ def _drawable(
     """Returns the logits before the chain that the candidates were drawn from, and True where the
     sampler head computed them; None if the LM head computed all.
     """
-    fill, drawn = state.rules.fill, inputs.filled.drawn
-    if drawn is None:
+    filled, canvas = inputs.filled, inputs.context
+    if filled.level_BL is None:
         return inputs.output.logits(program.network, params, places_P), None
-    tokens_BL = jnp.where(inputs.is_open_BL, inputs.filled.proposal.tokens_BL, -1)
-    chunk = min(program.chunk, inputs.output.num_vectors)
-    reader = Reader(program.network, params, inputs.output, chunk)
-    found_PV = jnp.zeros((places_P.size, program.network.vocab_size), jnp.float32)
-    is_grown_P = jnp.zeros(places_P.size, bool)
-    for source in fill.sources(reader, inputs.context.tokens_BL, tokens_BL, drawn.level_BL):
-        is_from_P = at_places(source.is_from_BL, places_P)
-        found_PV = jnp.where(is_from_P[:, None], source.logits(places_P), found_PV)
-        is_grown_P |= is_from_P & source.is_grown
-    return found_PV, is_grown_P
+    fill = FillInput(
+        network=program.network,
+        params=params,
+        output=inputs.output,
+        chunk=min(program.chunk, inputs.output.num_vectors),
+        tokens_BL=canvas.tokens_BL,
+        length_B=canvas.length_B,
+        is_open_BL=inputs.is_open_BL,
+        is_seen_BL=canvas.is_visible_BL,
+        chain=state.rules.chain,
+        prepared=(),
+        key_B=inputs.draw_key_B,
+    )
+    tokens_BL = jnp.where(inputs.is_open_BL, filled.proposal.tokens_BL, -1)
+    read = state.rules.fill.logits(fill, tokens_BL, filled.level_BL)
+    return read(places_P, jnp.ones(places_P.shape, bool))
 
 
 def _choose(

@@ -244,7 +244,7 @@ def sampler(
         check_trace(sample)
     tokens = np.full(1, model.tokenizer.mask_id, np.int32)
     room = room_of(model, max_length)
-    capacity = room if sample.inserts else 0
+    capacity = room if sample.edits else 0
     (request,) = only_chains_in_use([Request(tokens, sample, capacity=capacity, trace=trace)])
     program = model.program(
         sample.draw, sample.guidance > 0, num_traced=sample.steps if trace else 0

@@ -21,7 +21,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.inference.structure_checks import check_structure
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.propose import FillRule
+from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
@@ -622,7 +622,7 @@ def make_requests(
             prefix_ids=model.prefix_ids,
         )
         check_draft(sample, given)
-        capacity = room if sample.inserts else 0
+        capacity = room if sample.edits else 0
         request = Request(
             given.tokens,
             sample,
@@ -682,7 +682,7 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
     `length` is the number of new tokens, or a limit of it.
     """
     fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
-    if fill is not None and fill.holds_structure:
+    if fill is not None and issubclass(fill, Constrained):
         return {"order": "random_filled", "schedule": "linear", "ignore_eos": False, **settings}
     block = settings.get("block_length", model.sample.block_length)
     block = block or model.network.block_length
@@ -736,23 +736,22 @@ def _settings(
         auto = _auto_fill(model, is_hosted=is_hosted)
         settings = auto | settings | {"fill": auto["fill"]}
     sample = resolve(recommended, settings, table=rules.table)
-    if is_hosted and not rules.table.fill[sample.fill].allows_host:
+    if is_hosted and rules.table.fill[sample.fill] is not Parallel:
         if "fill" in settings:
             raise SettingError(
                 "fill",
                 sample.fill,
-                f"draws tokens {rules.table.fill[sample.fill].drawn}, which host samplers cannot "
-                f"replace",
+                "draws tokens together, which host samplers cannot replace",
                 "use fill='parallel'",
             )
         _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)
         sample = replace(sample, fill="parallel")
     used = rules.table.named("fill", sample)
-    if is_read and used.sources is FillRule.sources:
+    if is_read and used.logits is FillRule.logits:
         raise SettingError(
             "fill",
             used.name,
-            f"draws tokens {used.drawn}, so that read-back cannot give the candidates of a token",
+            "draws tokens together, so that read-back cannot give the candidates of a token",
             "remove read_back, or use fill='parallel'",
         )
     if is_hosted and getattr(sample, "confidence_of", "clean") != "clean":

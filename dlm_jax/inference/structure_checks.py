@@ -7,6 +7,7 @@ import numpy as np
 from dlm_jax.config import RowSettings
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.orders import QuotaRule
+from dlm_jax.sampling.propose import Constrained
 from dlm_jax.sampling.transforms.structure import automaton_of
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.structured.automaton import Automaton
@@ -20,7 +21,7 @@ def check_structure(
     if not isinstance(automaton, Automaton):
         return
     (holes,) = np.nonzero(tokens == mask_id)
-    if sample.table.named("fill", sample).holds_structure:
+    if issubclass(sample.table.named("fill", sample), Constrained):
         if is_draft is not None:
             raise SettingError("draft", UNSET, "can violate the structure", "remove one of them")
         if holes.size:

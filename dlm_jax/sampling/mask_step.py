@@ -29,20 +29,13 @@ from dlm_jax.sampling.commit.commit_rule import (
 )
 from dlm_jax.sampling.commit.orders import show_confidence
 from dlm_jax.sampling.edits.edit_rule import EditContext
-from dlm_jax.sampling.edits.moves import (
-    Cells,
-    PositionMap,
-    moved,
-    moved_boundary,
-    moved_cells,
-    position_map_of,
-)
-from dlm_jax.sampling.edits.scores import take_snapshot
-from dlm_jax.sampling.edits.trial import tried
+from dlm_jax.sampling.edits.likelihood import gain_of_edits
+from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
+from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
 from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden, returned
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted, check_filled
+from dlm_jax.sampling.propose.fill import FillInput, FillOutput, check_filled
 from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
@@ -96,7 +89,7 @@ class StepProposal(NamedTuple):
     forwards_B: jax.Array
     positions_B: jax.Array
     draw_key_B: jax.Array
-    filled: Filled
+    filled: FillOutput
 
 
 def step(program: Program, params: Params, state: State) -> State:
@@ -219,11 +212,10 @@ def commit_step(
     if proposed.is_read_BL is not None:
         is_scored_BL |= proposed.is_read_BL
     counters = Counters(
-        forwards=state.is_running_B * (proposed.forwards_B + rules.fill.forwards),
+        forwards=state.is_running_B * proposed.forwards_B,
         positions=state.is_running_B * proposed.positions_B,
         filled=jnp.sum(is_open_BL, axis=1),
-        **filled.counts,
-    )
+    ).plus(Counters(**filled.counts))
     state = state._replace(
         canvas=state.canvas._replace(
             tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, tokens_BL)
@@ -290,17 +282,18 @@ def commit_step(
 
     # Record.
     if state.records is not None and choice_B is not None:
-        assert filled.drawn is not None, "the program is traced"
+        assert filled.draw_logprob_BL is not None and filled.entropy_BL is not None
+        assert filled.level_BL is not None, "the program is traced"
         is_drawn_BL = is_open_BL & is_finite_B[:, None]
         confidence_BL = show_confidence(rule, proposal.confidence_BL)
         new = Records(
             canvas_BSL=proposed.context.tokens_BL,
             tokens_BSL=jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
             is_written_BSL=is_committed_BL,
-            logprob_BSL=jnp.where(is_drawn_BL, filled.drawn.logprob_BL, 0.0),
-            entropy_BSL=jnp.where(is_drawn_BL, filled.drawn.entropy_BL, 0.0),
+            logprob_BSL=jnp.where(is_drawn_BL, filled.draw_logprob_BL, 0.0),
+            entropy_BSL=jnp.where(is_drawn_BL, filled.entropy_BL, 0.0),
             confidence_BSL=jnp.where(is_drawn_BL, confidence_BL, 0.0),
-            level_BSL=filled.drawn.level_BL,
+            level_BSL=filled.level_BL,
             choice_BS=choice_B,
         )
         row_B, num_steps = jnp.arange(shape[0]), state.records.choice_BS.shape[1]
@@ -343,15 +336,15 @@ def draw_candidates(
     positions: dict[str, jax.Array | None],
     chain_of: Callable[[State], Chain],
     scored: Callable[..., tuple[jax.Array, DrawnTokens]] | None = None,
-) -> Filled:
+) -> FillOutput:
     """The candidates of the fill. If rows are sharded, each device fills its own rows.
 
     `inputs` are the output of the trunk, the visible tokens, the keys of the draws and
-    `CandidateWriter.own_BL`; `positions` are arrays of `Wanted`; `scored` gives the logits and
+    `FillInput.own_BL`; `positions` are further arrays of `FillInput`; `scored` gives the logits and
     tokens that a noise rule scores.
     """
 
-    def propose(params: Params, rows: tuple[Any, ...]) -> Filled:
+    def propose(params: Params, rows: tuple[Any, ...]) -> FillOutput:
         state, (output, context, key_B, own_BL), positions = rows
         rules, chain, signal = state.rules, chain_of(state), program.network.signal
         rule, tokens_BL, num_positions = rules.commit, context.tokens_BL, context.tokens_BL.shape[1]
@@ -364,32 +357,31 @@ def draw_candidates(
             inputs = places_N, num_positions, logits_NV, drawn
             return score_positions(rule, state.rule_state, *inputs)
 
-        writer = CandidateWriter(
+        fill = FillInput(
+            network=program.network,
+            params=params,
+            output=output,
+            # The number of open positions is at most the number of hidden vectors.
+            chunk=min(program.chunk, output.num_vectors),
+            tokens_BL=tokens_BL,
+            length_B=context.length_B,
+            is_given_BL=state.canvas.frozen_BL,
+            own_BL=own_BL,
+            keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
             chain=chain,
             prepared=chain.prepare(state.chain_state, context),
             key_B=key_B,
-            own_BL=own_BL,
-            num_positions=num_positions,
-            score=score,
             method=program.draw,
             banned_ids=program.banned_ids,
-            signal=None if signal is None else functools.partial(signal, params),
-        )
-        wanted = Wanted(
-            tokens_BL=tokens_BL,
-            length_B=context.length_B,
-            keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
+            score=score,
             rule_state=position_leaves(rule, state.rule_state, num_positions),
-            is_given_BL=state.canvas.frozen_BL,
             is_traced=program.num_traced > 0,
-            signal_BLD=state.signal_BLD,
             is_joint=scored is not None,
+            signal=None if signal is None else functools.partial(signal, params),
+            signal_BLD=state.signal_BLD,
             **positions,
         )
-        # The number of open positions is at most the number of hidden vectors.
-        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-        filled = rules.fill.propose(reader, writer, wanted)
-        return check_filled(rules.fill, filled, tokens_BL.shape)
+        return check_filled(rules.fill, rules.fill.propose(fill), tokens_BL.shape)
 
     # The old cache is not used again, so it can be overwritten in place.
     lean = state._replace(cache=None, records=None)
@@ -460,27 +452,25 @@ def apply_edits(
     """
     rule, past, block, filled = state.rules.edit, state.edits, state.block, proposed.filled
     assert rule is not None and past is not None and filled.total_BL is not None
+    canvas, is_running_B = state.canvas, state.is_running_B
     is_open_BL = editable_positions(state) & filled.is_finite_B[:, None]
-    before = Cells(
-        state.canvas.tokens_BL,
-        state.canvas.frozen_BL,
-        past.inserted_BL,
-        past.mark_BL,
-        state.canvas.length_B,
-    )
-    is_token_BL = token_positions(state, mask_id=program.mask_id)
-    snapshot = take_snapshot(
+    own_BL, right_BL, *best_BL = read_logprobs(
         program,
         params,
         proposed.output,
         filled.total_BL,
         filled.best_BL,
-        before.tokens_BL,
-        with_neighbors(is_open_BL) & is_token_BL,
+        canvas.tokens_BL,
+        with_neighbors(is_open_BL) & token_positions(state, mask_id=program.mask_id),
     )
     context = EditContext(
-        cells=before,
-        snapshot=snapshot,
+        tokens_BL=canvas.tokens_BL,
+        frozen_BL=canvas.frozen_BL,
+        inserted_BL=past.inserted_BL,
+        mark_BL=past.mark_BL,
+        length_B=canvas.length_B,
+        own_BL=own_BL,
+        right_BL=right_BL,
         is_open_BL=is_open_BL,
         step_B=state.step_B + state.is_stepping_B,
         steps_B=state.row.steps_B,
@@ -489,35 +479,33 @@ def apply_edits(
         mask_id=program.mask_id,
         space_id=program.space_id,
         preference_BL=proposed.commit.preference_BL,
+        best_id_BL=filled.best_BL,
+        best_BL=best_BL[0] if best_BL else None,
     )
-    trial_forwards_B = jnp.zeros_like(state.step_B)
-    if rule.num_trials:
-        trials, trial_forwards_B = tried(program, params, context, rule)
-        context = context._replace(tried=trials)
-    edits = rule.select(context)
+    context = context._replace(gain=functools.partial(gain_of_edits, program, params, context))
+    edits = rule.select(context, rule.score(context))
     for name in ("insert_gap_BL", "delete_BL"):
         value = getattr(edits, name)
         returned(value, rule, f"select(...).{name}", "B, L", is_open_BL.shape, bool)
-    position_map = position_map_of(edits, before, past.capacity_B)
-    inserted = edits.token_BL
-    if inserted is None:
-        inserted = rule.inserted_id(mask_id=program.mask_id, space_id=program.space_id)
-    after = moved_cells(position_map, before, inserted, pad_id=program.pad_id)
-    is_put_BL = position_map.is_new_BL & (after.tokens_BL != program.mask_id)
+    position_map = position_map_of(edits, canvas.frozen_BL, canvas.length_B, past.capacity_B)
+    tokens_BL = moved(position_map, canvas.tokens_BL, edits.token, program.pad_id)
+    is_put_BL = position_map.is_new_BL & (tokens_BL != program.mask_id)
     committed_BL = moved(position_map, state.committed_BL, -1)
-    is_running_B, num_positions = state.is_running_B, is_open_BL.shape[1]
+    num_positions = is_open_BL.shape[1]
     moved_block = block._replace(
         begin_B=moved_boundary(position_map, block.begin_B),
         end_B=moved_boundary(position_map, block.end_B),
     )
     counters = Counters(
-        forwards=trial_forwards_B,
+        forwards=edits.forwards_B,
         insertions=jnp.sum(position_map.is_new_BL, axis=1, dtype=jnp.int32),
         deletions=jnp.sum(edits.delete_BL, axis=1, dtype=jnp.int32),
         lost=(edits.refused_B + position_map.trimmed_B).astype(jnp.int32),
     )
     state = state._replace(
-        canvas=Canvas(after.tokens_BL, after.length_B, after.frozen_BL),
+        canvas=Canvas(
+            tokens_BL, position_map.length_B, moved(position_map, canvas.frozen_BL, False, True)
+        ),
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
@@ -526,9 +514,9 @@ def apply_edits(
             state.rules.remask, state.remask_state, position_map, num_positions
         ),
         edits=past._replace(
-            inserted_BL=after.inserted_BL,
+            inserted_BL=moved(position_map, past.inserted_BL, True, False),
             # A row that has ended retains the marks of its last edits.
-            mark_BL=jnp.where(is_running_B[:, None], after.mark_BL, past.mark_BL),
+            mark_BL=jnp.where(is_running_B[:, None], position_map.mark_BL, past.mark_BL),
             origin_BL=moved(position_map, past.origin_BL, -1),
             warms_B=jnp.zeros_like(past.warms_B),
         ),

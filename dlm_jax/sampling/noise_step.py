@@ -120,11 +120,10 @@ def step(program: Program, params: Params, state: State) -> State:
     is_written_BL = is_open_BL & is_finite_B[:, None]
     is_taken_BL &= is_written_BL
     counters = Counters(
-        forwards=is_running_B * (forwards_B + rules.fill.forwards),
+        forwards=is_running_B * forwards_B,
         positions=is_running_B * positions_B,
         filled=jnp.sum(is_open_BL, axis=1),
-        **filled.counts,
-    )
+    ).plus(Counters(**filled.counts))
     written_BL = jnp.where(is_taken_BL, proposal.tokens_BL, tokens_BL)
     state = state._replace(
         canvas=state.canvas._replace(tokens_BL=written_BL),

@@ -29,7 +29,7 @@ class Program:
         ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that re-noise never writes, and that starting positions of waves and
-        ``Filled.best_BL`` ignore regardless of the row's chain.
+        ``FillOutput.best_BL`` ignore regardless of the row's chain.
       pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
       num_traced: maximum number of recorded steps per row; 0 disables traces.

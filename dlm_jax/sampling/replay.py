@@ -18,7 +18,8 @@ from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import step_chain
 from dlm_jax.sampling.positions import TrunkOutput, at_places
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import CandidateWriter, Reader, Source
+from dlm_jax.sampling.propose.fill import FillInput
+from dlm_jax.sampling.propose.wavefront import head_chunk
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, start, step_keys, visible_context
@@ -123,7 +124,7 @@ _BY_STEP = (
 
 class _Step(NamedTuple):
     """A recorded step of every row, ``[B, L]`` and ``[B]``: the input of the forward pass, the
-    candidates (-1 where there is none), True at those that are scored, `Drawn.level_BL`,
+    candidates (-1 where there is none), True at those that are scored, `FillOutput.level_BL`,
     `State.committed_BL` before the step, and the index of the step.
     """
 
@@ -287,34 +288,36 @@ def _of_step(program: Program, params: Params, first: State, one: _Step, width: 
 
     def read(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
         state, output, one, context = rows
-        chain, is_read_BL = step_chain(state), one.is_read_BL
-        writer = CandidateWriter(
+        chain, is_read_BL, rule = step_chain(state), one.is_read_BL, state.rules.fill
+        fill = FillInput(
+            network=program.network,
+            params=params,
+            output=output,
+            chunk=min(program.chunk, output.num_vectors),
+            tokens_BL=one.canvas_BL,
+            length_B=state.canvas.length_B,
+            is_open_BL=one.tokens_BL >= 0,
+            is_seen_BL=one.tokens_BL < 0,
             chain=chain,
             prepared=chain.prepare(state.chain_state, context),
             key_B=step_keys(state)[0],
-            own_BL=None,
-            num_positions=num_positions,
-            score=lambda places_N, at, logits_NV, drawn: (drawn.logprob_N, ()),
-            method=program.draw,
         )
-        reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
         # In each row, the requested positions come first, in order.
         index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
         places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
         places_P = places_BM.reshape(-1).astype(jnp.int32)
+        logits = rule.logits(fill, one.tokens_BL, one.level_BL)
 
-        def score(source: Source) -> jax.Array:
-            def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-                ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
-                at = writer.at(places_N, is_real_N, is_real_N if source.is_grown else None)
-                policy_N = writer.policy(source.logits(places_N), ids_N, at)
-                return jnp.where(is_real_N, policy_N, 0.0)
+        def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+            ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
+            logits_NV, is_grown_N = logits(places_N, is_real_N)
+            if is_grown_N is not None:
+                is_grown_N &= is_real_N
+            at = fill.at(places_N, is_real_N, is_grown_N)
+            return jnp.where(is_real_N, fill.draw_logprob(logits_NV, ids_N, at), 0.0)
 
-            is_real_P = at_places(source.is_from_BL & is_read_BL, places_P)
-            return _in_chunks(of_chunk, places_P, is_real_P, source.chunk)
-
-        sources = state.rules.fill.sources(reader, one.canvas_BL, one.tokens_BL, one.level_BL)
-        logprob_P = sum(score(source) for source in sources)
+        chunk = head_chunk(fill) if "head:sampler" in rule.needs else fill.chunk
+        logprob_P = _in_chunks(of_chunk, places_P, at_places(is_read_BL, places_P), chunk)
         rank_BL = jnp.minimum(jnp.cumsum(is_read_BL, axis=1) - 1, width - 1)
         logprob_BM = jnp.reshape(logprob_P, places_BM.shape)
         return jnp.where(is_read_BL, jnp.take_along_axis(logprob_BM, rank_BL, axis=1), 0.0)

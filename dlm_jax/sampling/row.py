@@ -116,7 +116,7 @@ class Counters(NamedTuple):
     """Counters of each row: int32 ``[B]`` in the state, plain numbers in results.
 
     To add a counter, add a field here and pass it by keyword: to `Counters` in a step, or in
-    `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and metrics include it
+    `dlm_jax.sampling.propose.FillOutput.counts` in a fill. Results, reports and metrics include it
     automatically.
     """
 

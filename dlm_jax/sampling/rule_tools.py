@@ -30,7 +30,7 @@ from dlm_jax.sampling.propose.wavefront import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
-    grown_from,
+    grown_logits,
     head_chunk,
 )
 from dlm_jax.types import left_of, right_of
@@ -53,7 +53,7 @@ __all__ = [
     "exceeds",
     "falling",
     "fold",
-    "grown_from",
+    "grown_logits",
     "head_chunk",
     "left_of",
     "linear_quota",

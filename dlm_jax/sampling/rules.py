@@ -16,7 +16,7 @@ from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule
-from dlm_jax.sampling.propose import FILL_RULES, FillRule
+from dlm_jax.sampling.propose import FILL_RULES, Constrained, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
@@ -238,15 +238,15 @@ class RuleTable:
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.
 
-        `AUTO` resolves to the parallel fill, and a fill that the row does not use resolves to its
-        `FillRule.otherwise`. The structure slot is empty if the fill enforces the structure.
+        `AUTO` resolves to the parallel fill, and a constrained fill of a row without structure to
+        its `Constrained.otherwise`. The structure slot is empty if the fill enforces the structure.
         """
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
         cls = known.get("parallel" if name == AUTO else name)
-        if base is FillRule and not cls.is_used(row):
+        if base is FillRule and issubclass(cls, Constrained) and row.structure == "":
             return known[cls.otherwise]
-        if base is Structure and self.named("fill", row).holds_structure:
+        if base is Structure and issubclass(self.named("fill", row), Constrained):
             return None
         return None if cls is None or (by_use and not cls.is_used(row)) else cls
 

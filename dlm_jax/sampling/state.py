@@ -346,7 +346,7 @@ def with_position_leaves(
     if len(new) != (count := sum(jax.tree.leaves(follows))):
         raise ValueError(
             f"the fill returned {len(new)} arrays of the state of {type(rule).__name__}, which has "
-            f"{count}; return rule_state of the CandidateWriter"
+            f"{count}; return the rule_state of FillInput.draw"
         )
     return jax.tree.map(lambda leaf, is_new: next(rest) if is_new else leaf, state, follows)
 

@@ -18,7 +18,8 @@ def test_leads_are_those_of_the_likeliest_token_where_no_deletion_is_due():
     shape = batch.cells.tokens_BL.shape
     best = np.maximum(batch.snapshot.own_BL, np.log(rng.random(shape))).astype(np.float32)
     is_due = rng.random(shape) < 0.3
-    snapshot = batch.snapshot._replace(best_BL=best, is_due_BL=is_due)
+    following = np.roll(batch.cells.tokens_BL, -1, axis=1)
+    snapshot = batch.snapshot._replace(best_BL=best, best_id_BL=np.where(is_due, following, -1))
     found = np.asarray(leads(_context(batch.cells, snapshot, batch.params)))
     seen = collections.Counter()
     for row in range(ROWS):
@@ -41,7 +42,8 @@ def test_leads_are_those_of_the_likeliest_token_where_no_deletion_is_due():
 def test_a_row_that_goes_by_leads_inserts_at_the_greatest_ones():
     batch = _random_batch(np.random.default_rng(12))
     best = np.zeros(batch.cells.tokens_BL.shape, np.float32)
-    snapshot = batch.snapshot._replace(best_BL=best, is_due_BL=best > 1)
+    ids = np.full(best.shape, -1, np.int32)
+    snapshot = batch.snapshot._replace(best_BL=best, best_id_BL=ids)
     ones_B = np.ones(ROWS, np.float32)
     none_B = np.zeros(ROWS, np.int32)
     params = batch.params._replace(

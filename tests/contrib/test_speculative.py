@@ -3,6 +3,7 @@
 import functools
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import canvases
 import jax
@@ -89,11 +90,9 @@ def test_a_draft_or_what_replaces_it_has_the_true_distribution():
         keys_N = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(2), places_N)
         return At(jnp.zeros_like(places_N), places_N, keys_N, is_real_N)
 
-    writer = SimpleNamespace(chain=chain, prepared=(), at=at)
-    reader = SimpleNamespace(chunk=512, logits=rows(q))
-    found = jax.jit(
-        lambda draft_BL: _verified(reader, writer, draft_BL >= 0, draft_BL, rows(p))  # type: ignore
-    )(draft_BL)
+    fill: Any = SimpleNamespace(chain=chain, prepared=(), at=at, chunk=512, logits=rows(q))
+    fill.is_open_BL = draft_BL >= 0
+    found = jax.jit(lambda draft_BL: _verified(fill, draft_BL, rows(p)))(draft_BL)
     is_accepted, other = (np.asarray(x)[0] for x in found[:2])
     # A draft is accepted with the probability that both distributions share.
     shared = np.minimum(p, q).sum()

@@ -227,17 +227,6 @@ def test_what_means_nothing_or_cannot_be_is_refused_in_one_line_with_its_remedy(
     assert said in _refused(prompt={"prompt": "The "} | settings)
 
 
-@pytest.mark.parametrize(("name", "done"), [("insert", "inserted"), ("delete", "deleted")])
-def test_a_margin_that_no_probability_exceeds_is_warned_of_where_it_counts(name, done):
-    margin = {f"{name}_margin": 1.0}
-    with pytest.warns(
-        UserWarning, match=f"{name}_margin=1.0 is never exceeded, so no token is {done}"
-    ):
-        dlm_jax.generate(MODEL, PROMPTS, **margin)
-    for off in ({f"{name}_ratio_start": 0.0}, {"edit": False}):
-        dataclasses.replace(SAMPLE, **(margin | off))
-
-
 def _flat() -> Model:
     """Finds every token as likely as any other; it has no space, and more logits than tokens."""
     tokenizer = CharacterTokenizer(TOKENIZER.characters.replace(" ", "!"))

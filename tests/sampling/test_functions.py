@@ -14,7 +14,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.commit_rule import preferences
-from dlm_jax.sampling.edits.moves import moved_cells, position_map_of
+from dlm_jax.sampling.edits.moves import moved, position_map_of
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.types import Network
 
@@ -134,11 +134,11 @@ def test_edits_of_a_step_are_shifts_in_the_order_of_the_document():
     is_live_BL = np.arange(num_positions) < length_B[:, None]
     tokens_BL = np.where(is_live_BL, np.arange(num_positions), pad).astype(np.int32)
     put_BL, gone_BL = (is_live_BL & (rng.random(is_live_BL.shape) < 0.3) for _ in range(2))
-    no_BL, none_B = np.zeros(is_live_BL.shape, bool), np.zeros(num_rows, np.int32)
-    cells = dlm_jax.Cells(tokens_BL, no_BL, no_BL, no_BL, length_B)
-    edits = dlm_jax.Edits(put_BL, gone_BL, none_B)
-    place_map = jax.jit(position_map_of)(edits, cells, np.full(num_rows, num_positions))
-    after = moved_cells(place_map, cells, new, pad_id=pad)
+    no_BL = np.zeros(is_live_BL.shape, bool)
+    edits = dlm_jax.Edits(put_BL, gone_BL, new)
+    capacity_B = np.full(num_rows, num_positions)
+    place_map = jax.jit(position_map_of)(edits, no_BL, length_B, capacity_B)
+    after_BL = moved(place_map, jnp.asarray(tokens_BL), edits.token, pad)
     for row in range(num_rows):
         text, place = jnp.asarray(tokens_BL[row]), jnp.arange(num_positions)
         for gap in np.flatnonzero(put_BL[row])[::-1]:
@@ -147,8 +147,8 @@ def test_edits_of_a_step_are_shifts_in_the_order_of_the_document():
             (now,) = np.flatnonzero(place == position)
             text, place = dlm_jax.delete_at(text, now, pad), dlm_jax.delete_at(place, now, -2)
         num_left = length_B[row] + put_BL[row].sum() - gone_BL[row].sum()
-        assert after.length_B[row] == num_left
-        np.testing.assert_array_equal(after.tokens_BL[row], text)
+        assert place_map.length_B[row] == num_left
+        np.testing.assert_array_equal(after_BL[row], text)
 
 
 VOCAB = 30
@@ -352,14 +352,14 @@ def test_the_wavefront_is_that_of_the_document_wave_by_wave():
     for row in range(rows):
         n = length_B[row]
         want_L = greedy_wavefront(exact, hidden_BLD[row, :n], tokens_BL[row, :n], ratio_B[row])
-        np.testing.assert_array_equal(found.draws.tokens_BL[row, :n], want_L)
-        assert (found.draws.tokens_BL[row, n:] == PAD).all()
-        assert not found.draws.logprob_BL[row][~is_hole_BL[row]].any()
-    assert found.bootstrapped_B.max() > 1 and found.waves_B.max() > 3
+        np.testing.assert_array_equal(found.proposal.tokens_BL[row, :n], want_L)
+        assert (found.proposal.tokens_BL[row, n:] == PAD).all()
+        assert not found.proposal.final_logprob_BL[row][~is_hole_BL[row]].any()
+    assert found.counts["bootstrapped"].max() > 1 and found.counts["waves"].max() > 3
     one_row = jax.jit(
         jax.vmap(lambda *row: jax.tree.map(lambda x: x[0], fill(*(x[None] for x in row))))
     )
-    np.testing.assert_array_equal(one_row(*batch).draws.tokens_BL, found.draws.tokens_BL)
+    np.testing.assert_array_equal(one_row(*batch).proposal.tokens_BL, found.proposal.tokens_BL)
 
 
 TOKENIZER = CharacterTokenizer.of("The cat sat. A rat ran.")
@@ -401,11 +401,13 @@ def test_a_step_of_the_loop_is_the_trunk_and_the_fill(fill):
             return dlm_jax.parallel_fill(*canvas, **shared)
         # The positions of an empty canvas are equal, so the row's key for rules chooses the seeds.
         preference_BL = preferences(rule_key_B, jnp.zeros(3, bool), 64)
-        return dlm_jax.wavefront_fill(*canvas, **shared, preference_BL=preference_BL).draws
+        return dlm_jax.wavefront_fill(*canvas, **shared, preference_BL=preference_BL)
 
-    draws = jax.jit(step)(model.params)
+    filled = jax.jit(step)(model.params)
     found_BL = np.asarray(sampler.finish(state).tokens)
     lengths_B = np.asarray(sampler.finish(state).lengths)
     is_kept_BL = np.arange(64) < lengths_B[:, None]
     assert is_kept_BL.sum() > 30
-    np.testing.assert_array_equal(found_BL[is_kept_BL], np.asarray(draws.tokens_BL)[is_kept_BL])
+    np.testing.assert_array_equal(
+        found_BL[is_kept_BL], np.asarray(filled.proposal.tokens_BL)[is_kept_BL]
+    )

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Snapshot, Tried
-from dlm_jax.sampling.edits.moves import Cells, Edits, delete_at, insert_at
+from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
+from dlm_jax.sampling.edits.likelihood import Likelihood
+from dlm_jax.sampling.edits.moves import Edits, delete_at, insert_at
 from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, token_uncertainty
-from dlm_jax.sampling.edits.trial import Likelihood
 from dlm_jax.sampling.edits.uncertainty import Uncertainty
 
 EDIT_RULES: Mapping[str, type[EditRule]] = {rule.name: rule for rule in (Uncertainty, Likelihood)}
@@ -13,13 +13,10 @@ EDIT_RULES: Mapping[str, type[EditRule]] = {rule.name: rule for rule in (Uncerta
 
 __all__ = [
     "EDIT_RULES",
-    "Cells",
     "EditContext",
     "EditRule",
     "Edits",
     "Likelihood",
-    "Snapshot",
-    "Tried",
     "Uncertainty",
     "delete_at",
     "deletion_scores",

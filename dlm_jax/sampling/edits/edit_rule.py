@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.edits.moves import Cells, Edits
+from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.settings import Rule, SettingError
 from dlm_jax.types import Canvas, live_positions
@@ -59,49 +60,18 @@ def places(x_BL: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(x_BL.shape[1], dtype=jnp.int32), x_BL.shape)
 
 
-class Snapshot(NamedTuple):
-    """Predictions of the last forward pass at temperature 1. Values are undefined at holes.
-
-    Attributes:
-      own_BL: float32 log-probability in nats of the token at each position.
-      right_BL: float32 log-probability, at each position, of the token to its right.
-      best_BL: float32 log-probability of the most likely token other than the current one. (At
-          positions drawn in this step, the current token is not excluded.) If the most likely token
-          is banned, this is the log-probability of the current token. None if no rule reads it.
-      is_due_BL: True where the token of `best_BL` equals the token to the right; None if no rule
-          reads it.
-      best_id_BL: int32, id of the token of `best_BL`, -1 if it is banned; None if no rule reads it.
-    """
-
-    own_BL: jax.Array
-    right_BL: jax.Array
-    best_BL: jax.Array | None = None
-    is_due_BL: jax.Array | None = None
-    best_id_BL: jax.Array | None = None
-
-
-class Tried(NamedTuple):
-    """K trial edits per row, with the likelihood gain of each.
-
-    Attributes:
-      edits: edits with a leading axis, ``[K, B, L]`` and ``[K, B]``.
-      is_real_KB: True for trials that exist.
-      gain_KB: float32 gain in nats. The gain is the sum of the log-probabilities of all tokens in
-          the edited text, each predicted from the whole text, minus the same sum for the current
-          text.
-    """
-
-    edits: Edits
-    is_real_KB: jax.Array
-    gain_KB: jax.Array
-
-
 class EditContext(NamedTuple):
-    """The canvas after the commits of a step, as passed to an edit rule.
+    """The canvas after the commits of a step, and the predictions of the step's forward pass for it
+    at temperature 1, in nats; these are undefined at holes.
 
     Attributes:
-      cells: the canvas.
-      snapshot: predictions of the last forward pass for this canvas.
+      tokens_BL: int32; MASK at holes, PAD after the end of the row.
+      frozen_BL: True at given tokens (which can move but never change) and beyond the length.
+      inserted_BL: True at inserted positions, including overwritten ones.
+      mark_BL: True at the marks of the last step's edits, for the cooldown.
+      length_B: int32, number of live positions in each row.
+      own_BL: float32 log-probability of the token at each position.
+      right_BL: float32 log-probability, at each position, of the token to its right.
       is_open_BL: True where edits can delete the token or insert a token before it; only in the
         current block, in rows with edits.
       step_B: int32, index of the next step.
@@ -112,13 +82,23 @@ class EditContext(NamedTuple):
         of frozen tokens; at most the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
-      preference_BL: uint32, priority of each position when scores are tied; see
-        `dlm_jax.sampling.commit.commit_rule.preferences`.
-      tried: results of the rule's trial edits; None if the rule has none.
+      preference_BL: uint32, priority of each position when scores are tied.
+      best_id_BL: int32, most likely id other than the current one, -1 if it is banned; None if the
+        rule does not need it. At positions drawn in this step, the current id is not excluded.
+      best_BL: float32 log-probability of that id, or of the current token if the id is banned.
+      gain: ``(edits, is_real_KB) -> gain_KB``, the gain in nats of K trial edits per row, with a
+        leading axis ``[K, ...]``, each made alone: the sum of the log-probabilities of all tokens
+        in the edited text, each predicted from the whole text, minus the same sum for the current
+        text; -inf for trials that are not real. It takes K + 1 forward passes.
     """
 
-    cells: Cells
-    snapshot: Snapshot
+    tokens_BL: jax.Array
+    frozen_BL: jax.Array
+    inserted_BL: jax.Array
+    mark_BL: jax.Array
+    length_B: jax.Array
+    own_BL: jax.Array
+    right_BL: jax.Array
     is_open_BL: jax.Array
     step_B: jax.Array
     steps_B: jax.Array
@@ -127,7 +107,26 @@ class EditContext(NamedTuple):
     mask_id: int
     space_id: int
     preference_BL: jax.Array | None = None
-    tried: Tried | None = None
+    best_id_BL: jax.Array | None = None
+    best_BL: jax.Array | None = None
+    gain: Callable[[Edits, jax.Array], jax.Array] | None = None
+
+    @property
+    def is_live_BL(self) -> jax.Array:
+        """True at positions of the row."""
+        return live_positions(self.length_B, self.tokens_BL.shape[1])
+
+    @property
+    def is_token_BL(self) -> jax.Array:
+        """True at live positions that are not holes."""
+        return self.is_live_BL & (self.frozen_BL | (self.tokens_BL != self.mask_id))
+
+    @property
+    def is_removable_BL(self) -> jax.Array:
+        """True at tokens that can be edited, are not given, and are no space of the text itself."""
+        is_own_space_BL = (self.tokens_BL == self.space_id) & ~self.inserted_BL
+        is_open_BL = self.is_live_BL & self.is_open_BL
+        return is_open_BL & ~self.frozen_BL & (self.tokens_BL != self.mask_id) & ~is_own_space_BL
 
 
 class EditRule(Rule):
@@ -136,27 +135,13 @@ class EditRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Inputs that the rule reads: ``likeliest``, that is, ``best_BL``, ``is_due_BL`` and
-    ``best_id_BL`` of the snapshot."""
-
-    num_trials: int = 0
-    """Number K of trial edits per row for `select`; static. The K edited texts and the current text
-    are scored, and each scored text requires a forward pass over the row."""
-
-    @classmethod
-    def inserts(cls, row: Any) -> bool:
-        """True if a row with these settings can grow."""
-        return row.edit
-
-    @classmethod
-    def deletes(cls, row: Any) -> bool:
-        """True if a row with these settings can shrink."""
-        return row.edit
+    """Inputs that the rule reads: ``likeliest``, that is, ``best_id_BL`` and ``best_BL`` of the
+    context."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
         """True if the length of a row with these settings can change."""
-        return cls.inserts(row) or cls.deletes(row)
+        return row.edit
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -168,14 +153,12 @@ class EditRule(Rule):
         """bool ``[B]``, True for rows whose length can change; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
-    def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
-        """The inserted id (MASK or the space), for all rows or as int32 ``[B]``."""
-        return mask_id
+    def score(self, context: EditContext) -> Any:
+        """The scores of the edits, in any form."""
+        return ()
 
-    def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The trial edits, ``[K, B, L]``, and bool ``[K, B]``, True where a trial exists."""
-        raise NotImplementedError
-
-    def select(self, context: EditContext) -> Edits:
-        """The edits of each row, in terms of old positions. Only open positions can be edited."""
+    def select(self, context: EditContext, scores: Any) -> Edits:
+        """The edits of each row, in terms of old positions, given the result of `score`. Only open
+        positions can be edited.
+        """
         raise NotImplementedError

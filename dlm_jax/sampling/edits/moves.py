@@ -7,7 +7,7 @@ edit at a time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,7 @@ def insert_at(
 
     Source: variable-length refinement, ``right_shift_``, which writes `fill` at its ``start``.
     """
-    index, (gap, end, fill) = _per_row(x, gap, end, fill)
-    shifted = jnp.where(index == gap, fill, jnp.roll(x, 1, axis=-1))
-    return jnp.where((gap >= 0) & (index >= gap) & (index < end), shifted, x)
+    return _shift(x, gap, fill, end, 1)
 
 
 def delete_at(
@@ -58,39 +56,21 @@ def delete_at(
 
     Source: variable-length refinement, ``left_shift_``.
     """
-    index, (position, end, fill) = _per_row(x, position, end, fill)
-    shifted = jnp.where(index == end - 1, fill, jnp.roll(x, -1, axis=-1))
-    return jnp.where((position >= 0) & (index >= position) & (index < end), shifted, x)
+    return _shift(x, position, fill, end, -1)
 
 
-def _per_row(
-    x: jax.Array, at: ArrayLike, end: ArrayLike | None, fill: ArrayLike
-) -> tuple[jax.Array, list[jax.Array]]:
-    """The indices, ``[1, ..., L]``, and the values of the rows, ``[..., 1]``, of the rank of x."""
-    end = x.shape[-1] if end is None else end
-    values = jnp.asarray(at), jnp.asarray(end), jnp.asarray(fill, x.dtype)
+def _shift(
+    x: jax.Array, at: ArrayLike, fill: ArrayLike, end: ArrayLike | None, by: int
+) -> jax.Array:
+    """The array with the values from `at` to `end` shifted by 1 or -1."""
     index = jnp.arange(x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
-    return index, [
-        value.reshape((1,) * (x.ndim - 1 - value.ndim) + (*value.shape, 1)) for value in values
-    ]
-
-
-class Cells(NamedTuple):
-    """The arrays of the canvas that edits read or change.
-
-    Attributes:
-      tokens_BL: int32; MASK at holes, PAD after the end of the row.
-      frozen_BL: True at given tokens (which can move but never change) and beyond the length.
-      inserted_BL: True at inserted positions, including overwritten ones.
-      mark_BL: True at the marks of the last step's edits, for the cooldown.
-      length_B: int32, number of live positions in each row.
-    """
-
-    tokens_BL: jax.Array
-    frozen_BL: jax.Array
-    inserted_BL: jax.Array
-    mark_BL: jax.Array
-    length_B: jax.Array
+    at, end, fill = (
+        value.reshape((1,) * (x.ndim - 1 - value.ndim) + (*value.shape, 1))
+        for value in map(jnp.asarray, (at, x.shape[-1] if end is None else end, fill))
+    )
+    edge = at if by > 0 else end - 1
+    shifted = jnp.where(index == edge, fill.astype(x.dtype), jnp.roll(x, by, axis=-1))
+    return jnp.where((at >= 0) & (index >= at) & (index < end), shifted, x)
 
 
 class Edits(NamedTuple):
@@ -100,21 +80,22 @@ class Edits(NamedTuple):
       insert_gap_BL: True at g + 1 to insert a token between g and g + 1, and at 0 to insert one
         before the row; live positions only.
       delete_BL: True at tokens to delete; live and unfrozen positions only.
+      token: int32 ids of the inserted tokens: one for all rows, ``[B]``, or ``[B, L]`` by gap.
       refused_B: int32, number of insertions rejected for lack of capacity.
-      token_BL: int32, token to insert into each gap; None for the rule's fixed token.
+      forwards_B: int32, number of forward passes that the choice took.
     """
 
     insert_gap_BL: jax.Array
     delete_BL: jax.Array
-    refused_B: jax.Array
-    token_BL: jax.Array | None = None
+    token: Any
+    refused_B: Any = 0
+    forwards_B: Any = 0
 
 
 class PositionMap(NamedTuple):
     """The map between old and new positions.
 
     Attributes:
-      edits: edits to apply.
       source_BL: int32, old position for each new position; for an insertion, the old position of
         the token after it. Values are non-decreasing over live positions and undefined beyond the
         new length.
@@ -124,7 +105,6 @@ class PositionMap(NamedTuple):
       trimmed_B: int32, number of tokens dropped for lack of capacity.
     """
 
-    edits: Edits
     source_BL: jax.Array
     is_new_BL: jax.Array
     mark_BL: jax.Array
@@ -132,7 +112,9 @@ class PositionMap(NamedTuple):
     trimmed_B: jax.Array
 
 
-def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
+def position_map_of(
+    edits: Edits, frozen_BL: jax.Array, length_B: jax.Array, capacity_B: jax.Array
+) -> PositionMap:
     """The map for the edits of a step. The result equals that of applying all insertions by
     `insert_at` and then all deletions by `delete_at`, one by one.
 
@@ -143,40 +125,30 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
 
     `capacity_B` is at least the row's length and at most ``L``.
     """
-    num_positions = edits.delete_BL.shape[1]
-    is_live_BL = live_positions(cells.length_B, num_positions)
-    is_kept_BL = is_live_BL & ~edits.delete_BL
+    num_positions = frozen_BL.shape[1]
     is_put_BL = edits.insert_gap_BL
+    is_kept_BL = live_positions(length_B, num_positions) & ~edits.delete_BL
     is_moved_in_BL = is_kept_BL & ~is_put_BL & left_of(edits.delete_BL)
     num_left_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
     excess_B1 = jnp.maximum(num_left_B - capacity_B, 0)[:, None]
-    is_loose_BL = is_kept_BL & ~cells.frozen_BL
+    is_loose_BL = is_kept_BL & ~frozen_BL
     loose_BL = is_loose_BL.astype(jnp.int32)
     behind_BL = jax.lax.cumsum(loose_BL + is_put_BL, axis=1, reverse=True) - loose_BL - is_put_BL
     is_kept_BL &= ~is_loose_BL | (behind_BL >= excess_B1)
     is_put_BL &= behind_BL + loose_BL >= excess_B1
     source_BL, is_new_BL = _invert(is_put_BL, is_kept_BL)
     length_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
+    is_moved_in_BL = jnp.take_along_axis(is_moved_in_BL, source_BL, axis=1)
     return PositionMap(
-        edits=edits,
         source_BL=source_BL,
         is_new_BL=is_new_BL,
-        mark_BL=is_new_BL
-        | (
-            jnp.take_along_axis(is_moved_in_BL, source_BL, axis=1)
-            & live_positions(length_B, num_positions)
-        ),
+        mark_BL=is_new_BL | (is_moved_in_BL & live_positions(length_B, num_positions)),
         length_B=length_B,
         trimmed_B=num_left_B - length_B,
     )
 
 
-def moved(
-    position_map: PositionMap,
-    x_BL: jax.Array,
-    fill: jax.Array | float,
-    beyond: jax.Array | float | None = None,
-) -> jax.Array:
+def moved(position_map: PositionMap, x_BL: jax.Array, fill: Any, beyond: Any = None) -> jax.Array:
     """Moves the values of `x_BL` to their new positions.
 
     Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]``, read at the old
@@ -189,25 +161,9 @@ def moved(
     else:
         fill_11 = jnp.take_along_axis(fill_11, position_map.source_BL, axis=1)
     beyond_11 = fill_11 if beyond is None else jnp.asarray(beyond, x_BL.dtype).reshape(-1, 1)
-    found_BL = jnp.take_along_axis(x_BL, position_map.source_BL, axis=1)
+    old_BL = jnp.take_along_axis(x_BL, position_map.source_BL, axis=1)
     is_live_BL = live_positions(position_map.length_B, x_BL.shape[1])
-    return jnp.where(is_live_BL, jnp.where(position_map.is_new_BL, fill_11, found_BL), beyond_11)
-
-
-def moved_cells(
-    position_map: PositionMap, cells: Cells, inserted: jax.Array | int, *, pad_id: int
-) -> Cells:
-    """The canvas after the edits of a map.
-
-    `inserted` is the id for insertions: a scalar, int32 ``[B]``, or ``[B, L]``, as in `moved`.
-    """
-    return Cells(
-        tokens_BL=moved(position_map, cells.tokens_BL, inserted, pad_id),
-        frozen_BL=moved(position_map, cells.frozen_BL, False, True),
-        inserted_BL=moved(position_map, cells.inserted_BL, True, False),
-        mark_BL=position_map.mark_BL,
-        length_B=position_map.length_B,
-    )
+    return jnp.where(is_live_BL, jnp.where(position_map.is_new_BL, fill_11, old_BL), beyond_11)
 
 
 def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Array:

@@ -12,48 +12,41 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from dlm_jax.sampling.edits.edit_rule import EditContext, Snapshot
+from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
 from dlm_jax.sampling.program import Program
-from dlm_jax.types import Params, live_positions, right_of
+from dlm_jax.types import Params, right_of
 
-LEAST = -100.0
-"""Log-probability in nats that is assigned to impossible tokens. The value is finite, so that texts
-that share such a token can be compared."""
-_FAR = 2**30
 _CHUNK = 2048
 
 
-def take_snapshot(
+def read_logprobs(
     program: Program,
     params: Params,
     output: TrunkOutput,
     total_BL: jax.Array,
-    best_BL: jax.Array | None,
+    best_id_BL: jax.Array | None,
     tokens_BL: jax.Array,
-    is_wanted_BL: jax.Array,
-) -> Snapshot:
-    """Predictions of a step's forward pass for the current tokens, at temperature 1.
+    is_read_BL: jax.Array,
+) -> jax.Array:
+    """float32 ``[2, B, L]`` or ``[3, B, L]``: log-probabilities in nats, at temperature 1, of the
+    token at each position, of its right neighbour, and of the most likely id, if it is given.
 
-    If the network supports it (`Network.logits_of`), only two or three logits per position are
-    computed from the output matrix, because the log-normaliser is already known. Each device reads
-    its own rows.
-
-    `total_BL` is the log-normaliser at each position. `best_BL` is the most likely id, -1 if it is
-    banned, or None if no rule reads it.
+    If the network supports it (`Network.logits_of`), only these logits are computed from the output
+    matrix, because the log-normaliser `total_BL` is already known. Each device reads its own rows.
+    `best_id_BL` is -1 where the id is banned; the third entry is then that of the token.
     """
     network = program.network
 
-    def read(params: Params, rows: tuple[Any, ...]) -> Snapshot:
-        output, total_BL, best_BL, tokens_BL, is_wanted_BL = rows
+    def read(params: Params, rows: tuple[Any, ...]) -> jax.Array:
+        output, total_BL, best_id_BL, tokens_BL, is_read_BL = rows
         # The last position has no right neighbour. Its entry is never read.
-        right_BL = right_of(tokens_BL)
-        asked = [tokens_BL, right_BL]
-        if best_BL is not None:
-            asked.append(jnp.where(best_BL < 0, tokens_BL, best_BL))
-        ids_BLK = jnp.stack(asked, axis=2)
+        ids = [tokens_BL, right_of(tokens_BL)]
+        if best_id_BL is not None:
+            ids.append(jnp.where(best_id_BL < 0, tokens_BL, best_id_BL))
+        ids_BLK = jnp.stack(ids, axis=2)
 
-        def logprob(found_BLK: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+        def logprob(old_BLK: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
             ids_NK, logits_of = at_places(ids_BLK, places_N), network.logits_of
             if logits_of is None:
                 logits_NV = output.logits(network, params, places_N)
@@ -61,17 +54,13 @@ def take_snapshot(
             else:
                 logits_NK = output.read(lambda x_ND: logits_of(params, x_ND, ids_NK), places_N)
             total_N1 = at_places(total_BL, places_N)[:, None]
-            return put(found_BLK, places_N, is_real_N, jnp.minimum(logits_NK - total_N1, 0.0))
+            return put(old_BLK, places_N, is_real_N, jnp.minimum(logits_NK - total_N1, 0.0))
 
         chunk = program.chunk if network.logits_of is None else _CHUNK
-        none_BLK = jnp.zeros(ids_BLK.shape, jnp.float32)
-        found_BLK = fold(is_wanted_BL, chunk, logprob, none_BLK)
-        found_KBL = jnp.moveaxis(found_BLK, 2, 0)
-        if best_BL is None:
-            return Snapshot(*found_KBL)
-        return Snapshot(*found_KBL, is_due_BL=best_BL == right_BL, best_id_BL=best_BL)
+        return fold(is_read_BL, chunk, logprob, jnp.zeros(ids_BLK.shape, jnp.float32))
 
-    return program.by_rows(read)(params, (output, total_BL, best_BL, tokens_BL, is_wanted_BL))
+    rows = output, total_BL, best_id_BL, tokens_BL, is_read_BL
+    return jnp.moveaxis(program.by_rows(read)(params, rows), 2, 0)
 
 
 def token_uncertainty(logprob: ArrayLike, is_scored: ArrayLike) -> jax.Array:
@@ -106,10 +95,10 @@ def gap_scores(uncertainty: ArrayLike) -> jax.Array:
 
 def may_be_led(context: EditContext) -> jax.Array:
     """True at generated tokens where the most likely other token is not the right neighbour."""
-    assert context.snapshot.is_due_BL is not None
-    is_token_BL = is_token(context)
-    goes_next_BL = right_of(is_token_BL) & context.snapshot.is_due_BL
-    return is_token_BL & ~context.cells.frozen_BL & ~goes_next_BL
+    assert context.best_id_BL is not None
+    is_token_BL, is_due_BL = context.is_token_BL, context.best_id_BL == right_of(context.tokens_BL)
+    goes_next_BL = right_of(is_token_BL) & is_due_BL
+    return is_token_BL & ~context.frozen_BL & ~goes_next_BL
 
 
 def deletion_scores(
@@ -140,35 +129,11 @@ def deletion_scores(
     ``probs[0, 1:-1, n]`` there is an outer product; here, each position reads its own distribution.
     """
     margin, lookahead = (jnp.asarray(value)[..., None] for value in (margin, lookahead))
-    is_pair, lead = _lead_of_next(logprob, right_logprob, is_token)
-    gain = jnp.where(is_pair, jnp.maximum(lead - margin, 0.0), 0.0)
+    gain = jnp.maximum(fit_of_next(logprob, right_logprob, is_token) - margin, 0.0)
     return gain + lookahead * right_of(gain)
 
 
 def fit_of_next(logprob: ArrayLike, right_logprob: ArrayLike, is_token: ArrayLike) -> jax.Array:
     """``[..., L]`` in [-1, 1]: D1, as defined in `deletion_scores`; -1 where D1 involves a hole."""
-    return jnp.where(*_lead_of_next(logprob, right_logprob, is_token), -1.0)
-
-
-def _lead_of_next(
-    logprob: ArrayLike, right_logprob: ArrayLike, is_token: ArrayLike
-) -> tuple[jax.Array, jax.Array]:
-    """True at tokens with a token to the right, and D1."""
-    is_token = jnp.asarray(is_token)
-    return is_token & right_of(is_token), jnp.exp(right_logprob) - jnp.exp(logprob)
-
-
-def is_token(context: EditContext) -> jax.Array:
-    """True at live positions that are not holes."""
-    cells = context.cells
-    is_live_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
-    return is_live_BL & (cells.frozen_BL | (cells.tokens_BL != context.mask_id))
-
-
-def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
-    """True at positions within `reach_B` of a mark; False everywhere if `reach_B` is 0."""
-    place_BL = jnp.broadcast_to(jnp.arange(mark_BL.shape[1]), mark_BL.shape)
-    left_BL = jax.lax.cummax(jnp.where(mark_BL, place_BL, -_FAR), axis=1)
-    right_BL = jax.lax.cummin(jnp.where(mark_BL, place_BL, _FAR), axis=1, reverse=True)
-    distance_BL = jnp.minimum(place_BL - left_BL, right_BL - place_BL)
-    return (distance_BL <= reach_B[:, None]) & (reach_B > 0)[:, None]
+    is_pair = jnp.asarray(is_token) & right_of(jnp.asarray(is_token))
+    return jnp.where(is_pair, jnp.exp(right_logprob) - jnp.exp(logprob), -1.0)

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 
 from dlm_jax.sampling.propose.constrained import Constrained
 from dlm_jax.sampling.propose.fill import (
-    CandidateWriter,
-    Filled,
+    FillInput,
+    FillOutput,
     FillRule,
     Parallel,
-    Reader,
-    Wanted,
     parallel_fill,
 )
 from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront, wavefront_fill
@@ -21,14 +19,12 @@ FILL_RULES: Mapping[str, type[FillRule]] = {
 
 __all__ = [
     "FILL_RULES",
-    "CandidateWriter",
     "Constrained",
+    "FillInput",
+    "FillOutput",
     "FillRule",
-    "Filled",
     "Parallel",
-    "Reader",
     "SamplerReadout",
-    "Wanted",
     "Wavefront",
     "parallel_fill",
     "wavefront_fill",

@@ -16,19 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
-from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.positions import fold, place_of_largest, put
-from dlm_jax.sampling.propose.fill import (
-    CandidateWriter,
-    Filled,
-    FillRule,
-    Reader,
-    Wanted,
-    no_candidates,
-)
+from dlm_jax.sampling.propose.fill import FillInput, FillOutput, FillRule
 from dlm_jax.sampling.transforms.structure import STRUCTURE, automaton_of
 from dlm_jax.sampling.transforms.transform import At
-from dlm_jax.settings import UNSET, SettingError, per_row, rule
+from dlm_jax.settings import UNSET, SettingError, per_row, require, rule
 from dlm_jax.structured.automaton import Arcs, stack_arcs
 from dlm_jax.types import left_of, live_positions, right_of
 
@@ -78,111 +70,110 @@ class Constrained(FillRule):
     """
 
     about = "jointly, as a match of the row's structure; in parallel in rows without a structure"
-    holds_structure = True
-    drawn = "together"
+    otherwise = "parallel"
+    """Name of the fill for rows without structure."""
 
     arcs: Arcs = per_row(STRUCTURE)
 
     @classmethod
-    def is_used(cls, row: Any) -> bool:
-        return row.structure != ""
-
-    @classmethod
     def check(cls, row: Any) -> None:
+        commit, remedy = row.table.commit[row.order], "for example, use order='threshold'"
         why = f"changes tokens of a match that fill={cls.name!r} draws jointly"
-        for name, is_used in (("edit", row.edits), ("resample", row.resample)):
-            if is_used:
-                raise SettingError(name, True, why, f"use {name}=False")
-        if row.renoises:
-            raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
-        if row.table.commit[row.order].rewrites is not None:
-            raise SettingError("order", row.order, why, "for example, use order='threshold'")
-        if "candidates" in row.table.commit[row.order].needs:
-            why = f"stores candidates, but fill={cls.name!r} redraws them"
-            raise SettingError("order", row.order, why, "for example, use order='threshold'")
-        if row.ignore_eos:
-            raise SettingError(
-                "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
-            )
+        require(not row.edits, "edit", True, why, "use edit=False")
+        require(not row.resample, "resample", True, why, "use resample=False")
+        require(not row.renoises, "renoise_start", UNSET, why, "leave re-noise off")
+        require(commit.rewrites is None, "order", row.order, why, remedy)
+        why = f"stores candidates, but fill={cls.name!r} redraws them"
+        require("candidates" not in commit.needs, "order", row.order, why, remedy)
+        why = "ends with EOS, which ignore_eos bans"
+        require(not row.ignore_eos, "structure", UNSET, why, "remove one of them")
+        why = f"depends on draws of single tokens, but fill={cls.name!r} draws them jointly"
         for used in row.table.chained(row):
             if used.reads_final_logprob and used.is_used(row):
                 name = next(s.name for s in used.settings() if s.activates)
-                raise SettingError(
-                    name,
-                    getattr(row, name),
-                    f"depends on draws of single tokens, but fill={cls.name!r} draws them jointly",
-                    f"leave {name} at its default",
-                )
+                raise SettingError(name, getattr(row, name), why, f"leave {name} at its default")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         arcs = automaton_of(row).arcs
-        if arcs.is_member_CK.size > _MOST_MEMBERS or arcs.next_DS.size > _MOST_ARCS:
-            classes, labels = arcs.is_member_CK.shape
-            raise SettingError(
-                "structure",
-                UNSET,
-                f"has {labels} sets of {classes} classes of ids, too many for fill={cls.name!r}",
-                "use fill='parallel', or a shorter structure",
-                others=["fill"],
-            )
+        classes, labels = arcs.is_member_CK.shape
+        require(
+            arcs.is_member_CK.size <= _MOST_MEMBERS and arcs.next_DS.size <= _MOST_ARCS,
+            "structure",
+            UNSET,
+            f"has {labels} sets of {classes} classes of ids, too many for fill={cls.name!r}",
+            "use fill='parallel', or a shorter structure",
+            "fill",
+        )
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
         return cls(stack_arcs([automaton_of(row) for row in rows]))
 
-    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates, with confidence and log-probability under the clean logits."""
-        found, seen = self._read(reader, writer, wanted)
-        return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
+    def propose(self, fill: FillInput) -> FillOutput:
+        """The independently drawn candidates if they match, otherwise a jointly drawn match, with
+        confidence and log-probability under the clean logits.
+        """
+        out, seen = self._read(fill)
+        places = self._places(fill, out.proposal.tokens_BL, seen)
+        arc_wait_BLD, class_wait_BLC = self._arrivals(fill, places)
+        fits_B, arc_BL = self._walk(places, self._messages(places), arc_wait_BLD)
+        is_new_BL, drawn = places.is_open_BL & ~fits_B[:, None], out.proposal
+        tokens_BL, logprob_BL, confidence_BL = (
+            jnp.where(is_new_BL, new_BL, old_BL)
+            for new_BL, old_BL in zip(
+                self._of_arcs(seen, arc_BL, class_wait_BLC),
+                (drawn.tokens_BL, drawn.logprob_BL, drawn.confidence_BL),
+                strict=True,
+            )
+        )
+        return out._replace(
+            proposal=drawn._replace(
+                tokens_BL=tokens_BL, logprob_BL=logprob_BL, confidence_BL=confidence_BL
+            )
+        )
 
-    def _read(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> tuple[Filled, Seen]:
+    def _read(self, fill: FillInput) -> tuple[FillOutput, Seen]:
         """Independent candidates of the LM head, and the `Seen` of each open position."""
-        own_BL = writer.own_BL
-        is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
         first_BC = self._first_blocks()
 
         def draw(
-            carry: tuple[Filled, Seen], places_N: jax.Array, is_real_N: jax.Array
-        ) -> tuple[Filled, Seen]:
-            found, seen = carry
-            clean_NV = reader.logits(places_N)
-            now = self._seen(writer, first_BC, places_N, is_real_N, clean_NV)
-            return (
-                writer.write(found, places_N, is_real_N, clean_NV),
-                put(seen, places_N, is_real_N, now),
-            )
+            carry: tuple[FillOutput, Seen], places_N: jax.Array, is_real_N: jax.Array
+        ) -> tuple[FillOutput, Seen]:
+            out, seen = carry
+            clean_NV = fill.logits(places_N)
+            new = self._see(fill, first_BC, places_N, is_real_N, clean_NV)
+            out = fill.draw(out, places_N, is_real_N, clean_NV)
+            return out, put(seen, places_N, is_real_N, new)
 
         num_classes = self.arcs.is_member_CK.shape[1]
-        each_BLC = jnp.zeros((*wanted.is_open_BL.shape, num_classes), jnp.float32)
+        each_BLC = jnp.zeros((*fill.is_open_BL.shape, num_classes), jnp.float32)
         none = Seen(each_BLC, jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC)
-        start = no_candidates(wanted), none
-        return fold(is_read_BL, reader.chunk, draw, start)
+        return fold(fill.is_read_BL, fill.chunk, draw, (fill.start(), none))
 
     def _first_blocks(self) -> jax.Array:
         """Index of the first block of each class, ``[B, C]``."""
         class_1C = jnp.arange(self.arcs.is_member_CK.shape[1])[None]
         return jnp.sum(self.arcs.class_M[:, :, None] < class_1C[:, None], axis=1)
 
-    def _seen(
+    def _see(
         self,
-        writer: CandidateWriter,
+        fill: FillInput,
         first_BC: jax.Array,
         places_N: jax.Array,
         is_real_N: jax.Array,
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> Seen:
-        """The `Seen` of the positions of a chunk, ``[N, ...]``; see `CandidateWriter.write`."""
-        at = writer.at(places_N, is_real_N, None if drawable_NV is None else is_real_N)
+        """The `Seen` of the positions of a chunk, ``[N, ...]``; see `FillInput.draw`."""
+        at = fill.at(places_N, is_real_N, None if drawable_NV is None else is_real_N)
         row_N, key_N = at.row_N, at.key_N
         clean_NV = clean_NV.astype(jnp.float32)
-        final_NV = writer.chain.apply(
-            writer.prepared, clean_NV if drawable_NV is None else drawable_NV, at
-        )
-        is_greedy_N = writer.chain.is_greedy(at)
-        ids_NJM = self.arcs.ids_JM[row_N]
-        left_NJM, class_NM = _of_ids(final_NV, ids_NJM), self.arcs.class_M[row_N]
+        from_NV = clean_NV if drawable_NV is None else drawable_NV
+        final_NV = fill.chain.apply(fill.prepared, from_NV, at)
+        is_greedy_N = fill.chain.is_greedy(at)
+        ids_NJM, class_NM = self.arcs.ids_JM[row_N], self.arcs.class_M[row_N]
+        left_NJM = _of_ids(final_NV, ids_NJM)
         weight_NC, block_NC = _by_sums(left_NJM, class_NM, first_BC[row_N], key_N)
         is_class_NC = jnp.any(self.arcs.is_member_CK, axis=2)[row_N]
         is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
@@ -199,10 +190,9 @@ class Constrained(FillRule):
             is_cut_NJM = (ids_NJM >= 0) & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
             all_NJM = jnp.where(is_cut_NJM, below_NJM, left_NJM)
             exact = _by_peaks(all_NJM, class_NM, key_N, is_greedy_N, weight_NC.shape[1])
-            is_small_N1 = is_small_N[:, None]
             exact_NC, place_NC = (
-                jnp.where(is_small_N1, exact[0], weight_NC),
-                jnp.where(is_small_N1, exact[1], block_NC),
+                jnp.where(is_small_N[:, None], x_NC, y_NC)
+                for x_NC, y_NC in zip(exact, (weight_NC, block_NC), strict=True)
             )
             return exact_NC, place_NC, member_of(all_NJM, place_NC)
 
@@ -213,9 +203,12 @@ class Constrained(FillRule):
             lambda: (weight_NC, block_NC, member_of(left_NJM, block_NC)),
         )
         place_NC = member_NC * class_NM.shape[1] + block_NC
-        ids_NC = _take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
-        ids_NC = jnp.maximum(ids_NC, 0)
-        logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at, drawable_NV)
+        ids_NC = jnp.maximum(_take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1), 0)
+        logprob_NC, confidence_NC = jax.vmap(
+            lambda ids_N: fill.score_ids(clean_NV, ids_N, at, drawable_NV)[:2],
+            in_axes=1,
+            out_axes=1,
+        )(ids_NC)
         return Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
 
     def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
@@ -241,26 +234,11 @@ class Constrained(FillRule):
 
         return jax.lax.cond(jnp.any(is_small_BL), small, lambda: label_BLK)
 
-    def _matching(
-        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: Seen
-    ) -> Proposal:
-        """The independently drawn candidates if they match, otherwise a jointly drawn match."""
-        places = self._places(writer, wanted, drawn, seen)
-        arc_wait_BLD, class_wait_BLC = self._arrivals(writer, places)
-        fits_B, arc_BL = self._walked(places, self._messages(places), arc_wait_BLD)
-        ids_BL, logprob_BL, confidence_BL = self._of_arcs(seen, arc_BL, class_wait_BLC)
-        is_new_BL = places.is_open_BL & ~fits_B[:, None]
-        return drawn._replace(
-            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
-            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
-            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
-        )
-
-    def _arrivals(self, writer: CandidateWriter, places: Places) -> tuple[jax.Array, jax.Array]:
+    def _arrivals(self, fill: FillInput, places: Places) -> tuple[jax.Array, jax.Array]:
         """Arrival times (`_waits`) of arcs, ``[B, L, D]``, and classes, ``[B, L, C]``."""
         num_rows, num_positions = places.is_open_BL.shape
         place_P = jnp.arange(num_rows * num_positions)
-        key_P = writer.at(place_P, place_P >= 0).key_N
+        key_P = fill.at(place_P, place_P >= 0).key_N
 
         def waits(salt: int, size: int) -> jax.Array:
             wait_PX = _waits(salted(key_P, salt), size)
@@ -282,36 +260,31 @@ class Constrained(FillRule):
         )
         return ids_BL, logprob_BL, confidence_BL
 
-    def _places(
-        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: Seen
-    ) -> Places:
+    def _places(self, fill: FillInput, drawn_BL: jax.Array, seen: Seen) -> Places:
         """The `Places` of the canvas, with the candidates at the open positions."""
-        num_rows, num_positions = wanted.is_open_BL.shape
-        assert wanted.is_given_BL is not None, "the step passes the given tokens"
-        begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
+        num_rows, num_positions = fill.is_open_BL.shape
+        assert fill.is_given_BL is not None, "the step passes the given tokens"
+        begin_B1 = place_of_largest(~fill.is_given_BL)[:, None]
         is_text_BL = jnp.arange(num_positions)[None] >= begin_B1
-        is_text_BL &= live_positions(wanted.length_B, num_positions)
-        is_open_BL = wanted.is_open_BL & is_text_BL
-        is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
+        is_text_BL &= live_positions(fill.length_B, num_positions)
+        is_open_BL = fill.is_open_BL & is_text_BL
+        is_wild_BL = is_text_BL & ~is_open_BL & ~fill.is_seen_BL
         # A token follows the arcs whose label contains its class. A hole that the step does not
         # fill follows all arcs.
-        token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
+        token_BL = jnp.where(is_open_BL, drawn_BL, fill.tokens_BL)
         token_BL = jnp.clip(token_BL, 0, self.arcs.class_of_V.shape[1] - 1)
         class_BL = _take(self.arcs.class_of_V, token_BL, axis=1).astype(jnp.int32)
         has_BLK = _take(self.arcs.is_member_CK, class_BL[:, :, None], axis=1)
         is_label_B1K = jnp.any(self.arcs.is_member_CK, axis=1, keepdims=True)
         stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BLK)
         rows_B = jnp.arange(num_rows)
-        is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
-        label_BLK = self._labels(seen.weight, is_open_BL & is_greedy_B[:, None])
-        return Places(
-            is_open_BL,
-            is_text_BL,
-            is_wild_BL,
-            ~is_open_BL | is_greedy_B[:, None],
-            class_BL,
-            jnp.where(is_open_BL[:, :, None], label_BLK, jnp.where(stands_BLK, 0.0, -jnp.inf)),
+        is_greedy_B1 = fill.chain.is_greedy(At(rows_B, rows_B, fill.key_B, rows_B >= 0))[:, None]
+        label_BLK = self._labels(seen.weight, is_open_BL & is_greedy_B1)
+        label_BLK = jnp.where(
+            is_open_BL[:, :, None], label_BLK, jnp.where(stands_BLK, 0.0, -jnp.inf)
         )
+        takes_best_BL = ~is_open_BL | is_greedy_B1
+        return Places(is_open_BL, is_text_BL, is_wild_BL, takes_best_BL, class_BL, label_BLK)
 
     def _messages(self, places: Places) -> jax.Array:
         """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
@@ -332,7 +305,7 @@ class Constrained(FillRule):
         end_BS = jnp.where(self.arcs.is_final_S, 0.0, -jnp.inf)
         return jax.lax.scan(back, end_BS, by_place, reverse=True)[1]
 
-    def _walked(
+    def _walk(
         self, places: Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns True ``[B]`` where the independent candidates match, and the labels ``[B, L]`` of
@@ -340,36 +313,30 @@ class Constrained(FillRule):
         """
         rows_B = jnp.arange(self.arcs.start.size)
 
-        def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
-            behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
-            arc_B, drawn_B = self._next(states.drawn_B, behind_BS, wait_BD, label_BK)
-            # Independent candidates are followed in the same way, up to the first hole that is not
-            # filled.
-            arc_BD, next_BD = self._leaving(states.own_B)
-            leads_BD = self.arcs.is_member_CK[rows_B[:, None], class_B[:, None], arc_BD]
-            own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
-            is_known_B = states.is_known_B & ~is_wild_B
-            fits_B = jnp.where(is_known_B, behind_BS[rows_B, own_B] > -jnp.inf, ~is_open_B)
-            now = _States(
-                jnp.where(is_text_B, drawn_B, states.drawn_B),
-                jnp.where(is_text_B, own_B, states.own_B),
-                states.fits_B & (fits_B | ~is_text_B),
+        def forth(states: tuple[jax.Array, ...], at_one: Any) -> Any:
+            # The state of the drawn match and that of the independent candidates, which are
+            # followed up to the first hole that is not filled, and whether they match.
+            drawn_B, own_B, fits_B, is_known_B = states
+            behind_BS, wait_BD, at = at_one
+            arc_B, next_B = self._next(drawn_B, behind_BS, wait_BD, at.label_BLK)
+            arc_BD, next_BD = self._leaving(own_B)
+            leads_BD = self.arcs.is_member_CK[rows_B[:, None], at.class_BL[:, None], arc_BD]
+            own_next_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
+            is_known_B &= ~at.is_wild_BL
+            can_match_B = behind_BS[rows_B, own_next_B] > -jnp.inf
+            can_match_B = jnp.where(is_known_B, can_match_B, ~at.is_open_BL)
+            states = (
+                jnp.where(at.is_text_BL, next_B, drawn_B),
+                jnp.where(at.is_text_BL, own_next_B, own_B),
+                fits_B & (can_match_B | ~at.is_text_BL),
                 is_known_B,
             )
-            return now, arc_B
+            return states, arc_B
 
-        by_place = (
-            behind_LBS,
-            wait_BLD.swapaxes(0, 1),
-            places.label_BLK.swapaxes(0, 1),
-            places.class_BL.T,
-            places.is_text_BL.T,
-            places.is_open_BL.T,
-            places.is_wild_BL.T,
-        )
-        begin = _States(self.arcs.start, self.arcs.start, rows_B >= 0, rows_B >= 0)
-        end, arc_LB = jax.lax.scan(forth, begin, by_place)
-        return end.fits_B, arc_LB.T
+        wait_LBD, at_L = jax.tree.map(lambda x_BL: x_BL.swapaxes(0, 1), (wait_BLD, places))
+        begin = self.arcs.start, self.arcs.start, rows_B >= 0, rows_B >= 0
+        end, arc_LB = jax.lax.scan(forth, begin, (behind_LBS, wait_LBD, at_L))
+        return end[2], arc_LB.T
 
     def _leaving(self, state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The labels and the target states of the arcs of each row's state, ``[B, D]``."""
@@ -405,22 +372,6 @@ class Places(NamedTuple):
     takes_best_BL: jax.Array
     class_BL: jax.Array
     label_BLK: jax.Array
-
-
-class _States(NamedTuple):
-    """States of the left-to-right walks over the automaton, ``[B]``.
-
-    Attributes:
-      drawn_B: int32, state of the drawn match.
-      own_B: int32, state of the independent candidates.
-      fits_B: True while the independent candidates are part of a match.
-      is_known_B: True up to the first hole that the step does not fill.
-    """
-
-    drawn_B: jax.Array
-    own_B: jax.Array
-    fits_B: jax.Array
-    is_known_B: jax.Array
 
 
 def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:

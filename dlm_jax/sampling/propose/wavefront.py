@@ -7,9 +7,10 @@ is proportional to the number of holes (`docs/readings.md`, readings of the samp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +18,17 @@ from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import most, preferences, reaches
-from dlm_jax.sampling.positions import (
-    TrunkOutput,
-    at_places,
-    chunk_size,
-    fold,
-    put,
-    returned,
-    wave_chunk,
-)
+from dlm_jax.sampling.positions import at_places, fold, put, returned, wave_chunk
 from dlm_jax.sampling.propose.fill import (
-    CandidateWriter,
-    Filled,
+    DrawLogits,
+    FillInput,
+    FillOutput,
     FillRule,
-    Reader,
-    Source,
-    Wanted,
-    draw_tokens,
-    no_candidates,
+    standalone_fill,
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
-from dlm_jax.types import Network, Params, left_of, live_positions
+from dlm_jax.types import Network, Params, left_of
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""
@@ -150,6 +140,7 @@ SAMPLER_TEMPERATURE = Setting(
     "wavefront: divisor of the sampler head's logits before the chain",
     low=ABOVE_ZERO,
     high=1e6,
+    is_preset=True,
 )
 
 
@@ -166,8 +157,7 @@ class SamplerReadout:
         a neighbour, to the head's first layer.
       from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from the
         summed contributions of the neighbours. `sides` and `from_sides` save most of the
-        computation if few distinct tokens are neighbours of many positions. If None, only `readout`
-        is used.
+        computation if few distinct tokens are neighbours of many positions. Both may be None.
     """
 
     readout: Callable[..., jax.Array]
@@ -176,33 +166,17 @@ class SamplerReadout:
     from_sides: Callable[..., jax.Array] | None = None
 
 
-class WavefrontFill(NamedTuple):
-    """The result of `wavefront_fill`.
-
-    Attributes:
-      draws: the drawn tokens, `TokenDraws`; with an argument `draw`, the last result of it.
-      level_BL: int32, order of the draws: 0 at starting positions, larger in later waves (two
-        levels per wave, for even and odd positions), -1 at visible tokens. A token depends on the
-        tokens of lower levels. Positions that are neither open nor visible have level 2^30.
-      waves_B: int32, number of waves after the starting positions.
-      bootstrapped_B: int32, number of starting positions, which the LM head draws.
-    """
-
-    draws: Any
-    level_BL: jax.Array
-    waves_B: jax.Array
-    bootstrapped_B: jax.Array
-
-
 def wavefront_fill(
     params: Params,
-    hidden_BLD: jax.Array | TrunkOutput,
+    hidden_BLD: jax.Array,
     tokens_BL: jax.Array,
     key_B: jax.Array,
     *,
     network: Network,
     is_open_BL: jax.Array,
     length_B: jax.Array | None = None,
+    is_seen_BL: jax.Array | None = None,
+    preference_BL: jax.Array | None = None,
     ratio: ArrayLike = 0.01,
     is_spread: ArrayLike = False,
     is_alternating: ArrayLike = False,
@@ -210,20 +184,16 @@ def wavefront_fill(
     temperature: ArrayLike = 1.0,
     settings: Mapping[str, Any] | Chain | None = None,
     banned_ids: tuple[int, ...] = (),
-    is_seen_BL: jax.Array | None = None,
-    is_read_BL: jax.Array | None = None,
-    preference_BL: jax.Array | None = None,
-    is_joint: bool = False,
     chunk: int | None = None,
-    draws: Any = None,
-    draw: Callable[..., Any] | None = None,
-) -> WavefrontFill:
-    """The canvas with a token at each open position, drawn in waves given the neighbours.
+) -> FillOutput:
+    """A token for each open position, drawn in waves by the sampler head, given the neighbours.
 
-    `Wavefront` describes the algorithm, and its step calls this function. It can be jitted and
-    vmapped: ``network``, ``banned_ids``, ``is_joint``, ``chunk`` and ``draw`` are static, and
-    everything else is traced. Arguments written ``[B]`` also accept one value for all rows. A row's
-    tokens depend only on its own arguments.
+    `Wavefront` describes the algorithm. The function can be jitted and vmapped: ``network``,
+    ``banned_ids`` and ``chunk`` are static, and everything else is traced. Arguments written
+    ``[B]`` also accept one value for all rows. A row's tokens depend only on its own arguments. In
+    the result, ``proposal.tokens_BL`` is the canvas with the drawn tokens,
+    ``proposal.final_logprob_BL`` are their log-probabilities after the chain, ``level_BL`` is the
+    order of the draws, and ``counts`` has the waves and the starting positions of each row.
 
     Args:
       params: the network's parameters.
@@ -233,6 +203,9 @@ def wavefront_fill(
       network: a network with ``heads["sampler"]``, a `SamplerReadout`.
       is_open_BL: True at the positions to fill, usually ``tokens_BL == mask_id``.
       length_B: int32, number of live positions in each row; None if all are live.
+      is_seen_BL: True at tokens that are neighbours of open positions; None means all live
+        positions that are not open.
+      preference_BL: uint32, priority of equally confident positions; None derives it from the keys.
       ratio: ``[B]`` in (0, 1], the share of positions without a visible token at either end of
         their run that start waves, at least one.
       is_spread: ``[B]``, True to spread starting positions evenly over the row.
@@ -243,18 +216,7 @@ def wavefront_fill(
         ``[B]`` values.
       banned_ids: ids that are never drawn and that the choice of starting positions ignores,
         usually those of MASK and PAD.
-      is_seen_BL: True at tokens that are neighbours of open positions; None means all live
-        positions that are not open.
-      is_read_BL: True at other positions for which a given `draw` gets the LM head's logits.
-      preference_BL: uint32, priority of equally confident positions; None derives it from the keys.
-      is_joint: True to draw also the starting positions from the sampler head, without neighbours
-        of a lower level.
       chunk: number of positions per readout of the LM head; None chooses it for the device.
-      draws: the first argument of the first call to `draw`, with an attribute ``tokens_BL``.
-      draw: ``(draws, places_N, is_real_N, clean_NV, drawable_NV=None) -> draws``, which draws
-        tokens at places ``row * L + index`` where `is_real_N` is True, and returns the canvas with
-        them in ``tokens_BL``. ``clean_NV`` are the logits of the head, and ``drawable_NV`` those
-        after the temperature of the sampler head. None draws with `sample_logits`.
 
     Raises:
       KeyError: the network has no sampler head.
@@ -265,70 +227,24 @@ def wavefront_fill(
     are drawn from the LM head (`docs/readings.md`).
     """
     num_rows, num_positions = tokens_BL.shape
-    output = hidden_BLD if isinstance(hidden_BLD, TrunkOutput) else TrunkOutput(hidden_BLD)
-    reader = Reader(network, params, output, chunk or chunk_size(network.vocab_size))
-    if length_B is None:
-        length_B = jnp.full(num_rows, num_positions, jnp.int32)
-    if is_seen_BL is None:
-        is_seen_BL = live_positions(length_B, num_positions)
-    is_seen_BL = is_seen_BL & ~is_open_BL
-    ratio_B, is_spread_B, is_alternating_B, is_one_sided_B, temperature_B = (
-        jnp.broadcast_to(value, (num_rows,))
-        for value in (ratio, is_spread, is_alternating, is_one_sided, temperature)
+    if preference_BL is None:
+        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
+    values = ratio, is_spread, is_alternating, temperature, is_one_sided
+    return standalone_fill(
+        Wavefront(*(jnp.broadcast_to(value, (num_rows,)) for value in values)),
+        params,
+        hidden_BLD,
+        tokens_BL,
+        key_B,
+        network=network,
+        is_open_BL=is_open_BL,
+        length_B=length_B,
+        is_seen_BL=is_seen_BL,
+        preference_BL=preference_BL,
+        settings=settings,
+        banned_ids=banned_ids,
+        chunk=chunk,
     )
-    if draw is None:
-        if preference_BL is None:
-            preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
-        draws, draw = draw_tokens(
-            tokens_BL,
-            key_B,
-            length_B=length_B,
-            is_seen_BL=is_seen_BL,
-            params=settings,
-            banned_ids=banned_ids,
-            vocab_size=network.vocab_size,
-        )
-
-    # Positions in runs without a visible token: the LM head reads them to choose where waves start.
-    is_far_BL = is_open_BL & (distance(is_open_BL, is_seen_BL) == NEVER)
-    banned = jnp.array(banned_ids, jnp.int32)
-
-    def read(carry: Any, places_N: jax.Array, is_real_N: jax.Array) -> Any:
-        draws, sureness_BL = carry
-        clean_NV = reader.logits(places_N)
-        allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if banned_ids else clean_NV
-        sureness_N = -jnp.log(vocab.max_and_rest(allowed_NV)[1])
-        # Every run needs a starting position, so NaN is replaced. The row ends as non-finite in any
-        # case.
-        sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
-        sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
-        return draw(draws, places_N, is_real_N, clean_NV), sureness_BL
-
-    unread_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
-    is_read_BL = is_far_BL if is_read_BL is None else is_far_BL | is_read_BL
-    draws, sureness_BL = fold(is_read_BL, reader.chunk, read, (draws, unread_BL))
-    is_first_BL = jax.lax.cond(
-        jnp.any(is_far_BL),
-        lambda: bootstrap(is_far_BL, sureness_BL, ratio_B, is_spread_B, preference_BL),
-        lambda: jnp.zeros_like(is_far_BL),
-    )
-
-    # Waves: all other open positions, in order of their distance to a filled one.
-    is_grown_BL = is_open_BL & ~is_first_BL
-    wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, is_one_sided_B)
-    is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
-    is_late_BL = is_alternating_B[:, None] & is_odd_1L
-    level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
-    level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
-    grown = grown_from(reader, level_BL, tokens_BL, temperature_B)
-
-    def grow(draws: Any, places_N: jax.Array, is_real_N: jax.Array) -> Any:
-        return draw(draws, places_N, is_real_N, *grown(draws.tokens_BL, places_N))
-
-    is_drawn_BL = is_open_BL if is_joint else is_grown_BL
-    draws = fold(is_drawn_BL, head_chunk(reader), grow, draws, level_BL=level_BL)
-    waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
-    return WavefrontFill(draws, level_BL, waves_B, jnp.sum(is_first_BL, axis=1))
 
 
 @rule
@@ -343,9 +259,12 @@ class Wavefront(FillRule):
     sampler head, both after the row's chain. A neighbour is visible to a position if it belongs to
     an earlier wave, regardless of other rows and of chunks.
 
-    In a step of noise (`Wanted.is_joint`), the sampler head also draws the candidates at starting
-    positions. It reads the current tokens through the hidden vectors, so the candidates are a draw
-    from the joint distribution of the clean tokens given the canvas.
+    Levels order the draws: 0 at starting positions, larger in later waves (two levels per wave, for
+    even and odd positions), -1 at visible tokens, and 2^30 elsewhere.
+
+    In a step of noise (`FillInput.is_joint`), the sampler head also draws the candidates at
+    starting positions. It reads the current tokens through the hidden vectors, so the candidates
+    are a draw from the joint distribution of the clean tokens given the canvas.
     """
 
     about = "in waves by the sampler head, given the neighbours"
@@ -366,6 +285,7 @@ class Wavefront(FillRule):
             "sampler_spread_seeds",
             False,
             "wavefront: spread the starting holes evenly over the row",
+            is_preset=True,
         )
     )
     is_alternating_B: jax.Array = per_row(
@@ -383,6 +303,7 @@ class Wavefront(FillRule):
             False,
             "wavefront: fill holes between two tokens from the left, so that waves never meet; "
             "this can double the number of waves",
+            is_preset=True,
         )
     )
 
@@ -390,77 +311,103 @@ class Wavefront(FillRule):
     def check_model(cls, row: Any, facts: Any) -> None:
         require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
-    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+    def propose(self, fill: FillInput) -> FillOutput:
         """The candidates, with log-probability and confidence under the head that drew them."""
-        is_read_BL = None if writer.own_BL is None else writer.own_BL >= 0
-        if wanted.is_scored_BL is not None:
-            is_asked_BL = wanted.is_scored_BL & wanted.is_open_BL
-            is_read_BL = is_asked_BL if is_read_BL is None else is_read_BL | is_asked_BL
-        fill = wavefront_fill(
-            reader.params,
-            reader.output,
-            wanted.tokens_BL,
-            writer.key_B,
-            network=reader.network,
-            is_open_BL=wanted.is_open_BL,
-            is_seen_BL=wanted.is_seen_BL,
-            is_read_BL=is_read_BL,
-            length_B=wanted.length_B,
-            ratio=self.ratio_B,
-            is_spread=self.is_spread_B,
-            is_alternating=self.is_alternating_B,
-            is_one_sided=self.is_one_sided_B,
-            temperature=self.temperature_B,
-            preference_BL=wanted.preference_BL,
-            banned_ids=writer.banned_ids,
-            is_joint=wanted.is_joint,
-            chunk=reader.chunk,
-            draws=no_candidates(wanted),
-            draw=writer.write,
-        )
-        found: Filled = fill.draws
-        if found.drawn is not None:
-            found = found._replace(drawn=found.drawn._replace(level_BL=fill.level_BL))
-        return found._replace(counts={"waves": fill.waves_B, "bootstrapped": fill.bootstrapped_B})
+        is_open_BL, is_seen_BL = fill.is_open_BL, fill.is_seen_BL & ~fill.is_open_BL
 
-    def sources(
-        self, reader: Reader, canvas_BL: jax.Array, tokens_BL: jax.Array, level_BL: jax.Array
-    ) -> tuple[Source, ...]:
-        """The LM head for starting positions, and the sampler head for all others."""
-        is_drawn_BL = tokens_BL >= 0
-        grown = grown_from(reader, level_BL, canvas_BL, self.temperature_B)
+        # Runs without a visible token: the LM head reads them to choose where waves start.
+        is_far_BL = is_open_BL & (distance(is_open_BL, is_seen_BL) == NEVER)
+        is_read_BL = is_far_BL
+        if fill.is_scored_BL is not None:
+            is_read_BL |= fill.is_scored_BL & is_open_BL
+        if fill.own_BL is not None:
+            is_read_BL |= fill.own_BL >= 0
+        banned = jnp.array(fill.banned_ids, jnp.int32)
 
-        def beside(places_N: jax.Array) -> jax.Array:
-            return grown(tokens_BL, places_N)[1]
+        def read(carry: Any, places_N: jax.Array, is_real_N: jax.Array) -> Any:
+            out, sureness_BL = carry
+            clean_NV = fill.logits(places_N)
+            allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if fill.banned_ids else clean_NV
+            sureness_N = -jnp.log(vocab.max_and_rest(allowed_NV)[1])
+            # Every run needs a starting position, so NaN is replaced. The row ends as non-finite in
+            # any case.
+            sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
+            sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
+            return fill.draw(out, places_N, is_real_N, clean_NV), sureness_BL
 
-        chunk = head_chunk(reader)
-        return (
-            Source(is_drawn_BL & (level_BL == 0), reader.chunk, reader.logits),
-            Source(is_drawn_BL & (level_BL > 0), chunk, beside, is_grown=True),
+        start = fill.start(), jnp.zeros(is_open_BL.shape, jnp.float32)
+        out, sureness_BL = fold(is_read_BL, fill.chunk, read, start)
+        is_first_BL = jax.lax.cond(
+            jnp.any(is_far_BL),
+            lambda: bootstrap(
+                is_far_BL, sureness_BL, self.ratio_B, self.is_spread_B, fill.preference_BL
+            ),
+            lambda: jnp.zeros_like(is_far_BL),
         )
 
+        # Waves: all other open positions, in order of their distance to a filled one.
+        is_grown_BL = is_open_BL & ~is_first_BL
+        wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
+        is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
+        is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
+        level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
+        level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, GIVEN, level_BL))
+        grown = grown_logits(fill, level_BL, self.temperature_B)
 
-def head_chunk(reader: Reader) -> int:
+        def grow(out: FillOutput, places_N: jax.Array, is_real_N: jax.Array) -> FillOutput:
+            return fill.draw(out, places_N, is_real_N, *grown(out.proposal.tokens_BL, places_N))
+
+        is_drawn_BL = is_open_BL if fill.is_joint else is_grown_BL
+        out = fold(is_drawn_BL, head_chunk(fill), grow, out, level_BL=level_BL)
+        waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
+        counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
+        return out._replace(level_BL=level_BL, counts=counts)
+
+    def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
+        """The LM head at starting positions, and the sampler head at all others."""
+        grown = grown_logits(fill, level_BL, self.temperature_B)
+
+        def read(places_N: jax.Array, is_real_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+            is_grown_N = at_places(level_BL, places_N) > 0
+            none_NV = jnp.zeros((places_N.size, fill.network.vocab_size), jnp.float32)
+            first_NV, grown_NV = (
+                jax.lax.cond(jnp.any(is_real_N & is_from_N), logits, lambda: none_NV)
+                for is_from_N, logits in (
+                    (~is_grown_N, lambda: fill.logits(places_N)),
+                    (is_grown_N, lambda: grown(tokens_BL, places_N)[1]),
+                )
+            )
+            return jnp.where(is_grown_N[:, None], grown_NV, first_NV), is_grown_N
+
+        return read
+
+
+def head_chunk(fill: FillInput) -> int:
     """Number of positions per call to the sampler head."""
-    return min(reader.chunk, wave_chunk(reader.network.vocab_size))
+    return min(fill.chunk, wave_chunk(fill.network.vocab_size))
 
 
-def grown_from(
-    reader: Reader, level_BL: jax.Array, tokens_BL: jax.Array, temperature_B: jax.Array
+def grown_logits(
+    fill: FillInput, level_BL: jax.Array, temperature_B: jax.Array
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits, before
     and after division by the temperature.
 
     The inputs of the head are neighbouring tokens and neighbouring candidates of lower levels.
     """
-    network, reach = reader.network, reader.network.heads["sampler"].context
-    num_positions = level_BL.shape[1]
+    network, params, tokens_BL = fill.network, fill.params, fill.tokens_BL
+    sampler, num_positions = network.heads["sampler"], level_BL.shape[1]
+    tables = None
+    if sampler.sides is not None and _FEW_TOKENS * network.vocab_size <= level_BL.size:
+        # With few tokens for many positions, precomputing what each token contributes to the head's
+        # first layer halves the time of the fill (at width 384).
+        tables = sampler.sides(params, network.embed(params, jnp.arange(network.vocab_size)))
 
     def beside(
         candidates_BL: jax.Array, places_N: jax.Array, side: int
     ) -> tuple[jax.Array, jax.Array]:
         """Tokens of the neighbours on one side, nearest first, and True at visible neighbours."""
-        offset_1C = side * (1 + jnp.arange(reach))[None]
+        offset_1C = side * (1 + jnp.arange(sampler.context))[None]
         index_NC = places_N[:, None] % num_positions + offset_1C
         place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_BL.size - 1)
         is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
@@ -470,62 +417,39 @@ def grown_from(
         )
         return token_NC, is_inside_NC & (level_NC < at_places(level_BL, places_N)[:, None])
 
-    head = _head(network, reader.params, size=level_BL.size)
-
     def logits(candidates_BL: jax.Array, places_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        left, right = (beside(candidates_BL, places_N, side) for side in (-1, 1))
+        sides = [beside(candidates_BL, places_N, side) for side in (-1, 1)]
+        if tables is None:
+            left_NCD, right_NCD = (
+                jnp.where(is_seen_NC[:, :, None], network.embed(params, token_NC), 0.0)
+                for token_NC, is_seen_NC in sides
+            )
+
+            def head(hidden_ND: jax.Array) -> jax.Array:
+                return sampler.readout(params, left_NCD, hidden_ND, right_NCD)
+
+        else:
+            each_1C = jnp.arange(sampler.context)[None]
+            left_NH, right_NH = (
+                jnp.where(is_seen_NC[:, :, None], table_VCH[token_NC, each_1C], 0.0).sum(1)
+                for table_VCH, (token_NC, is_seen_NC) in zip(tables, sides, strict=True)
+            )
+            head = functools.partial(sampler.from_sides, params, left_NH + right_NH)
         clean_NV = returned(
-            reader.output.read(head(left, right), places_N),
+            fill.output.read(head, places_N),
             network,
             "sampler_readout",
             "N, V",
             (places_N.shape[0], network.vocab_size),
             jnp.float32,
         )
-        divisor_N = temperature_B[places_N // num_positions]
+        divisor_N1 = temperature_B[places_N // num_positions][:, None]
         drawable_NV = jax.lax.cond(
-            jnp.any(divisor_N != 1.0),
-            lambda x: jnp.where(divisor_N[:, None] == 1.0, x, x / divisor_N[:, None]),
+            jnp.any(divisor_N1 != 1.0),
+            lambda x: jnp.where(divisor_N1 == 1.0, x, x / divisor_N1),
             lambda x: x,
             clean_NV,
         )
         return clean_NV, drawable_NV
 
     return logits
-
-
-_Neighbours = tuple[jax.Array, jax.Array]
-
-
-def _head(
-    network: Network, params: Params, *, size: int
-) -> Callable[[_Neighbours, _Neighbours], Callable[[jax.Array], jax.Array]]:
-    """``(left, right) -> head``: the sampler head given the neighbours' tokens, ``[N, C]`` each.
-
-    If the canvas has many more positions (`size`) than the vocabulary has tokens, the contribution
-    of every token to the first layer is precomputed. The precomputation halves the time of the fill
-    at width 384.
-    """
-    sampler: SamplerReadout = network.heads["sampler"]
-    readout, sides, finish = sampler.readout, sampler.sides, sampler.from_sides
-    if sides is None or finish is None or _FEW_TOKENS * network.vocab_size > size:
-
-        def vectors(tokens_NC: jax.Array, is_seen_NC: jax.Array) -> jax.Array:
-            return jnp.where(is_seen_NC[:, :, None], network.embed(params, tokens_NC), 0.0)
-
-        def beside(left: _Neighbours, right: _Neighbours) -> Callable[[jax.Array], jax.Array]:
-            left_NCD, right_NCD = vectors(*left), vectors(*right)
-            return lambda hidden_ND: readout(params, left_NCD, hidden_ND, right_NCD)
-
-        return beside
-    left_VCH, right_VCH = sides(params, network.embed(params, jnp.arange(network.vocab_size)))
-
-    def added(table_VCH: jax.Array, tokens_NC: jax.Array, is_seen_NC: jax.Array) -> jax.Array:
-        each_1C = jnp.arange(table_VCH.shape[1])[None]
-        return jnp.where(is_seen_NC[:, :, None], table_VCH[tokens_NC, each_1C], 0.0).sum(1)
-
-    def beside_tables(left: _Neighbours, right: _Neighbours) -> Callable[[jax.Array], jax.Array]:
-        sides_NH = added(left_VCH, *left) + added(right_VCH, *right)
-        return lambda hidden_ND: finish(params, sides_NH, hidden_ND)
-
-    return beside_tables

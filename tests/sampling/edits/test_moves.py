@@ -9,28 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import edits as oracle
 
-from dlm_jax.sampling.edits.moves import (
-    Cells,
-    Edits,
-    moved,
-    moved_boundary,
-    position_map_of,
-)
+from dlm_jax.sampling.edits.moves import Edits, moved, moved_boundary, position_map_of
 
 ROWS, LENGTH, NEW, PAD = 32, 9, -1, -2
 PLACE = np.arange(LENGTH)
 
 
 @jax.jit
-def _mapped(edits, cells, capacity_B, boundary_B):
+def _mapped(edits, tokens_BL, frozen_BL, length_B, capacity_B, boundary_B):
     """The map, the canvas, a score moved through it, and a boundary."""
-    position_map = position_map_of(edits, cells, capacity_B)
-    age_BL = jnp.broadcast_to(jnp.arange(LENGTH), cells.tokens_BL.shape) * 0.5
+    position_map = position_map_of(edits, frozen_BL, length_B, capacity_B)
+    age_BL = jnp.broadcast_to(jnp.arange(LENGTH), tokens_BL.shape) * 0.5
     own_B = 10.0 + jnp.arange(ROWS)
     return (
         position_map,
-        moved(position_map, cells.tokens_BL, NEW, PAD),
-        moved(position_map, cells.frozen_BL, False, True),
+        moved(position_map, tokens_BL, edits.token, PAD),
+        moved(position_map, frozen_BL, False, True),
         moved(position_map, age_BL, own_B),
         moved_boundary(position_map, boundary_B),
     )
@@ -56,10 +50,8 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
     capacity_B = np.minimum(length_B + room_B, LENGTH)
     boundary_B = np.minimum(boundary_B, length_B)
     tokens_BL = np.where(is_live_BL, PLACE, PAD)
-    no_BL = np.zeros((ROWS, LENGTH), bool)
-    cells = Cells(tokens_BL, frozen_BL | ~is_live_BL, no_BL, no_BL, length_B)
-    edits = Edits(put_BL, gone_BL, np.zeros(ROWS, np.int32))
-    found = _mapped(edits, cells, capacity_B, boundary_B)
+    canvas = tokens_BL, frozen_BL | ~is_live_BL, length_B
+    found = _mapped(Edits(put_BL, gone_BL, NEW), *canvas, capacity_B, boundary_B)
     position_map, after_BL, is_frozen_BL, age_BL, moved_B = jax.tree.map(np.asarray, found)
     for i in range(ROWS):
         n, boundary = position_map.length_B[i], boundary_B[i]

@@ -16,17 +16,31 @@ import pytest
 from edit_cases import CASES, LENGTH, MASK, NEW, PAD, SIGNS, SPACE, Case
 from oracles import edits as oracle
 
-from dlm_jax.sampling.edits import Cells, EditContext, Edits, Snapshot, Uncertainty
-from dlm_jax.sampling.edits.moves import PositionMap, moved_cells, position_map_of
-from dlm_jax.sampling.edits.scores import (
-    deletion_scores,
-    gap_scores,
-    is_token,
-    token_uncertainty,
-)
+from dlm_jax.sampling.edits import EditContext, Edits, Uncertainty
+from dlm_jax.sampling.edits.moves import PositionMap, moved, position_map_of
+from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, token_uncertainty
 from dlm_jax.sampling.edits.uncertainty import LENGTH_TARGETS, OVERFLOWS
 
 ROWS = 64
+
+
+class Cells(NamedTuple):
+    """The canvas that edits read or change."""
+
+    tokens_BL: Any
+    frozen_BL: Any
+    inserted_BL: Any
+    mark_BL: Any
+    length_B: Any
+
+
+class Snapshot(NamedTuple):
+    """What the last forward pass says of the tokens."""
+
+    own_BL: Any
+    right_BL: Any
+    best_id_BL: Any = None
+    best_BL: Any = None
 
 
 class Params(NamedTuple):
@@ -48,16 +62,23 @@ class Params(NamedTuple):
 
 def _context(cells: Cells, snapshot: Snapshot, params: Params) -> EditContext:
     return EditContext(
-        cells, snapshot, jnp.ones(cells.tokens_BL.shape, bool), params.step_B, params.steps_B,
-        params.capacity_B, params.target_B, MASK, SPACE,
-    )  # fmt: skip
+        **cells._asdict(),
+        **snapshot._asdict(),
+        is_open_BL=jnp.ones(cells.tokens_BL.shape, bool),
+        step_B=params.step_B,
+        steps_B=params.steps_B,
+        capacity_B=params.capacity_B,
+        target_B=params.target_B,
+        mask_id=MASK,
+        space_id=SPACE,
+    )
 
 
 def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: Params) -> Edits:
     """What a rule of these numbers chooses."""
     context = _context(cells, snapshot, params)
     trim, refuse = map(OVERFLOWS.index, ("trim", "refuse"))
-    return rule(
+    chosen = rule(
         insert_start_B=params.insert_ratio_B,
         insert_end_B=params.insert_ratio_B,
         delete_start_B=params.delete_ratio_B,
@@ -68,14 +89,18 @@ def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: P
         cooldown_B=params.cooldown_B,
         overflow_B=jnp.where(params.trims_B, trim, refuse),
         target_mode_B=params.target_mode_B,
-    ).select(context)
+    )
+    return chosen.select(context, chosen.score(context))
 
 
 @jax.jit
-def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, PositionMap]:
+def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, PositionMap, Edits]:
     edits = _select(Uncertainty, cells, snapshot, params)
-    position_map = position_map_of(edits, cells, params.capacity_B)
-    return moved_cells(position_map, cells, edit_id_B, pad_id=PAD), position_map
+    position_map = position_map_of(edits, cells.frozen_BL, cells.length_B, params.capacity_B)
+    fills = (edit_id_B, PAD), (False, True), (True, False)
+    moves = (moved(position_map, x, *fill) for x, fill in zip(cells[:3], fills, strict=True))
+    after = Cells(*moves, position_map.mark_BL, position_map.length_B)
+    return after, position_map, Edits(*edits[:2], edit_id_B, edits.refused_B, edits.refused_B)
 
 
 PLACES = "0123456789ab"
@@ -145,7 +170,7 @@ def _worked() -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_worked_out_by_hand(name):
     case, row = CASES[name], list(CASES).index(name)
-    after, position_map = _worked()
+    after, position_map, edits = _worked()
     letters = {token: sign for sign, token in SIGNS.items()}
     length = after.length_B[row]
     text = "".join(letters.get(int(t), chr(t)) for t in after.tokens_BL[row, :length])
@@ -156,7 +181,7 @@ def test_a_case_worked_out_by_hand(name):
         marks = "".join("^" if mark else "." for mark in after.mark_BL[row, :length])
         assert marks == case.marks
     assert not after.mark_BL[row, length:].any()
-    assert int(position_map.edits.refused_B[row]) == case.refused
+    assert int(edits.refused_B[row]) == case.refused
     assert int(position_map.trimmed_B[row]) == case.trimmed
 
 
@@ -221,7 +246,7 @@ def _without_origin(row: list[oracle.Cell]) -> list[oracle.Cell]:
     return [dataclasses.replace(cell, origin=None) for cell in row]
 
 
-def _edited(*batch: Any) -> tuple[Cells, PositionMap]:
+def _edited(*batch: Any) -> tuple[Cells, PositionMap, Edits]:
     """What the program says, as NumPy arrays."""
     return jax.tree.map(np.asarray, _edit(*batch))
 
@@ -233,7 +258,7 @@ def test_edits_are_those_of_one_at_a_time():
     for _ in range(24):
         cells, snapshot, params, new_B = _random_batch(rng)
         for _ in range(2):
-            after, position_map = _edited(cells, snapshot, params, new_B)
+            after, position_map, edits = _edited(cells, snapshot, params, new_B)
             for row in range(ROWS):
                 before = _row_of(cells, row)
                 asked = _asked(params, row, len(before))
@@ -243,9 +268,9 @@ def test_edits_are_those_of_one_at_a_time():
                 )  # fmt: skip
                 if choice.margin < 1:
                     continue
-                assert set(np.flatnonzero(position_map.edits.insert_gap_BL[row])) == choice.inserts
-                assert set(np.flatnonzero(position_map.edits.delete_BL[row])) == choice.deletes
-                assert position_map.edits.refused_B[row] == choice.refused
+                assert set(np.flatnonzero(edits.insert_gap_BL[row])) == choice.inserts
+                assert set(np.flatnonzero(edits.delete_BL[row])) == choice.deletes
+                assert edits.refused_B[row] == choice.refused
                 want = oracle.apply(
                     before, choice.inserts, choice.deletes, token=int(new_B[row]),
                     capacity=asked.capacity,
@@ -265,7 +290,7 @@ def test_edits_are_those_of_one_at_a_time():
 
 @jax.jit
 def _scores(cells, snapshot, params):
-    is_token_BL = is_token(_context(cells, snapshot, params))
+    is_token_BL = _context(cells, snapshot, params).is_token_BL
     uncertain_BL = token_uncertainty(snapshot.own_BL, is_token_BL & ~cells.frozen_BL)
     misfit_BL = deletion_scores(
         snapshot.own_BL,
@@ -294,7 +319,7 @@ def test_frozen_tokens_stay_in_order_and_what_is_before_the_first_unfrozen_stays
     rng = np.random.default_rng(1)
     for _ in range(5):
         batch = _random_batch(rng)
-        (after, _), before = _edited(*batch), batch.cells
+        after, before = _edited(*batch)[0], batch.cells
         for row in range(ROWS):
             old, new = (
                 x.tokens_BL[row, : x.length_B[row]][x.frozen_BL[row, : x.length_B[row]]]
@@ -324,7 +349,7 @@ def test_ratios_of_zero_change_nothing():
     off = params._replace(
         insert_ratio_B=zero_B, delete_ratio_B=zero_B, target_mode_B=np.zeros(ROWS, np.int32)
     )
-    after, position_map = _edit(cells, snapshot, off, new_B)
+    after, position_map, _ = _edit(cells, snapshot, off, new_B)
     for x, y in zip(cells, after._replace(mark_BL=cells.mark_BL), strict=True):
         np.testing.assert_array_equal(x, y)
     assert not after.mark_BL.any(), "marks last one step"
@@ -343,7 +368,7 @@ def test_a_row_with_an_exact_target_gives_up_and_takes_what_harms_it_least():
     for _ in range(12):
         cells, snapshot, params, new_B = _random_batch(rng)
         params = params._replace(target_mode_B=np.full(ROWS, EXACT, np.int32))
-        _, position_map = _edited(cells, snapshot, params, new_B)
+        _, position_map, edits = _edited(cells, snapshot, params, new_B)
         for row in range(ROWS):
             before = _row_of(cells, row)
             choice = oracle.select_exact(
@@ -353,9 +378,9 @@ def test_a_row_with_an_exact_target_gives_up_and_takes_what_harms_it_least():
             )  # fmt: skip
             if choice.margin < 1:
                 continue
-            assert set(np.flatnonzero(position_map.edits.insert_gap_BL[row])) == choice.inserts
-            assert set(np.flatnonzero(position_map.edits.delete_BL[row])) == choice.deletes
-            assert position_map.trimmed_B[row] == position_map.edits.refused_B[row] == 0
+            assert set(np.flatnonzero(edits.insert_gap_BL[row])) == choice.inserts
+            assert set(np.flatnonzero(edits.delete_BL[row])) == choice.deletes
+            assert position_map.trimmed_B[row] == edits.refused_B[row] == 0
             seen.update(
                 rows=1, inserts=len(choice.inserts), deletes=len(choice.deletes),
                 harmful=len(choice.deletes & choice.harmful),
@@ -374,7 +399,7 @@ def test_a_row_with_an_exact_target_is_there_after_its_last_edits_if_it_can_be()
             last = params._replace(
                 step_B=np.full(ROWS, step, np.int32), steps_B=np.full(ROWS, 4, np.int32)
             )
-            cells, _ = _edited(cells, snapshot, last, new_B)
+            cells, *_ = _edited(cells, snapshot, last, new_B)
             snapshot = _random_batch(rng).snapshot
         for row in range(ROWS):
             now, wanted = _row_of(cells, row), min(params.target_B[row], params.capacity_B[row])

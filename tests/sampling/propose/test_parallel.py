@@ -15,7 +15,7 @@ from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.edits import EDIT_RULES
 from dlm_jax.sampling.mask_step import step
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
-from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
+from dlm_jax.sampling.propose import FillInput, Parallel
 from dlm_jax.sampling.transforms import At, Context
 from dlm_jax.types import Network
 
@@ -50,19 +50,22 @@ def _context(is_open_BL):
 
 def _filled(network, hidden_BLD, is_open_BL, keys_B, *, measure, chunk, method="inverse_cdf"):
     chain, context = canvases.make_chain(TEMPERATURES), _context(is_open_BL)
-    writer = CandidateWriter(
-        chain=chain,
-        prepared=chain.prepare(chain.init(ROWS), context),
-        key_B=keys_B,
-        own_BL=None,
-        num_positions=POSITIONS,
-        score=lambda places_N, at, logits_NV, drawn: (measure(logits_NV, drawn.logprob_N), ()),
-        method=method,
-    )
     return Parallel().propose(
-        Reader(network, PARAMS, TrunkOutput(hidden_BLD), chunk),
-        writer,
-        Wanted(is_open_BL, context.is_visible_BL, context.tokens_BL, context.length_B),
+        FillInput(
+            network=network,
+            params=PARAMS,
+            output=TrunkOutput(hidden_BLD),
+            chunk=chunk,
+            tokens_BL=context.tokens_BL,
+            length_B=context.length_B,
+            is_open_BL=is_open_BL,
+            is_seen_BL=context.is_visible_BL,
+            chain=chain,
+            prepared=chain.prepare(chain.init(ROWS), context),
+            key_B=keys_B,
+            score=lambda places_N, at, logits_NV, drawn: (measure(logits_NV, drawn.logprob_N), ()),
+            method=method,
+        )
     )
 
 
@@ -262,17 +265,24 @@ def test_the_likeliest_other_token_is_unknown_where_the_row_cannot_write_it():
         tf.Temperature(jnp.array(TEMPERATURES)),
     )
     context = _context(is_open_BL)
-    writer = CandidateWriter(
-        chain=chain, prepared=chain.prepare(chain.init(ROWS), context), key_B=_keys(),
-        own_BL=own_BL, num_positions=POSITIONS, method="inverse_cdf", banned_ids=(3,),
-        score=lambda places_N, at, logits_NV, drawn: (drawn.logprob_N, ()),
-    )  # fmt: skip
-    wanted = Wanted(
-        is_open_BL, context.is_visible_BL, context.tokens_BL, context.length_B,
-        is_scored_BL=~is_open_BL, keeps_best=True,
-    )  # fmt: skip
-    reader = Reader(NETWORK, PARAMS, TrunkOutput(hidden_BLD), 8)
-    found = np.asarray(Parallel().propose(reader, writer, wanted).best_BL)
+    fill = FillInput(
+        network=NETWORK,
+        params=PARAMS,
+        output=TrunkOutput(hidden_BLD),
+        chunk=8,
+        tokens_BL=context.tokens_BL,
+        length_B=context.length_B,
+        is_open_BL=is_open_BL,
+        is_seen_BL=context.is_visible_BL,
+        chain=chain,
+        prepared=chain.prepare(chain.init(ROWS), context),
+        key_B=_keys(),
+        own_BL=own_BL,
+        is_scored_BL=~is_open_BL,
+        keeps_best=True,
+        banned_ids=(3,),
+    )
+    found = np.asarray(Parallel().propose(fill).best_BL)
     logits = np.array(hidden_BLD)
     np.put_along_axis(logits, np.asarray(own_BL)[:, :, None], -np.inf, axis=2)
     for row, banned in enumerate([{3}, {3, *others}, {3, *others}]):

@@ -16,14 +16,7 @@ from oracles import wavefront as oracle
 
 from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.propose import (
-    CandidateWriter,
-    Filled,
-    Reader,
-    SamplerReadout,
-    Wanted,
-    Wavefront,
-)
+from dlm_jax.sampling.propose import FillInput, FillOutput, SamplerReadout, Wavefront
 from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
 from dlm_jax.types import Network
 
@@ -180,11 +173,11 @@ def _measure(logits_NV, logprob_N):
 
 
 @functools.partial(jax.jit, static_argnames=("network", "chunk"))
-def _program(network, params, canvas: Canvas, *, chunk: int) -> Filled:
+def _program(network, params, canvas: Canvas, *, chunk: int) -> FillOutput:
     return _propose(network, params, canvas, canvas.own_BL, chunk=chunk)
 
 
-def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANNED) -> Filled:
+def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANNED) -> FillOutput:
     length_B = jnp.sum(canvas.tokens_BL != toy.PAD, axis=1)
     order_BL = jnp.full(canvas.tokens_BL.shape, -1)
     bans, _ = canvases.make_chain([1.0] * ROWS).transforms
@@ -198,19 +191,24 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
         temperature_B=canvas.temperature_B,
         is_one_sided_B=canvas.is_one_sided_B,
     )
-    output = TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B)
-    writer = CandidateWriter(
-        chain=full,
-        prepared=full.prepare(full.init(ROWS), context),
-        key_B=jax.vmap(jax.random.key)(canvas.seed_B),
-        own_BL=own_BL,
-        num_positions=POSITIONS,
-        score=lambda places_N, at, logits_NV, drawn: (_measure(logits_NV, drawn.logprob_N), ()),
-        method="inverse_cdf",
-        banned_ids=banned,
+    return fill.propose(
+        FillInput(
+            network=network,
+            params=params,
+            output=TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B),
+            chunk=chunk,
+            tokens_BL=canvas.tokens_BL,
+            length_B=length_B,
+            is_open_BL=canvas.is_open_BL,
+            is_seen_BL=canvas.is_visible_BL,
+            own_BL=own_BL,
+            chain=full,
+            prepared=full.prepare(full.init(ROWS), context),
+            key_B=jax.vmap(jax.random.key)(canvas.seed_B),
+            score=lambda places_N, at, logits_NV, drawn: (_measure(logits_NV, drawn.logprob_N), ()),
+            banned_ids=banned,
+        )
     )
-    wanted = Wanted(canvas.is_open_BL, canvas.is_visible_BL, canvas.tokens_BL, length_B)
-    return fill.propose(Reader(network, params, output, chunk), writer, wanted)
 
 
 def _on_device(tree):
@@ -220,7 +218,7 @@ def _on_device(tree):
     return jax.tree.map(put, tree)
 
 
-def _fill(canvas: Canvas, *, reach: int = 1, chunk: int = 3) -> Filled:
+def _fill(canvas: Canvas, *, reach: int = 1, chunk: int = 3) -> FillOutput:
     CALLS.clear()
     filled = _program(_network(reach), _on_device(PARAMS), _on_device(canvas), chunk=chunk)
     jax.effects_barrier()
@@ -284,7 +282,7 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
     return done, min(done.gap, *leads)
 
 
-def _assert_row_is(ours: Filled, row: int, canvas: Canvas, done: oracle.Filled) -> None:
+def _assert_row_is(ours: FillOutput, row: int, canvas: Canvas, done: oracle.Filled) -> None:
     is_open_L = canvas.is_open_BL[row]
     want_L = np.where(is_open_L, done.canvas, 0)
     np.testing.assert_array_equal(ours.proposal.tokens_BL[row], want_L)
@@ -301,7 +299,7 @@ def _assert_row_is(ours: Filled, row: int, canvas: Canvas, done: oracle.Filled) 
     assert not ours.proposal.final_logprob_BL[row].any(), "nothing in the chain reads it"
 
 
-def _assert_as_the_oracle(canvas: Canvas, ours: Filled, *, reach: int = 1) -> int:
+def _assert_as_the_oracle(canvas: Canvas, ours: FillOutput, *, reach: int = 1) -> int:
     """How many rows were compared: all whose choices are clear in float32."""
     assert ours.is_finite_B.all()
     num_compared = 0
@@ -325,7 +323,7 @@ def test_fill_is_that_of_the_oracle_whatever_the_chunk(reach, chunk, chain_tempe
     assert num_compared > 0.9 * ROWS * len(seeds)
 
 
-def _assert_same_bits(ours: Filled, other: Filled) -> None:
+def _assert_same_bits(ours: FillOutput, other: FillOutput) -> None:
     jax.tree.map(np.testing.assert_array_equal, ours, other)
 
 
