@@ -27,7 +27,7 @@ from dlm_jax.sampling.propose.fill import (
     no_candidates,
 )
 from dlm_jax.sampling.transforms.structure import STRUCTURE, automaton_of
-from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.sampling.transforms.transform import At, has_feedback
 from dlm_jax.settings import UNSET, SettingError, per_row, rule
 from dlm_jax.structured.automaton import Arcs, stack_arcs
 from dlm_jax.types import left_of, live_positions, right_of
@@ -105,7 +105,7 @@ class Constrained(FillRule):
                 "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
             )
         for used in row.table.chained(row):
-            if used.reads_final_logprob and used.is_used(row):
+            if has_feedback(used) and used.is_used(row):
                 name = next(s.name for s in used.settings() if s.activates)
                 raise SettingError(
                     name,

@@ -397,7 +397,7 @@ class CandidateWriter:
         if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
-        is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
+        is_fine_N = (jnp.isfinite(logprob_N) & jnp.isfinite(final_N)) | ~is_real_N
         total_BL, best_BL = found.total_BL, found.best_BL
         if total_BL is not None and drawable_NV is None:
             # The compiler shares these sums with `log_prob`.
