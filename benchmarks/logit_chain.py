@@ -103,8 +103,9 @@ def kernel_groups() -> list[Group]:
         _, (chain, logits_NV, at) = chain_program(names)
         steps = list(zip(chain.transforms, chain.prepare(chain.init(ROWS), scene()), strict=True))
         cut = chain.where_few()
-        halves = (steps,) if cut is None else (steps[:cut], steps[cut:])
-        for group in [group for half in halves for group in resident.groups(half)]:
+        for group in [
+            group for half in (steps[:cut], steps[cut:]) for group in resident.groups(half)
+        ]:
             if resident.has_kernel(group[0][0]):
                 args = group, logits_NV, at
                 found[resident.name_of(group)] = Group(group, resident.run, args)

@@ -91,9 +91,9 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
 
     Args:
       layers: mappings from names to settings. Later layers take precedence. ``rules`` is a list of
-        custom classes and modules, or a module. ``transforms`` (a list), ``commit``, ``fill``,
-        ``remask``, ``edit`` and ``renoise`` can be rule objects, whose fields contain one value for
-        all rows or one per row.
+        custom classes and modules, or a module. ``transforms`` (a list, in which a first ``...``
+        stands for the model's chain), ``commit``, ``fill``, ``remask``, ``edit`` and ``renoise``
+        can be rule objects, whose fields contain one value for all rows or one per row.
       num_rows: number of rows.
     """
     found = [(layer, _objects(layer)) for layer in layers]
@@ -140,7 +140,9 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
             continue  # the setting with this name rejects invalid values
         if kind == "transforms" and not isinstance(value, list | tuple):
             raise ValueError(f"transforms is {_shown(value)}; pass a list of rule objects")
-        for given in [*value] if isinstance(value, list | tuple) else [value]:
+        for place, given in enumerate(value if isinstance(value, list | tuple) else [value]):
+            if kind == "transforms" and given is ... and place == 0:
+                continue  # the row's chain, which custom transforms follow
             if kind == "transforms" and callable(given) and not isinstance(given, Rule | type):
                 given = function_transform(given)
             if not isinstance(given, base):
@@ -189,7 +191,8 @@ def _settings(
             settings[SLOTS[kind].selector] = name_of(table, kind, type(given))
             settings |= {"edit": True} if kind == "edit" else {}
     settings |= told
-    if layer.get("transforms") is not None:
+    given = layer.get("transforms")
+    if given is not None and not (given and given[0] is ...):
         # Only these transforms are active, so the settings of all others are reset to defaults.
         parts = (cls for classes in table.transforms.values() for cls in classes)
         off = {s.name: s.default for cls in parts for s in cls.settings()}

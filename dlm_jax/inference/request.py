@@ -24,7 +24,8 @@ from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
-from dlm_jax.sampling.transforms import LogitTransform
+from dlm_jax.sampling.transforms import TopK
+from dlm_jax.sampling.transforms.transform import Pointwise
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.structured import regex_of_schema
 
@@ -565,9 +566,9 @@ def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
     is_cut = False
     for name in chain:
         classes = table.transforms[name]
-        if is_cut and not all(cls.ignores_ids for cls in classes):
+        if is_cut and not all(issubclass(cls, Pointwise) for cls in classes):
             found.add(name)
-        is_cut |= any(cls.count is not LogitTransform.count for cls in classes)
+        is_cut |= TopK in classes
     return found
 
 

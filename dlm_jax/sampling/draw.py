@@ -39,10 +39,15 @@ def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Arr
 
 
 def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
-    """The noise for `draw_with`: three uniform numbers per key, or the keys for `"gumbel"`."""
+    """The noise for `draw_with`: three uniform numbers per key, ``[3, N]`` in [0, 1] with full
+    float32 precision near 0, or the keys for `"gumbel"`.
+    """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not a draw method; use one of {METHODS}")
-    return _uniforms(keys_N) if method == "inverse_cdf" else keys_N
+    if method == "gumbel":
+        return keys_N
+    bits_N6 = jax.vmap(lambda key: jax.random.bits(key, (6,)))(keys_N).astype(jnp.float32)
+    return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
 
 
 def draw_with(
@@ -67,7 +72,22 @@ def draw_with(
         return vocab.argmax(logits_NV + noise_NV)
     if weight_NC is None:
         _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
-    return _inverse_cdf(logits_NV, weight_NC, noise, divisor_N)
+    # Three levels, each with its own uniform number: group of columns, column, member.
+    N, C = weight_NC.shape
+    size = max(1, round(C**0.5))
+    num_groups = -(-C // size)
+    weight_NGS = jnp.pad(weight_NC, ((0, 0), (0, num_groups * size - C)))
+    weight_NGS = weight_NGS.reshape(N, num_groups, size)
+    group_N = _pick(weight_NGS.sum(-1), noise[0])
+    weight_NS = jnp.take_along_axis(weight_NGS, group_N[:, None, None], axis=1)[:, 0]
+    column_N = group_N * size + _pick(weight_NS, noise[1])
+    member_NM, _ = vocab.members(logits_NV, column_N)
+    if divisor_N is not None:
+        member_NM = vocab.divide(member_NM, divisor_N)
+    # Weights are relative to the maximum of the column, so that not all of them underflow.
+    peak_N1 = member_NM.max(-1, keepdims=True)
+    weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
+    return column_N + C * _pick(weight_NM, noise[2])
 
 
 def choose_with(
@@ -107,35 +127,6 @@ def log_prob(logits_NV: Array, ids_N: Array, sums: tuple[Array, Array] | None = 
     max_N, rest_N = vocab.max_and_rest(logits_NV, sums)
     chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
     return chosen_N - max_N - jnp.log1p(rest_N)
-
-
-def _inverse_cdf(
-    logits_NV: Array, weight_NC: Array, uniform_3N: Array, divisor_N: Array | None
-) -> Array:
-    """Ids drawn in three levels (group of columns, column, member), with one uniform number per
-    level.
-    """
-    N, C = weight_NC.shape
-    size = max(1, round(C**0.5))
-    num_groups = -(-C // size)
-    weight_NGS = jnp.pad(weight_NC, ((0, 0), (0, num_groups * size - C)))
-    weight_NGS = weight_NGS.reshape(N, num_groups, size)
-    group_N = _pick(weight_NGS.sum(-1), uniform_3N[0])
-    weight_NS = jnp.take_along_axis(weight_NGS, group_N[:, None, None], axis=1)[:, 0]
-    column_N = group_N * size + _pick(weight_NS, uniform_3N[1])
-    member_NM, _ = vocab.members(logits_NV, column_N)
-    if divisor_N is not None:
-        member_NM = vocab.divide(member_NM, divisor_N)
-    # Weights are relative to the maximum of the column, so that not all of them underflow.
-    peak_N1 = member_NM.max(-1, keepdims=True)
-    weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
-    return column_N + C * _pick(weight_NM, uniform_3N[2])
-
-
-def _uniforms(keys_N: Array) -> Array:
-    """Three uniform numbers per key, `[3, N]` in [0, 1], with full float32 precision near 0."""
-    bits_N6 = jax.vmap(lambda key: jax.random.bits(key, (6,)))(keys_N).astype(jnp.float32)
-    return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
 
 
 def _pick(weight_NK: Array, uniform_N: Array) -> Array:

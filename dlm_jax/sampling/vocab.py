@@ -32,7 +32,6 @@ difference is relative to its terms.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
 _USUAL_WIDTH = 1024
-_BLOCK = 256
 RESIDENT_WIDTH = 1024
 
 
@@ -40,9 +39,7 @@ def sorts_whole_rows() -> bool:
     """True if whole-row sorts and reductions are fastest on the devices in use.
 
     On a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
-    of the compile time of this module's workarounds. Truncation takes one pass after a ``top_k``
-    instead of about fifteen passes (`dlm_jax.sampling.transforms.truncate`), or runs in a kernel
-    (`dlm_jax.sampling.transforms.resident`).
+    of the compile time of this module's workarounds.
     """
     return platform() != "cpu"
 
@@ -154,6 +151,20 @@ def columns(logits_NV: Logits, fill: float | int, dtype: Any = jnp.float32) -> A
     return jnp.full((logits_NV.shape[0], width), fill, dtype)
 
 
+def column_sums(logits_NV: Logits, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
+    """Sum of each elementwise `term(block_NC, ids_1C)` in each column, `[N, C]`, in one pass."""
+
+    def add(accs: tuple[Array, ...], block: Any, ids: Array) -> tuple[Array, ...]:
+        return tuple(acc + term(block, ids) for acc, term in zip(accs, terms, strict=True))
+
+    return accumulate(add, (columns(logits_NV, 0.0),) * len(terms), logits_NV)
+
+
+def sums(logits_NV: Logits, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
+    """Sum `[N]` of each elementwise `term(block_NC, ids_1C)`, in one pass."""
+    return tuple(sum_NC.sum(-1) for sum_NC in column_sums(logits_NV, *terms))
+
+
 def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
     """Logits and ids of one column per position, `[N, M]` each; `-inf` where the id is >= V."""
     V = logits_NV.shape[1]
@@ -193,6 +204,15 @@ def maximum(logits_NV: Logits) -> Array:
     return logits_NV.max(-1)
 
 
+def minimum(logits_NV: Logits) -> Array:
+    """Smallest finite logit `[N]`; +inf if there is none."""
+
+    def fn(acc_NC, block_NC, ids_1C):
+        return jnp.minimum(acc_NC, jnp.where(block_NC > -jnp.inf, block_NC, jnp.inf))
+
+    return accumulate(fn, columns(logits_NV, jnp.inf), logits_NV).min(-1)
+
+
 def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Logits) -> Array:
     """Lowest id `[N]` whose logit satisfies an elementwise predicate; V if there is none."""
     V = logits_NV.shape[1]
@@ -201,24 +221,6 @@ def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Logits) -> Array:
         return jnp.minimum(acc_NC, jnp.where(is_wanted(block_NC), ids_1C, V))
 
     return accumulate(fn, columns(logits_NV, V, jnp.int32), logits_NV).min(-1)
-
-
-def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
-    """Id `[N]` of the nth matching token at each position, counted from 1; V or more if there are
-    fewer.
-
-    Tokens are counted per block and then within one block, which is fast on hardware with fast
-    whole-row reductions.
-    """
-    N, V = is_wanted_NV.shape
-    wanted_NKS = jnp.pad(is_wanted_NV, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
-    upto_NK = jnp.cumsum(wanted_NKS.sum(-1), axis=-1)
-    block_N1 = (upto_NK < nth_N[:, None]).sum(-1, keepdims=True)
-    before_NK = jnp.pad(upto_NK, ((0, 0), (1, 0)))
-    rest_N1 = nth_N[:, None] - jnp.take_along_axis(before_NK, block_N1, axis=1)
-    wanted_NS = jnp.take_along_axis(wanted_NKS, block_N1[..., None], axis=1, mode="clip")[:, 0]
-    place_N1 = (jnp.cumsum(wanted_NS.astype(jnp.int32), axis=-1) < rest_N1).sum(-1, keepdims=True)
-    return (block_N1 * _BLOCK + place_N1)[:, 0]
 
 
 def argmax(logits_NV: Logits, tolerance: float = 0.0) -> Array:
@@ -233,10 +235,7 @@ def argmax(logits_NV: Logits, tolerance: float = 0.0) -> Array:
         return jnp.where(best_N < logits_NV.shape[1], best_N, 0)
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
-        if tolerance:
-            low_N1 = _lowest_tied(seen_NV.max(-1, keepdims=True), tolerance)
-            return place_of_largest(seen_NV >= low_N1)
-        return place_of_largest(seen_NV)
+        return place_of_largest(seen_NV >= _lowest_tied(seen_NV.max(-1, keepdims=True), tolerance))
     best_NC = column_max(logits_NV)
     max_N1 = best_NC.max(-1, keepdims=True)
     low_N1 = _lowest_tied(max_N1, tolerance)
@@ -269,22 +268,19 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
     those computed from divided logits.
     """
 
-    def scaled(x_NK):
+    def scaled(x_NK: Array) -> Array:
         return x_NK if divisor_N is None else divide(x_NK, divisor_N)
 
-    values_NK, ids_NK = _largest_flushed(logits_NV, size, lambda x: flushed(scaled(x)))
-    exact_NK = scaled(_at_ids(logits_NV, ids_NK))
-    return jnp.where(values_NK == 0, exact_NK, values_NK), ids_NK
+    def seen(x_NK: Array) -> Array:
+        return flushed(scaled(x_NK))
 
+    def exact(values_NK: Array, ids_NK: Array) -> tuple[Array, Array]:
+        return jnp.where(values_NK == 0, scaled(_at_ids(logits_NV, ids_NK)), values_NK), ids_NK
 
-def _largest_flushed(
-    logits_NV: Array, size: int, seen: Callable[[Array], Array]
-) -> tuple[Array, Array]:
-    """Like `largest`, for `seen(logits)`, where `seen` is an elementwise increasing function."""
     V = logits_NV.shape[1]
     C = width_of(V)
     if V <= 4 * C or sorts_whole_rows():
-        return _top_k(seen(logits_NV), size)
+        return exact(*_top_k(seen(logits_NV), size))
     best_NC = seen(column_max(logits_NV))
     top_NK, column_NK = _top_k(best_NC, size)
     # The largest logits are in the columns with the largest maxima.
@@ -301,11 +297,11 @@ def _largest_flushed(
     # If maxima tie at the edge, an excluded column can contain an equal logit with a lower id.
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
-    def exactly(x):
+    def of_all(x: Array) -> tuple[Array, Array]:
         values, ids = _top_k(seen(x), size)
         return jnp.where(is_tied_N1, values, few_NK), jnp.where(is_tied_N1, ids, few_ids_NK)
 
-    return jax.lax.cond(is_tied_N1.any(), exactly, lambda x: (few_NK, few_ids_NK), logits_NV)
+    return exact(*jax.lax.cond(is_tied_N1.any(), of_all, lambda x: (few_NK, few_ids_NK), logits_NV))
 
 
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
@@ -339,23 +335,18 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
     With a divisor of 1, the logits are returned bitwise unchanged; a multiplication would flush
     denormals.
     """
-    return divider(logits_NV, divisor_N)(logits_NV)
+    return times(logits_NV, reciprocal(divisor_N)[:, None])
 
 
-def divider(logits_NV: Logits, divisor_N: Array) -> Callable[[Array], Array]:
-    """`divide` as a function of a block of these logits."""
-    is_resident = isinstance(logits_NV, Resident)
-    scale_N = 1.0 / divisor_N if is_resident else reciprocal(divisor_N)
-    return lambda block: times(block, scale_N[:, None])
-
-
-def reciprocal(divisor_N: Array) -> Array:
-    """Reciprocal of the divisor.
+def reciprocal(divisor_N: Array, logits_NV: Logits | None = None) -> Array:
+    """Reciprocal of the divisor of the logits.
 
     XLA converts only some divisions by a per-row divisor to products. All quotients are therefore
     computed as products, so that the largest logit gives the largest quotient.
     """
-    return jax.lax.optimization_barrier(1.0 / divisor_N)
+    scale_N = 1.0 / divisor_N
+    is_resident = isinstance(logits_NV, Resident)
+    return scale_N if is_resident else jax.lax.optimization_barrier(scale_N)
 
 
 @jax.custom_jvp
@@ -389,16 +380,15 @@ def exp_columns(logits_NV: Logits, divisor_N: Array | None = None) -> tuple[Arra
         max_N = times(max_N[:, None], scale_N1)[:, 0]
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
 
-    def fn(acc_NC, block_NC, ids_1C):
+    def weight(block_NC: Array, ids_1C: Array) -> Array:
         if scale_N1 is None:
-            return acc_NC + jnp.exp(block_NC - max_N[:, None])
+            return jnp.exp(block_NC - max_N[:, None])
         # The special case of `times` for scale 1 is not needed, because a product with 1 changes
         # only denormals, which does not affect the weights.
         product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
-        weight_NC = jnp.exp(product_NC - max_N[:, None])
-        return acc_NC + jnp.where(block_NC == -jnp.inf, 0.0, weight_NC)
+        return jnp.where(block_NC == -jnp.inf, 0.0, jnp.exp(product_NC - max_N[:, None]))
 
-    return max_N, accumulate(fn, columns(logits_NV, 0.0), logits_NV)
+    return max_N, column_sums(logits_NV, weight)[0]
 
 
 def max_and_rest(logits_NV: Array, sums: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
@@ -444,11 +434,11 @@ def entropy(logits_NV: Array) -> Array:
     """Entropy `[N]` of the softmax in nats, accurate also where it is close to 0."""
     max_N, rest_N = max_and_rest(logits_NV)
 
-    def fn(acc_NC, block_NC, ids_1C):
+    def gap(block_NC: Array, ids_1C: Array) -> Array:
         gap_NC = max_N[:, None] - block_NC
-        return acc_NC + jnp.where(gap_NC < jnp.inf, jnp.exp(-gap_NC) * gap_NC, 0.0)
+        return jnp.where(gap_NC < jnp.inf, jnp.exp(-gap_NC) * gap_NC, 0.0)
 
-    gaps_N = accumulate(fn, columns(logits_NV, 0.0), logits_NV).sum(-1)
+    (gaps_N,) = sums(logits_NV, gap)
     return jnp.log1p(rest_N) + gaps_N / (1.0 + rest_N)
 
 
@@ -456,13 +446,9 @@ def count_and_entropy(logits_NV: Logits) -> tuple[Array, Array]:
     """Number of candidates (finite logits) and entropy in nats of their softmax, `[N]` each."""
     max_N, weight_NC = exp_columns(logits_NV)
     log_total_N = jnp.log(weight_NC.sum(-1))
-
-    def fn(acc, block_NC, ids_1C):
-        count_NC, entropy_NC = acc
-        logprob_NC = block_NC - max_N[:, None] - log_total_N[:, None]
-        term_NC = _p_log_p(logprob_NC)
-        return count_NC + (block_NC > -jnp.inf), entropy_NC - term_NC
-
-    start = columns(logits_NV, 0.0), columns(logits_NV, 0.0)
-    count_NC, entropy_NC = accumulate(fn, start, logits_NV)
-    return count_NC.sum(-1), entropy_NC.sum(-1)
+    count_N, entropy_N = sums(
+        logits_NV,
+        lambda block, ids: block > -jnp.inf,
+        lambda block, ids: 0.0 - _p_log_p(block - max_N[:, None] - log_total_N[:, None]),
+    )
+    return count_N, entropy_N

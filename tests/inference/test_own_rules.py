@@ -108,13 +108,21 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
     chain = sample({"transforms": [TopP(0.5)]}, transforms=[TopK(2)]).chain
     assert chain == ("top_p",)
     assert sample({}, transforms=[]).chain == ()
+    extended = sample({}, transforms=[..., doubled, TopP(0.5)])
+    assert extended.chain == (*SAMPLE.chain, "doubled") and extended.doubled
+    assert (extended.temperature, extended.top_k, extended.top_p) == (0.8, 3, 0.5)
     # A field at its default was not given: the other rule's counts.
     assert sample({}, transforms=[TopP(0.5), TopK(5, 2)]).min_keep == 2
+
+
+def doubled(logits_NV):
+    return 2.0 * logits_NV
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"transforms": [TopK(2), ...]}, "transforms is a ellipsis, which is not a LogitTransform"),
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
         ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is also set by commit"),
         (
@@ -253,6 +261,9 @@ def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
     )
     banned = {MODEL.tokenizer.mask_id, *MODEL.tokenizer.banned_ids}
     assert not banned & set(np.asarray(unbanned.tokens).ravel()[4:12].tolist())
+
+    broken = dlm_jax.generate(MODEL, ["The "], transforms=[lambda x_NV: x_NV * jnp.nan], **given)
+    assert broken.status == (dlm_jax.Status.NON_FINITE,)
 
     def short(logits_NV):
         return logits_NV[:, 1:]

@@ -19,7 +19,7 @@ from dlm_jax.randomness import salted
 from dlm_jax.sampling.positions import fold, place_of_largest, put
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput, FillRule
 from dlm_jax.sampling.transforms.structure import STRUCTURE, automaton_of
-from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.sampling.transforms.transform import At, has_feedback
 from dlm_jax.settings import UNSET, SettingError, per_row, require, rule
 from dlm_jax.structured.automaton import Arcs, stack_arcs
 from dlm_jax.types import left_of, live_positions, right_of
@@ -89,7 +89,7 @@ class Constrained(FillRule):
         require(not row.ignore_eos, "structure", UNSET, why, "remove one of them")
         why = f"depends on draws of single tokens, but fill={cls.name!r} draws them jointly"
         for used in row.table.chained(row):
-            if used.reads_final_logprob and used.is_used(row):
+            if has_feedback(used) and used.is_used(row):
                 name = next(s.name for s in used.settings() if s.activates)
                 raise SettingError(name, getattr(row, name), why, f"leave {name} at its default")
 

@@ -187,7 +187,8 @@ class FillInput:
         logprob_N, score_N, rule_state_N = self.score_ids(
             clean_NV, ids_N, at, drawable_NV, final_NV
         )
-        is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
+        is_fine_N = jnp.isfinite(logprob_N) & jnp.isfinite(final_logprob_N)
+        is_fine_N |= ~is_real_N
         total_BL, best_BL = out.total_BL, out.best_BL
         if total_BL is not None and drawable_NV is None:
             # The compiler shares these sums with `log_prob`.

@@ -36,25 +36,23 @@ def check_id(name: str, value: Any) -> None:
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """The pairs in a mapping or in a sequence of pairs."""
     try:
-        pairs = bias.items() if isinstance(bias, Mapping) else map(tuple, bias)
-        return tuple(_checked_pair(pair) for pair in pairs)
+        pairs = [*bias.items()] if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
     except TypeError:
         raise SettingError("logit_bias", bias, "is not a mapping", "use {12: -5.0}") from None
-
-
-def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
-    if len(pair) != 2:
-        raise SettingError("logit_bias", pair, "is not a pair", "use (id, bias)")
-    token, bias = pair
-    if isinstance(token, str) and token.isdecimal():
-        token = int(token)  # keys of JSON objects are strings
-    check_id("logit_bias", token)
-    is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
-    if not is_number or not (bias == -math.inf or -1e9 <= bias <= 1e9):  # pyright: ignore[reportOperatorIssue]
-        raise SettingError(
-            "logit_bias", bias, f"of id {token} is neither -inf nor within 1e9", "use -inf to ban"
-        )
-    return int(token), float(bias)
+    checked = []
+    for pair in pairs:
+        if len(pair) != 2:
+            raise SettingError("logit_bias", pair, "is not a pair", "use (id, bias)")
+        token, value = pair
+        if isinstance(token, str) and token.isdecimal():
+            token = int(token)  # keys of JSON objects are strings
+        check_id("logit_bias", token)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not (value == -math.inf or -1e9 <= value <= 1e9):  # pyright: ignore[reportOperatorIssue]
+            why = f"of id {token} is neither -inf nor within 1e9"
+            raise SettingError("logit_bias", value, why, "use -inf to ban")
+        checked.append((int(token), float(value)))
+    return tuple(checked)
 
 
 LOGIT_BIAS = Setting(
@@ -104,17 +102,6 @@ class LogitBias(LogitTransform):
         values = [[bias for _, bias in row] for row in pairs]
         columns: Any = padded(ids, vocab_size, np.int32), padded(values, 0.0, np.float32)
         return cls(*columns)
-
-    def forbids(self, ids_N: Array, row_N: Array) -> Array:
-        """True `[N]` where the row bans the id."""
-        is_it_NK = self.ids_BK[row_N] == ids_N[:, None]
-        return jnp.any(is_it_NK & (self.bias_BK[row_N] == -jnp.inf), axis=1)
-
-    def banned(self, vocab_size: int) -> Array:
-        """True `[B, V]` where the row bans the id."""
-        none_BV = jnp.zeros((self.ids_BK.shape[0], vocab_size), bool)
-        row_B1 = jnp.arange(self.ids_BK.shape[0])[:, None]
-        return none_BV.at[row_B1, self.ids_BK].max(self.bias_BK == -jnp.inf, mode="drop")
 
     def is_active(self) -> Array:
         return (self.bias_BK != 0).any(-1)

@@ -22,37 +22,27 @@ from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.transforms import resident
+from dlm_jax.sampling.transforms.bias import LogitBias
+from dlm_jax.sampling.transforms.temperature import Moving, Temperature
 from dlm_jax.sampling.transforms.transform import (
     At,
     Context,
     LogitTransform,
+    Pointwise,
     function_transform,
-    is_wanted,
+    has_feedback,
 )
-from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
+from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES, TopK
+
+_FEW_SALT = 0x666577
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """True if `is_wanted` is True for any of the transforms."""
-    wanted = [is_wanted(t, at) for t in transforms]
-    return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
-
-
-def candidates(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
-    """The largest logits, after division by the divisor if there is one, and their ids."""
-    return vocab.largest(logits_NV, min(MAX_CANDIDATES, logits_NV.shape[1]), divisor_N)
-
-
-def no_candidates(logits_NV: Array) -> tuple[Array, Array]:
-    """Empty candidates with the same shapes as in `candidates`."""
-    shape = (logits_NV.shape[0], min(MAX_CANDIDATES, logits_NV.shape[1]))
-    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
-
-
-def applied(transform: Any, prepared: Any, logits_NV: Array, at: At) -> Array:
-    """The logits after one transform."""
-    made_NV = transform.apply(prepared, logits_NV, at)
-    return returned(made_NV, transform, "apply", "N, V", logits_NV.shape, jnp.float32)
+    """True if the chunk has a real position in a row where one of the transforms is active."""
+    is_wanted = jnp.zeros((), bool)
+    for t in transforms:
+        is_wanted |= (t.is_active()[at.row_N] & at.is_real_N).any()
+    return is_wanted
 
 
 def run_all(
@@ -68,13 +58,14 @@ def run_all(
     groups = resident.groups(steps) if in_kernel else [[step] for step in steps]
     wanted = [any_wanted([t for t, _ in group], at) for group in groups]
 
-    def after(group, x_NV):
+    def after(group: list[tuple[Any, Any]], x_NV: Array) -> Array:
         ((t, prepared), *_) = group
         if in_kernel and resident.has_kernel(t):
             return resident.run(group, x_NV, at)
-        return applied(t, prepared, x_NV, at)
+        new_NV = t.apply(prepared, x_NV, at)
+        return returned(new_NV, t, "apply", "N, V", x_NV.shape, jnp.float32)
 
-    def run(x_NV):
+    def run(x_NV: Array) -> Array:
         for is_due, group in zip(wanted, groups, strict=True):
             x_NV = jax.lax.cond(is_due, lambda x, group=group: after(group, x), lambda x: x, x_NV)
         return x_NV
@@ -82,12 +73,9 @@ def run_all(
     return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
 
 
-_FEW_SALT = 0x666577
-
-
 @pytree
 class Chain:
-    """A sequence of transforms, which is itself a `LogitTransform`.
+    """A sequence of transforms.
 
     A transform runs if the chunk has a real position in an active row. One `lax.cond` makes this
     choice for the whole batch (under `vmap`, both branches would run). Rows in which a top-k keeps
@@ -105,7 +93,12 @@ class Chain:
 
     def at_progress(self, progress_B: Array) -> Chain:
         """The chain for a step; `progress_B` is the fraction of steps taken, in [0, 1]."""
-        return replace(self, transforms=tuple(t.at_progress(progress_B) for t in self.transforms))
+        return replace(
+            self,
+            transforms=tuple(
+                t.at_progress(progress_B) if isinstance(t, Moving) else t for t in self.transforms
+            ),
+        )
 
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
         """The prepared values of each transform for a step."""
@@ -120,49 +113,48 @@ class Chain:
             for t, s in zip(self.transforms, state, strict=True)
         )
 
-    def is_active(self) -> Array:
-        """True `[B]` where any transform is active."""
-        return functools.reduce(jnp.logical_or, (t.is_active() for t in self.transforms))
-
     def forbids(self, ids_N: Array, row_N: Array) -> Array:
-        """True `[N]` where a transform forbids the id for the row."""
-        is_forbidden_N = jnp.zeros(row_N.shape, bool)
-        for no_N in (t.forbids(ids_N, row_N) for t in self.transforms):
-            if no_N is not None:
-                is_forbidden_N |= no_N
-        return is_forbidden_N
+        """True `[N]` where a bias of -inf bans the id for the row."""
+        is_banned_N = jnp.zeros(row_N.shape, bool)
+        for t in self.transforms:
+            if isinstance(t, LogitBias):
+                is_ban_NK = (t.ids_BK[row_N] == ids_N[:, None]) & (t.bias_BK[row_N] == -jnp.inf)
+                is_banned_N |= is_ban_NK.any(axis=1)
+        return is_banned_N
 
     def banned(self, num_rows: int, vocab_size: int) -> Array:
-        """True `[B, V]` where `forbids` is True."""
+        """True `[B, V]` where a bias of -inf bans the id for the row."""
         is_banned_BV = jnp.zeros((num_rows, vocab_size), bool)
-        for no_BV in (t.banned(vocab_size) for t in self.transforms):
-            if no_BV is not None:
-                is_banned_BV |= no_BV
+        rows_B1 = jnp.arange(num_rows)[:, None]
+        for t in self.transforms:
+            if isinstance(t, LogitBias):
+                is_ban_BK = t.bias_BK == -jnp.inf
+                is_banned_BV = is_banned_BV.at[rows_B1, t.ids_BK].max(is_ban_BK, mode="drop")
         return is_banned_BV
 
     def is_greedy(self, at: At) -> Array:
         """True `[N]` where the row's temperature is 0."""
-        greedy_N = jnp.zeros(at.row_N.shape, bool)
-        for greedy_B in (t.makes_greedy() for t in self.transforms):
-            if greedy_B is not None:
-                greedy_N |= greedy_B[at.row_N]
-        return greedy_N
+        is_greedy_N = jnp.zeros(at.row_N.shape, bool)
+        for t in self.transforms:
+            if isinstance(t, Moving):
+                is_greedy_N |= (t.temperature_B == 0)[at.row_N]
+        return is_greedy_N
 
     def apply(self, prepared: tuple[Any, ...], logits_NV: Array, at: At) -> Array:
         """Logits `[N, V]`, float32, after every transform."""
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
         cut = self.where_few()
-        if cut is None:
-            return run_all(steps, logits_NV, at)
         logits_NV = run_all(steps[:cut], logits_NV, at)
+        if cut == len(steps):
+            return logits_NV
         is_few_N = self._is_few(cut, logits_NV.shape[1], at)
-        few_NK, ids_NK = jax.lax.cond(is_few_N.any(), candidates, no_candidates, logits_NV)
+        few_NK, ids_NK = _candidates(is_few_N, logits_NV)
         few_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
         logits_NV = run_all(steps[cut:], logits_NV, rest)
 
-        def put_back(x_NV):
+        def put_back(x_NV: Array) -> Array:
             rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
             only_NV = jnp.full_like(x_NV, -jnp.inf).at[rows_N1, ids_NK].set(few_NK)
             return jnp.where(is_few_N[:, None], only_NV, x_NV)
@@ -182,31 +174,36 @@ class Chain:
 
         Greedy rows take the argmax, and other rows sample. The log-probabilities are 0 unless
         `is_scored`; None means that they are needed if a row in the chunk has a feedback
-        controller, which reads them.
+        controller, which reads them. They are NaN or -inf where the chain leaves no finite logit or
+        makes one NaN.
         """
         if is_scored is None:
-            is_scored = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
+            is_scored = any_wanted([t for t in self.transforms if has_feedback(t)], at)
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
-        noise = few_noise = drawing.noise(at.key_N, method=method)
-        if method == "gumbel":
-            few_noise = salted(at.key_N, _FEW_SALT)
+        noise = drawing.noise(at.key_N, method=method)
         zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
         none = jnp.zeros(at.row_N.shape, jnp.int32), zeros_N
-        cut, is_greedy_N = self.where_few(), self.is_greedy(at)
-        is_few_N = jnp.zeros(at.row_N.shape, bool)
-        if cut is not None:
-            is_few_N = self._is_few(cut, logits_NV.shape[1], at)
+        cut = self.where_few()
+        is_few_N = self._is_few(cut, logits_NV.shape[1], at)
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
-        takes_best_N = is_greedy_N | is_few_N
-        found = [(i, t.divisor()) for i, t in enumerate(self.transforms)]
-        divisors = [(i, divisor_B[at.row_N]) for i, divisor_B in found if divisor_B is not None]
-        divisor_N = divisors[0][1] if divisors else zeros_N + 1.0
-        few_divisor_N = divisor_N if divisors and cut is not None and divisors[0][0] < cut else None
+        takes_best_N = self.is_greedy(at) | is_few_N
+        places = range(len(steps))
+        heat = next((i for i in places if isinstance(self.transforms[i], Temperature)), None)
+        divisor_N = zeros_N + 1.0
+        if heat is not None:
+            divisor_N = self.transforms[heat].divisor()[at.row_N]
+        few_divisor_N = divisor_N if heat is not None and heat < cut else None
 
-        # Drawn tokens and their scores in rows with many candidates, and the candidates of all
-        # other rows. Both ways give the same bits. The functions in conditionals are new in each
-        # call, because JAX caches the trace of a branch for the lifetime of its function.
+        def score(x_NK: Array, place_N: Array, sums: tuple[Array, Array] | None = None) -> Array:
+            chosen_N = jnp.take_along_axis(x_NK, place_N[:, None], axis=1)[:, 0]
+            unscored_N = jnp.where(jnp.isfinite(chosen_N), 0.0, jnp.nan)
+            return jnp.where(is_scored, drawing.log_prob(x_NK, place_N, sums), unscored_N)
+
+        # The tokens and scores of rows with many candidates, and the candidates of other rows. If
+        # no transform but a temperature runs, nothing is written over the logits. Both ways give
+        # the same bits. The functions in conditionals are new in each call, because JAX caches the
+        # trace of a branch for the lifetime of its function.
         def in_place(x_NV: Array) -> tuple[Array, Array, Array, Array]:
             ids_N = jax.lax.cond(
                 rest.is_real_N.any(),
@@ -214,10 +211,7 @@ class Chain:
                 lambda x: none[0],
                 x_NV,
             )
-            few = jax.lax.cond(
-                is_few_N.any(), lambda x: candidates(x, few_divisor_N), no_candidates, x_NV
-            )
-            return ids_N, zeros_N, *few
+            return ids_N, zeros_N, *_candidates(is_few_N, x_NV, few_divisor_N)
 
         def in_copy(x_NV: Array) -> tuple[Array, Array, Array, Array]:
             # This creates a new array, because XLA would otherwise copy the logits before the
@@ -225,11 +219,10 @@ class Chain:
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
             x_NV = run_all(steps[:cut], x_NV, at, is_drawn=True)
-            few = jax.lax.cond(is_few_N.any(), candidates, no_candidates, x_NV)
+            few = _candidates(is_few_N, x_NV)
 
             def draw(x_NV: Array) -> tuple[Array, Array]:
-                later = [] if cut is None else steps[cut:]
-                x_NV = run_all(later, x_NV, rest, is_drawn=True)
+                x_NV = run_all(steps[cut:], x_NV, rest, is_drawn=True)
                 needs_sums = ~takes_best_N.all() & (method == "inverse_cdf") | is_scored
                 unknown = zeros_N + 1.0, vocab.columns(x_NV, 1.0)
                 sums = jax.lax.cond(
@@ -238,31 +231,24 @@ class Chain:
                 ids_N = drawing.choose_with(
                     x_NV, noise, takes_best_N, method=method, weight_NC=sums[1]
                 )
-                return ids_N, jnp.where(is_scored, drawing.log_prob(x_NV, ids_N, sums), 0.0)
+                return ids_N, score(x_NV, ids_N, sums)
 
             return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
 
-        if len(divisors) > 1:
-            token_N, score_N, few_NK, ids_NK = in_copy(logits_NV)
-        else:
-            first, later = (
-                [t for t in part if t.divisor() is None]
-                for part in (self.transforms[:cut], self.transforms[cut:])
-            )
-            is_changed = any_wanted(first, at) | any_wanted(later, rest)
-            is_changed |= rest.is_real_N.any() & is_scored
-            token_N, score_N, few_NK, ids_NK = jax.lax.cond(
-                is_changed, in_copy, in_place, logits_NV
-            )
-        if cut is None:
+        is_changed = any_wanted([self.transforms[i] for i in places[:cut] if i != heat], at)
+        is_changed |= any_wanted([self.transforms[i] for i in places[cut:] if i != heat], rest)
+        is_changed |= rest.is_real_N.any() & is_scored
+        token_N, score_N, few_NK, ids_NK = jax.lax.cond(is_changed, in_copy, in_place, logits_NV)
+        if cut == len(steps):
             return token_N, score_N
 
         def from_few(noise: Array) -> tuple[Array, Array]:
             final_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
             place_N = drawing.draw_with(final_NK, noise, method=method)
             of_few_N = jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
-            return of_few_N, jnp.where(is_scored, drawing.log_prob(final_NK, place_N), 0.0)
+            return of_few_N, score(final_NK, place_N)
 
+        few_noise = salted(at.key_N, _FEW_SALT) if method == "gumbel" else noise
         of_few = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none, few_noise)
         return jnp.where(is_few_N, of_few[0], token_N), jnp.where(is_few_N, of_few[1], score_N)
 
@@ -271,10 +257,12 @@ class Chain:
 
         Greedy rows and rows with a feedback controller later in the chain are excluded.
         """
+        if cut == len(self.transforms):
+            return jnp.zeros(at.row_N.shape, bool)
         top_k_N = self.transforms[cut].count()[at.row_N]
         is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))
         for t in self.transforms[cut + 1 :]:
-            if t.reads_final_logprob:
+            if has_feedback(t):
                 is_few_N &= ~t.is_active()[at.row_N]
         return is_few_N & ~self.is_greedy(at) & at.is_real_N
 
@@ -283,17 +271,32 @@ class Chain:
         rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
         top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
-        later = [step for step in steps[cut + 1 :] if not step[0].reads_final_logprob]
-        return run_all(later, few_NK, at)
+        return run_all([step for step in steps[cut + 1 :] if not has_feedback(step[0])], few_NK, at)
 
-    def where_few(self) -> int | None:
-        """Index of the first top-k after which no transform reads ids."""
+    def where_few(self) -> int:
+        """Index of the first top-k after which no transform reads ids, or the number of
+        transforms.
+        """
         for place, t in enumerate(self.transforms):
-            if t.count() is not None and all(
-                later.ignores_ids for later in self.transforms[place + 1 :]
-            ):
+            later = self.transforms[place + 1 :]
+            if isinstance(t, TopK) and all(isinstance(t, Pointwise) for t in later):
                 return place
-        return None
+        return len(self.transforms)
+
+
+def _candidates(
+    is_few_N: Array, logits_NV: Array, divisor_N: Array | None = None
+) -> tuple[Array, Array]:
+    """The largest logits after a division, and their ids, if any position has few candidates."""
+    N, V = logits_NV.shape
+    size = min(MAX_CANDIDATES, V)
+    none = jnp.zeros((N, size), jnp.float32), jnp.zeros((N, size), jnp.int32)
+    return jax.lax.cond(
+        is_few_N.any(),
+        lambda x: vocab.largest(x, size, divisor_N),
+        lambda x: none,
+        logits_NV,
+    )
 
 
 def chain(

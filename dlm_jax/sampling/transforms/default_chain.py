@@ -21,7 +21,7 @@ from dlm_jax.sampling.transforms.temperature import DynamicTemperature, Temperat
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP
 from dlm_jax.sampling.transforms.xtc import Xtc
-from dlm_jax.settings import UNSET, Setting, SettingError, nearest
+from dlm_jax.settings import UNSET, SettingError, nearest
 
 TRANSFORMS: Mapping[str, tuple[type[LogitTransform], ...]] = {
     "bias": (LogitBias,),
@@ -127,57 +127,45 @@ def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size:
         return jax.tree.map(
             lambda x: jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x, params
         )
-    rules = {
-        name: [cls for cls in classes if cls.init is LogitTransform.init]
-        for name, classes in TRANSFORMS.items()
-    }
-    declared = (s for classes in rules.values() for cls in classes for s in cls.settings())
+    parts = [
+        [cls for cls in classes if cls.init is LogitTransform.init]
+        for classes in TRANSFORMS.values()
+    ]
+    declared = (s for classes in parts for cls in classes for s in cls.settings())
     known = {s.name: s for s in declared if not s.is_list and s.name not in _OF_THE_LOOP}
-    columns = {}
+    columns: dict[str, Array] = {}
     for name, value in params.items():
         if name not in known:
             raise SettingError(
                 name, UNSET, "is not a setting of sample_logits", nearest(name, tuple(known))
             )
-        columns[name] = _column(known[name], value, num_rows)
-    parts: list[LogitTransform] = []
-    for classes in rules.values():
-        given = [
-            [s for s in cls.settings() if s.activates and s.name in columns] for cls in classes
-        ]
+        if not isinstance(value, Tracer):
+            for number in np.unique(np.asarray(value)):
+                known[name].checked(number.item())
+        if jnp.shape(value) not in ((), (num_rows,)):
+            remedy = f"pass one value or {num_rows}"
+            raise SettingError(name, UNSET, f"has shape {jnp.shape(value)}", remedy)
+        dtype = known[name].column([known[name].default]).dtype
+        columns[name] = jnp.broadcast_to(jnp.asarray(value).astype(dtype), (num_rows,))
+
+    def num_given(cls: type[LogitTransform]) -> int:
+        return sum(s.activates and s.name in columns for s in cls.settings())
+
+    transforms: list[LogitTransform] = []
+    for classes in filter(None, parts):
         # Plain and dynamic temperature share a setting. The one with more settings is meant.
-        most = max(map(len, given), default=0)
-        if most:
-            cls = classes[[len(found) for found in given].index(most)]
-            parts.append(_with_columns(cls, columns, num_rows, vocab_size))
-    return chain(*parts)
-
-
-def _column(setting: Setting, value: ArrayLike, num_rows: int) -> Array:
-    """The values of the rows, ``[N]``; concrete values are checked."""
-    if not isinstance(value, Tracer):
-        for one in np.unique(np.asarray(value)):
-            setting.checked(one.item())
-    if jnp.shape(value) not in ((), (num_rows,)):
-        raise SettingError(
-            setting.name, UNSET, f"has shape {jnp.shape(value)}", f"pass one value or {num_rows}"
-        )
-    dtype = setting.column([setting.default]).dtype
-    return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (num_rows,))
-
-
-def _with_columns(
-    cls: type[LogitTransform], columns: Mapping[str, Array], num_rows: int, vocab_size: int
-) -> LogitTransform:
-    """The transform with the given columns, and defaults for its other settings."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        setting = field.metadata.get("setting")
-        if setting is None:
-            values[field.name] = vocab_size
-        elif setting.name in columns:
-            values[field.name] = columns[setting.name]
-        elif field.default is not None:
-            default = field.metadata["column"]([setting.default] * num_rows)
-            values[field.name] = jax.tree.map(jnp.asarray, default)
-    return cls(**values)
+        cls = max(classes, key=num_given)
+        if not num_given(cls):
+            continue
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            setting = field.metadata.get("setting")
+            if setting is None:
+                fields[field.name] = vocab_size
+            elif setting.name in columns:
+                fields[field.name] = columns[setting.name]
+            elif field.default is not None:
+                default = field.metadata["column"]([setting.default] * num_rows)
+                fields[field.name] = jnp.asarray(default)
+        transforms.append(cls(**fields))
+    return chain(*transforms)

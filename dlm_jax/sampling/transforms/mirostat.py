@@ -52,7 +52,6 @@ MIROSTAT_ETA = Setting(
 
 class _Controller(Pointwise):
     version: ClassVar[int]
-    reads_final_logprob = True
     tau_B: Array
     eta_B: Array
     is_on_B: Array

@@ -187,41 +187,20 @@ class Dry(LogitTransform):
         return context.tokens_BL, context.is_visible_BL, is_breaker_BL
 
     def apply(self, prepared: tuple[Array, ...], logits_NV: Array, at: At) -> Array:
-        length_NL, tokens_NL = self._match_lengths(prepared, at)
-        allowed_N1 = self.allowed_length_B[at.row_N][:, None]
-        is_active_N1 = self.is_active()[at.row_N][:, None]
-        exponent_NL = (length_NL - allowed_N1).astype(jnp.float32)
-        log_base_N1 = jnp.log(self.base_B[at.row_N])[:, None]
-        # clamped to the range of float32, as in llama.cpp
-        power_NL = jnp.exp(jnp.minimum(exponent_NL * log_base_N1, 88.0))
-        penalty_NL = jnp.minimum(self.multiplier_B[at.row_N][:, None] * power_NL, 3.0e38)
-        is_hit_NL = (length_NL >= allowed_N1) & is_active_N1
-        rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
-        ids_NL = jnp.where(is_hit_NL, tokens_NL, logits_NV.shape[1])
-        x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
-        smallest = float(jnp.finfo(jnp.float32).min)
-        lowered_NL = jnp.where(x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf)
-        # The longest match of a token has the largest penalty, so the minimum logit is taken.
-        return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
-
-    def _match_lengths(self, prepared: tuple[Array, ...], at: At) -> tuple[Array, Array]:
-        """The length of the match that ends before each position of the run, and the token at that
-        position, `[N, L]` each.
-
-        The length is 0 outside the run and at breakers.
-        """
         tokens_NL, is_visible_NL, is_breaker_NL = (x_BL[at.row_N] for x_BL in prepared)
         N, L = tokens_NL.shape
         place_1L = jnp.arange(L, dtype=jnp.int32)[None]
         index_N1 = at.index_N[:, None].astype(jnp.int32)
+        is_active_N1 = self.is_active()[at.row_N][:, None]
+        # The run of visible tokens that ends directly before the position.
         is_gap_NL = ~is_visible_NL & (place_1L < index_N1)
         start_N1 = jnp.where(is_gap_NL, place_1L + 1, 0).max(-1, keepdims=True)
         last_n_N1 = self.last_n_B[at.row_N][:, None]
         start_N1 = jnp.where(last_n_N1 < 0, start_N1, jnp.maximum(start_N1, index_N1 - last_n_N1))
         is_run_NL = (place_1L >= start_N1) & (place_1L < index_N1)
-        is_run_NL &= self.is_active()[at.row_N][:, None] & at.is_real_N[:, None]
+        is_run_NL &= is_active_N1 & at.is_real_N[:, None]
 
-        def grow(carry):
+        def grow(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             depth, is_alive_NL, length_NL = carry
             # The token at this depth of the suffix is compared with the token at the same distance
             # before each position.
@@ -234,9 +213,25 @@ class Dry(LogitTransform):
             is_alive_NL &= (earlier_NL == token_N1) & ~stops_N1
             return depth + 1, is_alive_NL, length_NL + is_alive_NL
 
+        # The length of the match that ends before each position of the run; 0 outside the run and
+        # at breakers.
         start = (jnp.int32(0), is_run_NL & ~is_breaker_NL, jnp.zeros((N, L), jnp.int32))
         _, _, length_NL = jax.lax.while_loop(lambda c: c[1].any(), grow, start)
-        return length_NL, tokens_NL
+
+        allowed_N1 = self.allowed_length_B[at.row_N][:, None]
+        exponent_NL = (length_NL - allowed_N1).astype(jnp.float32)
+        log_base_N1 = jnp.log(self.base_B[at.row_N])[:, None]
+        # clamped to the range of float32, as in llama.cpp
+        power_NL = jnp.exp(jnp.minimum(exponent_NL * log_base_N1, 88.0))
+        penalty_NL = jnp.minimum(self.multiplier_B[at.row_N][:, None] * power_NL, 3.0e38)
+        is_hit_NL = (length_NL >= allowed_N1) & is_active_N1
+        rows_N1 = jnp.arange(N)[:, None]
+        ids_NL = jnp.where(is_hit_NL, tokens_NL, logits_NV.shape[1])
+        x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
+        smallest = float(jnp.finfo(jnp.float32).min)
+        lowered_NL = jnp.where(x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf)
+        # The longest match of a token has the largest penalty, so the minimum logit is taken.
+        return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
 
 def _is_newest(context: Context, last_n_B: Array) -> Array:

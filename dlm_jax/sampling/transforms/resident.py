@@ -7,7 +7,6 @@ main memory.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.devices import kind, mesh_in_use, platform
-from dlm_jax.sampling.transforms.transform import At, Pointwise, is_wanted
+from dlm_jax.sampling.transforms.transform import At, Pointwise
 from dlm_jax.sampling.vocab import RESIDENT_WIDTH, Resident
 
 POSITIONS = 8
@@ -43,14 +42,17 @@ def has_kernel(transform: Any) -> bool:
 
 def groups(steps: Sequence[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
     """The steps in order, with those that one kernel runs together."""
-    found: list[list[tuple[Any, Any]]] = []
+
+    def shares(transform: Any) -> bool:
+        return has_kernel(transform) and not transform.gives_from_logits
+
+    grouped: list[list[tuple[Any, Any]]] = []
     for step in steps:
-        joins = has_kernel(step[0]) and not step[0].gives_from_logits
-        if joins and found and has_kernel(found[-1][0][0]):
-            found[-1].append(step)
+        if grouped and shares(step[0]) and shares(grouped[-1][-1][0]):
+            grouped[-1].append(step)
         else:
-            found.append([step])
-    return found
+            grouped.append([step])
+    return grouped
 
 
 def name_of(steps: Sequence[tuple[Any, Any]]) -> str:
@@ -65,98 +67,64 @@ def run(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    bitcast = jax.lax.bitcast_convert_type
     num_given, V = logits_NV.shape
-    own = [
-        (jax.tree.map(lambda x_B: x_B[at.row_N], t), _given(t, prepared, logits_NV, at))
+    rows = [
+        (jax.tree.map(lambda x_B: x_B[at.row_N], t), t.given(prepared, logits_NV, at))
         for t, prepared in steps
     ]
-    here = (own, at.is_real_N, at.is_grown_N)
-    leaves, tree = jax.tree.flatten(here)
-    # Whole tiles: the added rows are not real, so no transform is applied to them.
-    missing = ((0, -num_given % POSITIONS), (0, 0))
-    table_NP, logits_NV = (jnp.pad(x, missing) for x in (_packed(leaves), logits_NV))
-    N = logits_NV.shape[0]
-    width = -(-V // RESIDENT_WIDTH) * RESIDENT_WIDTH
-    body = functools.partial(_body, tree=tree, dtypes=[leaf.dtype for leaf in leaves], vocab_size=V)
-    size = POSITIONS
-    found_NV = pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((N, V), jnp.float32),
-        grid=(-(-N // size),),
-        in_specs=[
-            pl.BlockSpec((size, table_NP.shape[1]), lambda i: (i, 0)),
-            pl.BlockSpec((size, width), lambda i: (i, 0)),
-        ],
-        out_specs=pl.BlockSpec((size, width), lambda i: (i, 0)),
-        scratch_shapes=[pltpu.VMEM((size, width), jnp.float32)] * 2,
-        interpret=interpret,
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY + 24 * width * size),
-        name=name_of(steps),
-    )(table_NP, logits_NV)
-    return found_NV[:num_given]
-
-
-def _given(transform: Pointwise, prepared: Any, logits_NV: Array, at: At) -> Any:
-    if not transform.gives_from_logits:
-        return transform.given(prepared, logits_NV, at)
-    shapes = jax.eval_shape(transform.given, prepared, logits_NV, at)
-    return jax.lax.cond(
-        is_wanted(transform, at),
-        lambda: transform.given(prepared, logits_NV, at),
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-    )
-
-
-def _packed(leaves: Sequence[Array]) -> Array:
-    """A table whose columns hold the bits of numbers `[N]`, padded to a multiple of 128 columns."""
+    leaves, tree = jax.tree.flatten((rows, at.is_real_N, at.is_grown_N))
+    dtypes = [leaf.dtype for leaf in leaves]
+    # A table whose columns are the bits of the parameters. Tiles are whole: the added rows are not
+    # real, so no transform is applied to them.
     columns = [
-        leaf if leaf.dtype == jnp.float32 else _bits(leaf.astype(jnp.int32), jnp.float32)
+        leaf if leaf.dtype == jnp.float32 else bitcast(leaf.astype(jnp.int32), jnp.float32)
         for leaf in leaves
     ]
-    table = jnp.stack(columns, axis=1)
-    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % _LANES)))
+    missing = -num_given % POSITIONS
+    table_NP = jnp.pad(jnp.stack(columns, axis=1), ((0, missing), (0, -len(columns) % _LANES)))
+    logits_NV = jnp.pad(logits_NV, ((0, missing), (0, 0)))
 
+    def body(table_ref: Any, logits_ref: Any, out_ref: Any, *spare: Array) -> None:
+        table = table_ref[...]
+        values = [
+            table[:, i] if dtype == jnp.float32 else bitcast(table[:, i], jnp.int32)
+            for i, dtype in enumerate(dtypes)
+        ]
+        pairs = zip(values, dtypes, strict=True)
+        values = [x != 0 if dtype == jnp.bool_ else x for x, dtype in pairs]
+        rows, is_real_N, is_grown_N = jax.tree.unflatten(tree, values)
+        at = At(slice(None), None, None, is_real_N, is_grown_N)  # type: ignore[arg-type]
+        logits = Resident((out_ref,), spare, V)
 
-def _unpacked(table: Array, dtypes: Sequence[Any]) -> list[Array]:
-    found = []
-    for place, dtype in enumerate(dtypes):
-        column = table[:, place]
-        if dtype != jnp.float32:
-            column = _bits(column, jnp.int32)
-        found.append(column != 0 if dtype == jnp.bool_ else column)
-    return found
+        def load(_: None, place: Any, block: Array, ids: Array) -> None:
+            out_ref[place] = jnp.where(ids < V, block, -jnp.inf)
 
+        Resident((logits_ref,), (), V).fold(load, None)
+        for transform, given in rows:
 
-def _bits(x: Array, dtype: Any) -> Array:
-    return jax.lax.bitcast_convert_type(x, dtype)
+            @pl.when((transform.is_active() & is_real_N).any())
+            def _(transform: Pointwise = transform, given: Any = given) -> None:
+                new = transform.change(given, logits, at)
 
+                def write(_: None, place: Any, block: Array, ids: Array) -> None:
+                    out_ref[place] = new(block, ids)
 
-def _body(
-    table_ref: Any,
-    logits_ref: Any,
-    out_ref: Any,
-    *spare: Array,
-    tree: Any,
-    dtypes: Any,
-    vocab_size: int,
-) -> None:
-    from jax.experimental import pallas as pl
+                logits.fold(write, None)
 
-    own, is_real_N, is_grown_N = jax.tree.unflatten(tree, _unpacked(table_ref[...], dtypes))
-    at = At(slice(None), None, None, is_real_N, is_grown_N)  # type: ignore[arg-type]
-    logits = Resident((out_ref,), spare, vocab_size)
-
-    def load(_: None, place: Any, block: Array, ids: Array) -> None:
-        out_ref[place] = jnp.where(ids < vocab_size, block, -jnp.inf)
-
-    Resident((logits_ref,), (), vocab_size).fold(load, None)
-    for transform, given in own:
-
-        @pl.when((transform.is_active() & is_real_N).any())
-        def _(transform: Pointwise = transform, given: Any = given) -> None:
-            new = transform.change(given, logits, at)
-
-            def write(_: None, place: Any, block: Array, ids: Array) -> None:
-                out_ref[place] = new(block, ids)
-
-            logits.fold(write, None)
+    width = -(-V // RESIDENT_WIDTH) * RESIDENT_WIDTH
+    final_NV = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct(logits_NV.shape, jnp.float32),
+        grid=(len(logits_NV) // POSITIONS,),
+        in_specs=[
+            pl.BlockSpec((POSITIONS, table_NP.shape[1]), lambda i: (i, 0)),
+            pl.BlockSpec((POSITIONS, width), lambda i: (i, 0)),
+        ],
+        out_specs=pl.BlockSpec((POSITIONS, width), lambda i: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((POSITIONS, width), jnp.float32)] * 2,
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY + 24 * width * POSITIONS),
+        name=name_of(steps),
+    )(table_NP, logits_NV)
+    return final_NV[:num_given]

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.transform import At, Change, Pointwise, is_greedy, of_rows
+from dlm_jax.sampling.transforms.transform import At, Change, Pointwise, is_greedy
 from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
@@ -62,9 +62,18 @@ TEMPERATURE_END = _temperature(
 )
 
 
-class _Moving(Pointwise):
+class Moving(Pointwise):
+    """A temperature that moves from step to step. 0 makes a row greedy."""
+
     temperature_B: Array
     last_B: Array | None
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
+        """The transform with the temperatures of each row at the first and last step."""
+        packed = super().columns(rows, facts)
+        is_constant_B = packed.last_B < 0
+        return replace(packed, last_B=np.where(is_constant_B, packed.temperature_B, packed.last_B))
 
     def at_progress(self, progress_B: Array) -> Any:
         """The transform with the temperature of a step, `T + (last - T) s / (S - 1)`."""
@@ -73,28 +82,23 @@ class _Moving(Pointwise):
         moved_B = (self.last_B - self.temperature_B) * progress_B
         return replace(self, temperature_B=self.temperature_B + moved_B)  # type: ignore[type-var]
 
-    def makes_greedy(self) -> Array:
-        return self.temperature_B == 0
-
 
 @rule
-class Temperature(_Moving):
+class Temperature(Moving):
     """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits unchanged."""
 
     temperature_B: Array = per_row(TEMPERATURE)
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 
     @classmethod
-    def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
-        """The temperatures of rows without dynamic temperature; other rows are neutral."""
-        first_B, last_B, is_dynamic_B = _settings_of(rows)
-        plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
-        return cls(*plain)
+    def yields(cls, row: Any) -> bool:
+        return _is_dynamic(row)
 
     def is_active(self) -> Array:
         return (self.temperature_B != 0) & (self.temperature_B != 1)
 
     def divisor(self) -> Array:
+        """The divisor `[B]` of each row's logits."""
         return jnp.where(self.is_active(), self.temperature_B, 1.0)
 
     def given(self, prepared: Any, logits_NV: Array, at: At) -> Array:
@@ -106,7 +110,7 @@ class Temperature(_Moving):
 
 
 @rule
-class DynamicTemperature(_Moving):
+class DynamicTemperature(Moving):
     """Divides the logits by T', which depends on the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
@@ -142,17 +146,8 @@ class DynamicTemperature(_Moving):
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 
     @classmethod
-    def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
-        """The temperatures of rows with dynamic temperature; other rows are neutral."""
-        first_B, last_B, is_dynamic_B = _settings_of(rows)
-        one, zero = np.float32(1), np.float32(0)
-        dynamic: Any = (
-            np.where(is_dynamic_B, first_B, one),
-            np.where(is_dynamic_B, of_rows([row.dynatemp_range for row in rows]), zero),
-            of_rows([row.dynatemp_exponent for row in rows]),
-            np.where(is_dynamic_B, last_B, one),
-        )
-        return cls(*dynamic)
+    def yields(cls, row: Any) -> bool:
+        return not _is_dynamic(row)
 
     def is_active(self) -> Array:
         return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.delta_B != 0))
@@ -173,20 +168,15 @@ class DynamicTemperature(_Moving):
             lambda: vocab.argmax(logits_NV, vocab.TOLERANCE),
             lambda: jnp.zeros(is_cold_N.shape, jnp.int32),
         )
-        divide = vocab.divider(logits_NV, jnp.where(is_cold_N, 1.0, divisor_N))
+        scale_N = vocab.reciprocal(jnp.where(is_cold_N, 1.0, divisor_N), logits_NV)
 
         def scale(block, ids):
             is_dropped_NC = is_cold_N[:, None] & (ids != best_N[:, None])
-            scaled_NC = jnp.where(is_dropped_NC, -jnp.inf, divide(block))
+            scaled_NC = jnp.where(is_dropped_NC, -jnp.inf, vocab.times(block, scale_N[:, None]))
             return jnp.where(is_on_N[:, None], scaled_NC, block)
 
         return scale
 
 
-def _settings_of(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each row: the temperatures at the first and last step, and whether they are dynamic."""
-    first_B, last_B = (
-        of_rows([getattr(row, name) for row in rows]) for name in ("temperature", "temperature_end")
-    )
-    is_dynamic_B = np.array([row.dynatemp_range > 0 and not is_greedy(row) for row in rows])
-    return first_B, np.where(last_B < 0, first_B, last_B), is_dynamic_B
+def _is_dynamic(row: Any) -> bool:
+    return row.dynatemp_range > 0 and not is_greedy(row)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from dlm_jax.sampling.positions import returned
@@ -59,29 +58,10 @@ class LogitTransform(Rule):
     A disabled row's logits are returned bitwise unchanged. In enabled rows, `-inf` stays `-inf`,
     and at least one candidate per position remains. Inputs are float32 without NaN or +inf.
 
-    Only `apply` is required. By default, a transform has no state, reads no context, is the same at
-    every step and has no fast path.
+    Only `apply` is required. By default, a transform has no state and reads no context.
     """
 
     required: ClassVar[tuple[str, ...]] = ("apply",)
-
-    reads_final_logprob: ClassVar[bool] = False
-    """True if `update` reads ``proposal.final_logprob_BL``."""
-
-    ignores_ids: ClassVar[bool] = False
-    """True if ids matter only for breaking ties, so that the transform can run on a few candidates
-    instead of the whole vocabulary."""
-
-    @classmethod
-    def yields(cls, row: Any) -> bool:
-        """True if another setting of the row replaces this transform and makes it neutral."""
-        return False
-
-    @classmethod
-    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The transform with the settings of each row; neutral in rows where it `yields`."""
-        off = SimpleNamespace(**neutral(cls.settings()))
-        return super().columns([off if cls.yields(row) else row for row in rows], facts)
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -99,12 +79,6 @@ class LogitTransform(Rule):
         """State before the first step; `()` if there is none."""
         return ()
 
-    def at_progress(self, progress_B: Array) -> Any:
-        """The transform for a step; `progress_B` is the fraction of the row's steps taken so far,
-        in [0, 1].
-        """
-        return self
-
     def prepare(self, state: Any, context: Context) -> Any:
         """Values that are computed once per step and row, such as a table of counts."""
         return ()
@@ -114,32 +88,19 @@ class LogitTransform(Rule):
         raise NotImplementedError
 
     def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
-        """State after the commits of a step. The tokens' log-probabilities are
-        `proposal.final_logprob_BL`.
+        """State after the commits of a step. `proposal.final_logprob_BL` are the log-probabilities
+        of the tokens after the chain; they are computed for transforms that define `update`.
         """
         return state
 
-    def makes_greedy(self) -> Array | None:
-        """True `[B]` for rows that take the argmax; None if no row does."""
-        return None
 
-    def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
-        """True `[N]` where the row never writes the id; None if no ids are forbidden."""
-        return None
+def has_feedback(transform: Any) -> bool:
+    """True if a transform, or its class, reads the log-probabilities of committed tokens."""
+    cls = transform if isinstance(transform, type) else type(transform)
+    return cls.update is not LogitTransform.update
 
-    def banned(self, vocab_size: int) -> Array | None:
-        """True `[B, V]` where `forbids` is True; None if no ids are forbidden."""
-        return None
 
-    def divisor(self) -> Array | None:
-        """The divisor `[B]` of each row's logits if the transform only divides; otherwise None."""
-        return None
-
-    def count(self) -> Array | None:
-        """The number `[B]` of largest candidates to keep (0 for all) if the transform only
-        truncates by count; otherwise None.
-        """
-        return None
+_NUMBERS = itertools.count(1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,17 +114,14 @@ def _function_class(function: Callable[..., Any]) -> type[LogitTransform]:
         is_on_B: Array = per_row(setting)
 
         def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-            made_NV = returned(
+            new_NV = returned(
                 function(logits_NV), name, "apply", "N, V", logits_NV.shape, jnp.float32
             )
             is_changed_NV = self.is_on_B[at.row_N][:, None] & (logits_NV > -jnp.inf)
-            return jnp.where(is_changed_NV, made_NV, logits_NV)
+            return jnp.where(is_changed_NV, new_NV, logits_NV)
 
     Function.name = name
     return rule(Function)
-
-
-_NUMBERS = itertools.count(1)
 
 
 def function_transform(function: Callable[..., Any]) -> LogitTransform:
@@ -173,11 +131,6 @@ def function_transform(function: Callable[..., Any]) -> LogitTransform:
     return _function_class(function)(True)  # type: ignore[call-arg]
 
 
-def is_wanted(transform: LogitTransform, at: At) -> Array:
-    """True if the chunk has a real position in a row where the transform is active."""
-    return (transform.is_active()[at.row_N] & at.is_real_N).any()
-
-
 Change = Callable[[Array, Array], Array]
 """A function of some logits and their ids that gives the new logits, each by itself."""
 
@@ -185,15 +138,26 @@ Change = Callable[[Array, Array], Array]
 class Pointwise(LogitTransform):
     """A transform that maps each logit by itself, after passes over all logits of the position.
 
-    Only functions of `dlm_jax.sampling.vocab` may read all logits, so that kernels can run them.
-    All fields are `[B]` arrays or static.
+    Ids matter only for breaking ties, so it can run on a few candidates instead of the whole
+    vocabulary. Only functions of `dlm_jax.sampling.vocab` may read all logits, so that kernels can
+    run them. All fields are `[B]` arrays or static.
     """
 
     required: ClassVar[tuple[str, ...]] = ("change",)
-    ignores_ids = True
 
     gives_from_logits: ClassVar[bool] = False
     """True if `given` reads the logits."""
+
+    @classmethod
+    def yields(cls, row: Any) -> bool:
+        """True if another setting of the row replaces this transform and makes it neutral."""
+        return False
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
+        """The transform with the settings of each row; neutral in rows where it `yields`."""
+        off = SimpleNamespace(**neutral(cls.settings()))
+        return super().columns([off if cls.yields(row) else row for row in rows], facts)
 
     def given(self, prepared: Any, logits_NV: Array, at: At) -> Any:
         """Values `[N]` that `change` uses beside the parameters."""
@@ -216,8 +180,3 @@ def is_greedy(row: Any) -> bool:
 def is_steered(row: Any) -> bool:
     """True if Mirostat replaces the truncations in a row with these settings."""
     return row.mirostat > 0 and not is_greedy(row)
-
-
-def of_rows(values: Sequence[Any]) -> np.ndarray:
-    """The values as a float32 array."""
-    return np.asarray(values, np.float32)

@@ -11,10 +11,6 @@ Testing a bound takes one pass over the vocabulary, and about fifteen passes suf
 chosen by false position on the logarithm of the mass above the ends of the bracket, or, where false
 position is unreliable, by bisection of float32 bit patterns. On CPU, testing several bounds per
 pass is not faster, because XLA loops over each accumulator separately.
-
-Where whole-row sorts are fast, the sorted largest values give two candidate bounds. One pass
-verifies the bounds, and the search runs only if they are wrong. Both methods give exactly the same
-cut.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ _FEW = 128
 _NUM_MIDPOINT = 32
 _WIDE = 64.0
 _NUM_GUESSES = 18
-_NUM_LARGEST = 1024
 
 
 class _Search(NamedTuple):
@@ -66,7 +61,7 @@ def keeps_prefix(
     logits_NV: Logits,
     *,
     value: Elementwise,
-    weight: Elementwise | None,
+    weight: Elementwise,
     top_N: Array,
     mass_N: Array,
     count_N: Array,
@@ -77,21 +72,19 @@ def keeps_prefix(
       logits_NV: float32.
       value: elementwise function of a block of logits by which tokens are ordered, largest first;
         -inf for non-candidates.
-      weight: elementwise mass of a logit, at least 0; None if only the count matters.
+      weight: elementwise mass of a logit, at least 0.
       top_N: float32 upper bound on all values.
       mass_N: strict upper bound on the mass before a kept token.
       count_N: float32, number of tokens to keep regardless of mass, at least 1.
     """
-    bounds = {"top_N": top_N, "mass_N": mass_N, "count_N": count_N}
-    if isinstance(logits_NV, Resident):
-        cut_N, last_id_N = _search_stored(logits_NV, value=value, weight=weight, **bounds)
-    else:
+    if not isinstance(logits_NV, Resident) and logits_NV.shape[1] <= _FEW:
         seen_NV = vocab.flushed(logits_NV)
-        if seen_NV.shape[1] <= _FEW:
-            before = _before_each(value(seen_NV), None if weight is None else weight(seen_NV))
-            is_kept_NV = (before[0] < mass_N[:, None]) | (before[1] < count_N[:, None])
-            return lambda block, ids: jnp.where(is_kept_NV, block, -jnp.inf)
-        cut_N, last_id_N = _search(seen_NV, value=value, weight=weight, **bounds)
+        mass_NV, num_NV = _before_each(value(seen_NV), weight(seen_NV))
+        is_kept_NV = (mass_NV < mass_N[:, None]) | (num_NV < count_N[:, None])
+        return lambda block, ids: jnp.where(is_kept_NV, block, -jnp.inf)
+    cut_N, last_id_N = _search(
+        logits_NV, value=value, weight=weight, top_N=top_N, mass_N=mass_N, count_N=count_N
+    )
     return _up_to(lambda block: value(vocab.flushed(block)), cut_N, last_id_N)
 
 
@@ -106,7 +99,7 @@ def _up_to(value: Elementwise, cut_N: Array, last_id_N: Array) -> Change:
     return keep
 
 
-def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
+def _before_each(value_NK: Array, weight_NK: Array) -> tuple[Array, Array]:
     """Cumulative mass and count before each of a few tokens.
 
     The sums are computed by a matrix product, because masked sums are not vectorised on CPU.
@@ -115,10 +108,7 @@ def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array
     is_lower_1KK = jnp.tri(K, K, -1, dtype=bool)[None]
     other_N1K, own_NK1 = value_NK[:, None, :], value_NK[:, :, None]
     is_before_NKK = (other_N1K > own_NK1) | ((other_N1K == own_NK1) & is_lower_1KK)
-    ones_NK = jnp.ones(value_NK.shape, jnp.float32)
-    summed_NK2 = jnp.stack(
-        [jnp.zeros_like(ones_NK) if weight_NK is None else weight_NK, ones_NK], -1
-    )
+    summed_NK2 = jnp.stack([weight_NK, jnp.ones_like(weight_NK)], -1)
     before_NK2 = jnp.matmul(
         is_before_NKK.astype(jnp.float32), summed_NK2, precision=jax.lax.Precision.HIGHEST
     )
@@ -129,27 +119,40 @@ def _search(
     logits_NV: Logits,
     *,
     value: Elementwise,
-    weight: Elementwise | None,
+    weight: Elementwise,
     top_N: Array,
     mass_N: Array,
     count_N: Array,
 ) -> tuple[Array, Array]:
     """Value at which the prefix ends, and the last id kept among ids with this value."""
+    if isinstance(logits_NV, Resident):
+        # Values and weights are computed once.
+        logits_NV = logits_NV.stored(
+            lambda block: value(vocab.flushed(block)), lambda block: weight(vocab.flushed(block))
+        )
+        value, weight = (lambda pair: pair[0]), (lambda pair: pair[1])
+    else:
+        logits_NV = vocab.flushed(logits_NV)
     V = logits_NV.shape[1]
     all_key = ordered(jnp.float32(-jnp.inf))
-    keeps_all_N = count_N >= V
     # The lower end starts below -inf, because a search can end at -inf.
     low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
-    high_N = jnp.where(keeps_all_N, all_key, ordered(vocab.flushed(top_N)))
+    high_N = jnp.where(count_N >= V, all_key, ordered(vocab.flushed(top_N)))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
     unknown_N = zero_N + (V + 2.0)
     streak_N = jnp.zeros(count_N.shape, jnp.int32)
     search = _Search(low_N, high_N, unknown_N, zero_N, unknown_N, zero_N, streak_N, jnp.int32(0))
 
-    def measured(s: _Search, key_N: Array, above: tuple[Array, Array]) -> _Search:
-        mass_above_N, count_above_N = above
-        is_open_N = s.is_open() & (key_N > s.low_N) & (key_N < s.high_N)
+    def narrow(s: _Search) -> _Search:
+        key_N = _next_bound(s, mass_N)
+        bound_N1 = _float(key_N)[:, None]
+        mass_above_N, count_above_N = vocab.sums(
+            logits_NV,
+            lambda block, ids: jnp.where(value(block) > bound_N1, weight(block), 0.0),
+            lambda block, ids: jnp.where(value(block) > bound_N1, 1.0, 0.0),
+        )
         is_inside_N = (mass_above_N < mass_N) | (count_above_N < count_N)
+        is_open_N = s.is_open()
         lifts_N, lowers_N = is_open_N & ~is_inside_N, is_open_N & is_inside_N
         return _Search(
             jnp.where(lifts_N, key_N, s.low_N),
@@ -162,65 +165,44 @@ def _search(
             s.turn + 1,
         )
 
-    def narrow(s: _Search) -> _Search:
-        key_N = _next_bound(s, weight is None, mass_N, count_N)
-        (above,) = _above(logits_NV, [_float(key_N)], value=value, weight=weight)
-        return measured(s, key_N, above)
+    s = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, search)
+    # The bracket contains one token, or several tokens with equal values.
+    ties_N = s.count_low_N - s.count_high_N
+    weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
+    by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
+    num_N = jnp.clip(jnp.maximum(by_mass_N, count_N - s.count_high_N), 1.0, ties_N)
+    is_single_N = ties_N <= 1
+    # If the bracket contains one token, everything above its lower end is kept.
+    value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
+    is_split_N = ~is_single_N & (num_N < ties_N) & (s.low_N >= all_key)
 
-    if vocab.sorts_whole_rows() and not isinstance(logits_NV, Resident):
-        bounds = _expected_bounds(
-            logits_NV, value=value, weight=weight, mass_N=mass_N, count_N=count_N
+    def last_tie() -> Array:
+        """The last of the ids with the value at the cut that are kept."""
+
+        def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+            low_N, high_N = bounds
+            last_N = (low_N + high_N) // 2
+
+            def is_before(block: Any, ids_1C: Array) -> Array:
+                is_tie_NC = (value(block) == value_N[:, None]) & (ids_1C <= last_N[:, None])
+                return jnp.where(is_tie_NC, 1.0, 0.0)
+
+            is_enough_N = vocab.sums(logits_NV, is_before)[0] >= num_N
+            return jnp.where(is_enough_N, low_N, last_N), jnp.where(is_enough_N, last_N, high_N)
+
+        low_N = jnp.full(value_N.shape, -1, jnp.int32)
+        high_N = jnp.full(value_N.shape, V - 1, jnp.int32)
+        return jnp.where(
+            is_split_N, jax.lax.fori_loop(0, V.bit_length(), halve, (low_N, high_N))[1], V
         )
-        for bound_N, above in zip(
-            bounds, _above(logits_NV, bounds, value=value, weight=weight), strict=True
-        ):
-            search = measured(search, ordered(bound_N), above)
-    search = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, search)
-    cut_N, last_id_N = _settle_ties(logits_NV, search, value=value, mass_N=mass_N, count_N=count_N)
-    keeps_all_N = search.high_N == all_key
-    return jnp.where(keeps_all_N, -jnp.inf, cut_N), last_id_N
+
+    none_N = jnp.full(value_N.shape, V, jnp.int32)
+    last_N = jax.lax.cond(is_split_N.any(), last_tie, lambda: none_N)
+    cut_N = jnp.where(s.high_N == all_key, -jnp.inf, value_N)
+    return cut_N, jnp.where(is_single_N, -1, last_N)
 
 
-def _search_stored(
-    logits_NV: Resident, *, value: Elementwise, weight: Elementwise | None, **bounds: Array
-) -> tuple[Array, Array]:
-    """`_search` in the memory of a kernel, where values and weights are computed once."""
-    if weight is None:
-        values = logits_NV.stored(lambda block: value(vocab.flushed(block)))
-        return _search(values, value=lambda block: block, weight=None, **bounds)
-    pairs = logits_NV.stored(
-        lambda block: value(vocab.flushed(block)), lambda block: weight(vocab.flushed(block))
-    )
-    return _search(pairs, value=lambda pair: pair[0], weight=lambda pair: pair[1], **bounds)
-
-
-def _expected_bounds(
-    logits_NV: Array,
-    *,
-    value: Elementwise,
-    weight: Elementwise | None,
-    mass_N: Array,
-    count_N: Array,
-) -> list[Array]:
-    """The largest value after the prefix and the smallest value in it, computed from the largest
-    values only.
-
-    The masses are summed in a different order than in a pass, so a pass must verify the result.
-    """
-    size = min(_NUM_LARGEST, logits_NV.shape[1])
-    value_NK, ids_NK = jax.lax.top_k(value(logits_NV), size)
-    before_NK = jnp.arange(size, dtype=jnp.float32)[None]
-    is_inside_NK = before_NK < count_N[:, None]
-    if weight is not None:
-        weight_NK = weight(jnp.take_along_axis(logits_NV, ids_NK, axis=1))
-        is_inside_NK |= jnp.cumsum(weight_NK, axis=1) - weight_NK < mass_N[:, None]
-    num_N1 = jnp.clip(is_inside_NK.sum(-1, keepdims=True), 1, size)
-    places = jnp.minimum(num_N1, size - 1), num_N1 - 1
-    found = [jnp.take_along_axis(value_NK, place_N1, axis=1)[:, 0] for place_N1 in places]
-    return [vocab.flushed(value_N) for value_N in found]
-
-
-def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
+def _next_bound(s: _Search, mass_N: Array) -> Array:
     """The next key to measure inside each bracket.
 
     The key is found by false position on the logarithms of the mass above the ends of the bracket.
@@ -231,101 +213,23 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     in 32 passes, even if many values are equal.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
-    above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
-    if by_count:
-        above_low_N, above_high_N, wanted_N = s.count_low_N, s.count_high_N, count_N
     first_N, last_N = s.low_N + 1, s.high_N - 1
     half_N = s.low_N + ((s.high_N - s.low_N) >> 1)
     half_N = jnp.where(half_N < first_N, first_N, half_N)
     num_N = s.count_low_N - s.count_high_N
     slack_N = jnp.exp2(-jnp.clip(jnp.abs(s.streak_N) - 1, 0, 3).astype(jnp.float32))
-    over_N = jnp.log(above_low_N / wanted_N) * jnp.where(s.streak_N > 0, slack_N, 1.0)
-    under_N = jnp.log(wanted_N / above_high_N) * jnp.where(s.streak_N < 0, slack_N, 1.0)
+    over_N = jnp.log(s.mass_low_N / mass_N) * jnp.where(s.streak_N > 0, slack_N, 1.0)
+    under_N = jnp.log(mass_N / s.mass_high_N) * jnp.where(s.streak_N < 0, slack_N, 1.0)
     past_N = 0.5 / jnp.sqrt(jnp.maximum(num_N, 1.0))
     part_N = over_N / (over_N + under_N) - jnp.sign(s.streak_N) * past_N
     part_N = jnp.clip(part_N, 0.5 * past_N, 1.0 - 0.5 * past_N)
-    is_trusted_N = (above_high_N > 0) & (num_N > _NUM_MIDPOINT) & (over_N >= 0) & (under_N > 0)
+    is_trusted_N = (s.mass_high_N > 0) & (num_N > _NUM_MIDPOINT) & (over_N >= 0) & (under_N > 0)
     guess_N = ordered(low_N + (high_N - low_N) * jnp.where(is_trusted_N, part_N, 0.5))
     is_fit_N = (high_N - low_N < _WIDE) & (s.turn % 4 != 3) & (s.turn < _NUM_GUESSES)
     # TPU kernels compare unsigned numbers, but have no minimum or maximum of them.
     guess_N = jnp.where(guess_N < first_N, first_N, guess_N)
     guess_N = jnp.where(guess_N > last_N, last_N, guess_N)
     return jnp.where(is_fit_N, guess_N, half_N)
-
-
-def _settle_ties(
-    logits_NV: Logits, s: _Search, *, value: Elementwise, mass_N: Array, count_N: Array
-) -> tuple[Array, Array]:
-    """The cut inside a bracket that contains one token or several tokens with equal values."""
-    V = logits_NV.shape[1]
-    ties_N = s.count_low_N - s.count_high_N
-    weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
-    by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
-    kept_N = jnp.clip(jnp.maximum(by_mass_N, count_N - s.count_high_N), 1.0, ties_N)
-    is_single_N = ties_N <= 1
-    # If the bracket contains one token, everything above its lower end is kept.
-    value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
-    is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= ordered(jnp.float32(-jnp.inf)))
-
-    def split(x):
-        if vocab.sorts_whole_rows() and not isinstance(x, Resident):
-            return jnp.where(is_split_N, vocab.nth_id(value(x) == value_N[:, None], kept_N), V)
-
-        def narrow(_, bounds):
-            low_N, high_N = bounds
-            middle_N = (low_N + high_N) // 2
-            seen_N = _count_ties(x, value, value_N, middle_N)
-            return (
-                jnp.where(seen_N >= kept_N, low_N, middle_N),
-                jnp.where(seen_N >= kept_N, middle_N, high_N),
-            )
-
-        low_N = jnp.full(value_N.shape, -1, jnp.int32)
-        high_N = jnp.full(value_N.shape, V - 1, jnp.int32)
-        last_N = jax.lax.fori_loop(0, V.bit_length(), narrow, (low_N, high_N))[1]
-        return jnp.where(is_split_N, last_N, V)
-
-    last_N = jax.lax.cond(
-        is_split_N.any(),
-        lambda: split(logits_NV),
-        lambda: jnp.full(value_N.shape, V, jnp.int32),
-    )
-    return value_N, jnp.where(is_single_N, -1, last_N)
-
-
-def _above(
-    logits_NV: Logits, bounds: list[Array], *, value: Elementwise, weight: Elementwise | None
-) -> list[tuple[Array, Array]]:
-    """Mass and number of tokens above each bound, `[N]`, in one pass."""
-
-    def fn(accs: Any, block_NC: Array, ids_1C: Array) -> Any:
-        value_NC = value(block_NC)
-        found = []
-        for (count_NC, mass_NC), bound_N in zip(accs, bounds, strict=True):
-            is_above_NC = value_NC > bound_N[:, None]
-            if weight is not None:
-                mass_NC = mass_NC + jnp.where(is_above_NC, weight(block_NC), 0.0)
-            found.append((count_NC + jnp.where(is_above_NC, 1.0, 0.0), mass_NC))
-        return found
-
-    zero_NC = vocab.columns(logits_NV, 0.0)
-    found = vocab.accumulate(
-        fn, [(zero_NC, None if weight is None else zero_NC)] * len(bounds), logits_NV
-    )
-    counts = [count_NC.sum(-1) for count_NC, _ in found]
-    if weight is None:
-        return [(jnp.zeros_like(count_N), count_N) for count_N in counts]
-    return [(mass_NC.sum(-1), count_N) for (_, mass_NC), count_N in zip(found, counts, strict=True)]
-
-
-def _count_ties(logits_NV: Logits, value: Elementwise, value_N: Array, last_N: Array) -> Array:
-    """Number of tokens whose value is at the cut and whose id is at most `last_N`."""
-
-    def fn(count_NC, block_NC, ids_1C):
-        is_tie_NC = (value(block_NC) == value_N[:, None]) & (ids_1C <= last_N[:, None])
-        return count_NC + jnp.where(is_tie_NC, 1.0, 0.0)
-
-    return vocab.accumulate(fn, vocab.columns(logits_NV, 0.0), logits_NV).sum(-1)
 
 
 def _float(key: Array) -> Array:
@@ -524,15 +428,25 @@ class TopNSigma(Truncation):
         return self.n_B > 0
 
     def change(self, given: Any, logits_NV: Logits, at: At) -> Change:
-        half_max_N, range_N = _half_range(logits_NV)
+        half_max_N = vocab.maximum(logits_NV) * 0.5
+        least_N = vocab.minimum(logits_NV)
+        range_N = half_max_N - least_N * 0.5
+        range_N = jnp.where(range_N > 0, range_N, 1.0)
 
-        def scaled(block):
+        def scaled(block: Array) -> Array:
             # in [-1, 0], so that squares of huge logits do not overflow
             return (block * 0.5 - half_max_N[:, None]) / range_N[:, None]
 
-        count_N, total_N = _sums(logits_NV, scaled)
+        def over_candidates(fn: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+            return lambda block, ids: jnp.where(block > -jnp.inf, fn(block), 0.0)
+
+        count_N, total_N = vocab.sums(
+            logits_NV, over_candidates(jnp.ones_like), over_candidates(scaled)
+        )
         mean_N = total_N / jnp.maximum(count_N, 1.0)
-        _, squares_N = _sums(logits_NV, lambda block: (scaled(block) - mean_N[:, None]) ** 2)
+        (squares_N,) = vocab.sums(
+            logits_NV, over_candidates(lambda block: (scaled(block) - mean_N[:, None]) ** 2)
+        )
         deviation_N = jnp.sqrt(squares_N / jnp.maximum(count_N, 1.0))
         floor_N = 2.0 * (half_max_N - self.n_B[at.row_N] * deviation_N * range_N)
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
@@ -542,15 +456,15 @@ def keep_largest(logits_NV: Logits, count_N: Array) -> Change:
     """Keeps the `count_N` (at least 1) largest logits and sets all others to -inf; lower ids win
     ties.
     """
-    seen_NV = vocab.stopped(logits_NV)
-    return keeps_prefix(
-        seen_NV,
-        value=lambda block: block,
-        weight=None,
-        top_N=vocab.maximum(seen_NV),
-        mass_N=jnp.zeros(count_N.shape, jnp.float32),
-        count_N=count_N.astype(jnp.float32),
-    )
+    return keeps_prefix(vocab.stopped(logits_NV), **_by_count(logits_NV, count_N))
+
+
+def _by_count(logits_NV: Logits, count_N: Array) -> dict[str, Any]:
+    """The arguments of `keeps_prefix` for the largest logits, each with mass 1."""
+    count_N = count_N.astype(jnp.float32)
+    top_N = vocab.maximum(vocab.stopped(logits_NV))
+    same: Any = {"value": lambda block: block, "weight": jnp.ones_like}
+    return {**same, "top_N": top_N, "mass_N": count_N, "count_N": count_N}
 
 
 def keep_above(logits_NV: Logits, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Change:
@@ -560,68 +474,29 @@ def keep_above(logits_NV: Logits, floor_N: Array, min_keep_N: Array, is_active_N
     `min_keep_N` is at most `MAX_CANDIDATES`.
     """
 
-    def fn(acc_NC, block_NC, ids_1C):
+    def is_above(block_NC: Array, ids_1C: Array) -> Array:
         is_above_NC = (block_NC >= floor_N[:, None]) & (block_NC > -jnp.inf)
-        return acc_NC + jnp.where(is_above_NC, 1.0, 0.0)
+        return jnp.where(is_above_NC, 1.0, 0.0)
 
-    count_N = vocab.accumulate(fn, vocab.columns(logits_NV, 0.0), logits_NV).sum(-1)
-    is_short_N = (count_N < min_keep_N) & is_active_N
+    def last_kept() -> tuple[Array, Array]:
+        """Value and id of the last of the largest logits."""
+        if isinstance(logits_NV, Resident):
+            return _search(logits_NV, **_by_count(logits_NV, min_keep_N))
+        # Denormals are treated as 0, so that the order is the same as in other passes. Lower ids
+        # come first among equals, so the last kept id determines which are kept.
+        size = min(MAX_CANDIDATES, logits_NV.shape[1])
+        largest_NK = jax.lax.top_k(vocab.flushed(logits_NV), size)
+        last_N1 = jnp.clip(min_keep_N, 1, size)[:, None] - 1
+        least_N, id_N = (jnp.take_along_axis(x, last_N1, axis=1)[:, 0] for x in largest_NK)
+        return least_N, id_N
+
+    is_short_N = (vocab.sums(logits_NV, is_above)[0] < min_keep_N) & is_active_N
     none = jnp.zeros(floor_N.shape, jnp.float32), jnp.zeros(floor_N.shape, jnp.int32)
-    last_N, id_N = jax.lax.cond(
-        is_short_N.any(), lambda: _last_of(logits_NV, min_keep_N), lambda: none
-    )
+    last_N, id_N = jax.lax.cond(is_short_N.any(), last_kept, lambda: none)
     cut_N = jnp.where(is_short_N, last_N, jnp.where(is_active_N, floor_N, -jnp.inf))
     return _up_to(
         vocab.flushed, vocab.flushed(cut_N), jnp.where(is_short_N, id_N, logits_NV.shape[1])
     )
-
-
-def _last_of(logits_NV: Logits, count_N: Array) -> tuple[Array, Array]:
-    """Value and id of the last of the `count_N` largest logits; at most `MAX_CANDIDATES`."""
-    if isinstance(logits_NV, Resident):
-        return _search_stored(
-            logits_NV,
-            value=lambda block: block,
-            weight=None,
-            top_N=vocab.maximum(logits_NV),
-            mass_N=jnp.zeros(count_N.shape, jnp.float32),
-            count_N=count_N.astype(jnp.float32),
-        )
-    size = min(MAX_CANDIDATES, logits_NV.shape[1])
-    # Denormals are treated as 0, so that the order is the same as in other passes.
-    found_NK = jax.lax.top_k(vocab.flushed(logits_NV), size)
-    # Lower ids come first among equals, so the last kept id determines which are kept.
-    last_N1 = jnp.clip(count_N, 1, size)[:, None] - 1
-    least_N, id_N = (jnp.take_along_axis(x, last_N1, axis=1)[:, 0] for x in found_NK)
-    return least_N, id_N
-
-
-def _sums(logits_NV: Logits, fn: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """Number of candidates, and the sum of `fn` over the candidates; `[N]` each."""
-
-    def step(acc, block_NC, ids_1C):
-        count_NC, sum_NC = acc
-        is_candidate_NC = block_NC > -jnp.inf
-        return (
-            count_NC + jnp.where(is_candidate_NC, 1.0, 0.0),
-            sum_NC + jnp.where(is_candidate_NC, fn(block_NC), 0.0),
-        )
-
-    start = vocab.columns(logits_NV, 0.0), vocab.columns(logits_NV, 0.0)
-    count_NC, sum_NC = vocab.accumulate(step, start, logits_NV)
-    return count_NC.sum(-1), sum_NC.sum(-1)
-
-
-def _half_range(logits_NV: Logits) -> tuple[Array, Array]:
-    """Half the largest logit, and half the range of the candidates (1 where they are equal)."""
-
-    def fn(least_NC, block_NC, ids_1C):
-        return jnp.minimum(least_NC, jnp.where(block_NC > -jnp.inf, block_NC, jnp.inf))
-
-    half_max_N = vocab.maximum(logits_NV) * 0.5
-    least_NC = vocab.accumulate(fn, vocab.columns(logits_NV, jnp.inf), logits_NV)
-    range_N = half_max_N - least_NC.min(-1) * 0.5
-    return half_max_N, jnp.where(range_N > 0, range_N, 1.0)
 
 
 def _count_or_all(transform: Any, logits_NV: Logits, at: At) -> Array:
