@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling import rule_state
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
@@ -39,6 +38,7 @@ from dlm_jax.sampling.edits.moves import (
 from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.edits.trial import tried
 from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
+from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted, check_filled
