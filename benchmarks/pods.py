@@ -276,7 +276,7 @@ def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, An
     gib, text, memory = 2.0**30, compiled.as_text(), compiled.memory_analysis()
     kept = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state.cache.kept)
+        for leaf in jax.tree.leaves(state.cache.kv_cache)
     )
     gathers = [
         shape

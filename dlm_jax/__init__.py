@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dlm_jax.inference.generate import chain_report as chain_report
     from dlm_jax.inference.generate import generate as generate
     from dlm_jax.inference.generate import stream as stream
-    from dlm_jax.inference.host import matching as matching
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
     from dlm_jax.inference.token_logprobs import DecodingRow as DecodingRow
     from dlm_jax.inference.token_logprobs import order_logprobs as order_logprobs
     from dlm_jax.published.hub import push_to_hub as push_to_hub
-    from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
+    from dlm_jax.sampling.kv_cache import *  # noqa: F403
     from dlm_jax.sampling.loop import advance as advance
     from dlm_jax.sampling.noise import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
@@ -70,7 +69,6 @@ _NAMES = {
     "inference.candidates": "Candidates",
     "inference.engine": "AsyncEngine Engine EngineFullError",
     "inference.generate": "Texts chain_report generate stream",
-    "inference.host": "matching",
     "inference.model": "Model export load",
     "inference.pure": "Sampled Sampler inside replay sampler",
     "inference.request": "Request make_requests",
@@ -88,7 +86,7 @@ _NAMES = {
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 _ROOMS = tuple(
     f"sampling.{kind}"
-    for kind in ("cache", "commit", "edits", "noise", "propose", "remask", "transforms")
+    for kind in ("kv_cache", "commit", "edits", "noise", "propose", "remask", "transforms")
 )
 """Subpackages of rules, whose public names this package exports."""
 

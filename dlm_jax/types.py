@@ -15,13 +15,14 @@ Legend of shapes, used as suffixes of names and in docstrings:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = Any
 """A plain nested dict of parameter arrays."""
@@ -226,6 +227,22 @@ class Status(IntEnum):
 def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:
     """True at live positions, ``[B, L]``."""
     return jnp.arange(num_positions)[None, :] < length_B[:, None]
+
+
+def first_eos(tokens: Any, is_given: Any, eos_ids: Collection[int]) -> Any:
+    """Index ``[...]`` of the first EOS that no given token follows, where a text ends; ``L`` if
+    there is none.
+
+    Args:
+      tokens: int ``[..., L]``, a NumPy or JAX array.
+      is_given: True at given tokens, but not beyond the length of a row.
+      eos_ids: ids that end a text.
+    """
+    size, ids = tokens.shape[-1], np.array([*eos_ids], np.int32)
+    place = np.arange(size).reshape(*[1] * (tokens.ndim - 1), size)
+    after_given = (is_given * (place + 1)).max(-1, keepdims=True, initial=0)
+    is_eos = (tokens[..., None] == ids.reshape(*[1] * tokens.ndim, ids.size)).any(-1)
+    return size - ((is_eos & (place >= after_given)) * (size - place)).max(-1, initial=0)
 
 
 def left_of(x: jax.Array, first: int | bool = 0) -> jax.Array:

@@ -243,7 +243,7 @@ class Leftmost(CommitRule):
 
 KIND = (
     "has no kind; decorate it with dlm_jax.rule and subclass one of LogitTransform, CommitRule or "
-    "NoiseRule, FillRule, RemaskRule, EditRule, CacheRule"
+    "NoiseRule, FillRule, RemaskRule, EditRule, KVCache"
 )
 
 

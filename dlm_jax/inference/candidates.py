@@ -91,16 +91,6 @@ class Written(NamedTuple):
     probability: float
     place: int
 
-    @property
-    def logprob(self) -> float:
-        """Log-probability of the token in nats after the whole chain, equal to its entry in
-        ``candidates.logprobs``.
-        """
-        (places,) = np.nonzero(self.candidates.ids == self.token)
-        if places.size:
-            return float(self.candidates.logprobs[places[0]])
-        return float(np.log(max(self.probability, np.finfo(np.float32).tiny)))
-
     def to_json(self, size: int) -> dict[str, Any]:
         """Returns a JSON object with the `size` most likely candidates. The keys are step, index,
         place, token, probability, num_survivors, ids and logits, as in this class and `Candidates`.
@@ -111,16 +101,12 @@ class Written(NamedTuple):
             "index": seen.index,
             "place": self.place,
             "token": self.token,
-            "probability": _short(self.probability),
+            # The shortest decimal numbers with the same float32 values.
+            "probability": float(str(np.float32(self.probability))),
             "num_survivors": seen.num_survivors,
             "ids": seen.ids[:size].tolist(),
-            "logits": [_short(logit) for logit in seen.logits[:size]],
+            "logits": [float(str(logit)) for logit in seen.logits[:size].astype(np.float32)],
         }
-
-
-def _short(value: float) -> float:
-    """Returns the shortest decimal number with the same float32 value."""
-    return float(str(np.float32(value)))
 
 
 def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:

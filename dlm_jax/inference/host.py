@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import regex
-from jax import Array
 from jax.sharding import NamedSharding
 
 from dlm_jax import devices
@@ -36,80 +33,6 @@ from dlm_jax.sampling.state import State, gather_state
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Params
-
-
-class ReadBack(NamedTuple):
-    """The draws of N positions.
-
-    Attributes:
-      token_N: int32 ids.
-      probability_N: probability of the token under the softmax of the final logits.
-      num_candidates_N: int32, number of finite logits. If it exceeds K, the `top_*` arrays contain
-        only the K largest.
-      top_ids_NK: int32, the K largest candidates, largest first; padded with V.
-      top_logits_NK: logits of these candidates, padded with -inf.
-    """
-
-    token_N: Array
-    probability_N: Array
-    num_candidates_N: Array
-    top_ids_NK: Array
-    top_logits_NK: Array
-
-
-def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
-    """Returns the `ReadBack` of tokens drawn from `final_logits_NV`, with `size` (static)
-    candidates.
-    """
-    logits_NV = final_logits_NV.astype(jnp.float32)
-    V = logits_NV.shape[1]
-    top_NK, ids_NK = vocab.largest(logits_NV, min(size, V))
-    count_N, _ = vocab.count_and_entropy(logits_NV)
-    return ReadBack(
-        token_N=token_N,
-        probability_N=jnp.exp(draw.log_prob(logits_NV, token_N)),
-        num_candidates_N=count_N.astype(jnp.int32),
-        top_ids_NK=jnp.where(top_NK > -jnp.inf, ids_NK, V).astype(jnp.int32),
-        top_logits_NK=top_NK,
-    )
-
-
-_Place = tuple[int, int, dict[str, Any]]
-"""A position that the host reads: slot, index, and the fields of `Candidates` for the whole row."""
-
-
-def _open_places(
-    state: State, inputs: StepProposal, slots: Sequence[int], names: Sequence[int], *, mask_id: int
-) -> list[_Place]:
-    """Returns every open position in the rows in `slots` whose logits are finite."""
-    canvas, rows = state.canvas, list(slots)
-    # Indexing on the device would compile for each number of slots.
-    is_open, is_finite, tokens, is_frozen, lengths, steps = (
-        array[rows]
-        for array in jax.device_get(
-            (
-                inputs.is_open_BL,
-                inputs.filled.is_finite_B,
-                canvas.tokens_BL,
-                canvas.frozen_BL,
-                canvas.length_B,
-                state.step_B,
-            )
-        )
-    )
-    is_open, is_hole = is_open & is_finite[:, None], (tokens == mask_id) & ~is_frozen
-    found: list[_Place] = []
-    for number, slot in enumerate(slots):
-        row = {
-            "row": names[slot],
-            "step": int(steps[number]),
-            "tokens": tokens[number][: lengths[number]],
-            "is_hole": is_hole[number][: lengths[number]],
-            "first": int(np.argmin(is_frozen[number])),
-        }
-        found += [(slot, int(index), row) for index in np.flatnonzero(is_open[number])]
-    return found
-
 
 _PLACES = 64
 _HOST_SALT = 0x686F7374
@@ -132,15 +55,14 @@ class HostLoop:
         self.compiled: list[str] = []
         self.has_run = False
         self.program = program
-        jit = functools.partial(
-            jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
-        )
-        self._look = jit(self._look_once, static_argnames="split")
-        self._write = jit(functools.partial(commit_step, program), donate_argnums=1)
-        self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
+        options = dict(compiler_options) if compiler_options else None
+        jit = functools.partial(jax.jit, compiler_options=options)
+        self._propose = jit(self._propose_once, static_argnames="split")
+        self._commit = jit(functools.partial(commit_step, program), donate_argnums=1)
+        self._read = jit(functools.partial(_read, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
-    def _look_once(
+    def _propose_once(
         self, params: Params, state: State, split: NamedSharding | None
     ) -> tuple[State, StepProposal]:
         # This code runs only while JAX traces a new program.
@@ -158,8 +80,8 @@ class HostLoop:
         The call compiles this half.
         """
         with devices.exact(split_rows(params)):
-            split = _split_of(params, state)
-            plan: Any = self._look.lower(params, state, split=split).compile().memory_analysis()
+            lowered = self._propose.lower(params, state, split=_split_of(params, state))
+            plan: Any = lowered.compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
 
     def step(
@@ -191,111 +113,88 @@ class HostLoop:
         """
         if max_candidates < 1:
             raise SettingError("max_candidates", max_candidates, "must be at least 1")
-        named = range(state.step_B.shape[0]) if names is None else names
-        self._reset(state, samplers, named, failed)
-        state, inputs = _call(self._look, params, state, split=_split_of(params, state))
-        found: list[tuple[int, Written]] = []
-        if samplers or read_back:
-            wanted = sorted(set(samplers) | set(read_back))
-            places = _open_places(state, inputs, wanted, named, mask_id=self.program.mask_id)
-            for first in range(0, len(places), _PLACES):
-                part = places[first : first + _PLACES]
-                inputs, written = self._ask(
-                    params, state, inputs, part, samplers, max_candidates, failed
-                )
-                found += written
-        if failed:
-            inputs = _without(inputs, failed)
-        state, is_committed_BL = _call(self._write, params, state, inputs)
+        names = range(state.step_B.shape[0]) if names is None else names
+        errors: dict[int, Exception] = {} if failed is None else failed
+
+        def run(slot: int, function: Callable[..., Any], *arguments: Any) -> Any:
+            """The result of a user function; None if the row has failed."""
+            if slot in errors:
+                return None
+            try:
+                return function(*arguments)
+            except ValueError as error:
+                if failed is None:
+                    raise
+                errors[slot] = error
+                return None
+
+        def run_hook(slot: int, name: str, value: Any) -> None:
+            if (hook := getattr(samplers.get(slot), name, None)) is not None:
+                failure = f"row {names[slot]}: `{name}` of the host sampler failed"
+                run(slot, called, functools.partial(hook, value), failure)
+
+        if any(hasattr(sampler, "reset") for sampler in samplers.values()):
+            is_first_B = np.asarray((state.step_B == 0) & state.is_stepping_B)
+            for slot in sorted(samplers):
+                if is_first_B[slot]:
+                    run_hook(slot, "reset", names[slot])
+        state, proposed = _call(self._propose, params, state, split=_split_of(params, state))
+
+        # The candidates of the rows that the host reads, and the choices of its samplers.
+        records: list[tuple[int, Written]] = []
+        slots = sorted({*samplers, *read_back})
+        places = _open_places(state, proposed, slots, names, self.program.mask_id) if slots else []
+        size = min(max_candidates, self.program.network.vocab_size)
+        for first in range(0, len(places), _PLACES):
+            part = places[first : first + _PLACES]
+            flat, num_positions = np.zeros(_PLACES, np.int32), proposed.is_open_BL.shape[1]
+            flat[: len(part)] = [slot * num_positions + index for slot, index, _ in part]
+            is_real, is_hosted = np.arange(_PLACES) < len(part), np.zeros(_PLACES, bool)
+            tokens, probability, tables, values = jax.device_get(
+                _call(self._read, params, state, proposed, flat, is_real, size=size)
+            )
+            ids = tokens.copy()
+            # At padding positions of the chunk, the token can have probability 0.
+            logprobs = np.log(np.maximum(probability, np.finfo(np.float32).tiny))
+            for number, (slot, index, row) in enumerate(part):
+                if slot in errors:
+                    continue
+                own = {name: value_P[number].item() for name, value_P in values.items()}
+                own |= {
+                    name: table_PK[number, : own["num_survivors"]]
+                    for name, table_PK in tables.items()
+                }
+                candidates = Candidates(index=index, **own, **row)
+                if (sampler := samplers.get(slot)) is not None:
+                    place = run(slot, chosen, sampler, candidates)
+                    if place is None:
+                        continue
+                    ids[number], is_hosted[number] = candidates.ids[place], True
+                    logprobs[number] = candidates.logprobs[place]
+                shown = float(np.exp(logprobs[number]))
+                records.append((slot, Written(candidates, int(ids[number]), shown, index)))
+            if is_hosted.any():
+                choices = flat, is_hosted, ids, logprobs
+                proposed = _call(self._choose, params, proposed, state, *choices)
+
+        # A row whose sampler failed ends like a row without finite logits.
+        if errors:
+            is_finite_B = proposed.filled.is_finite_B.at[jnp.asarray(sorted(errors))].set(False)
+            filled = proposed.filled._replace(is_finite_B=is_finite_B)
+            proposed = proposed._replace(filled=filled)
+        state, is_committed_BL = _call(self._commit, params, state, proposed)
         self.has_run = True
-        follow = _hooks(samplers, "accept")
-        asked = sorted({*read_back, *follow})
-        if not asked:
+        if not records:
             return state, []
-        is_committed_BL = np.asarray(is_committed_BL)[asked]
-        is_committed = dict(zip(asked, is_committed_BL, strict=True))
+        is_committed_BL = np.asarray(is_committed_BL)
         commits = [
             (slot, written)
-            for slot, written in found
-            if slot in is_committed and is_committed[slot][written.candidates.index]
+            for slot, written in records
+            if is_committed_BL[slot, written.candidates.index]
         ]
         for slot, written in commits:
-            if slot in follow:
-                accept = functools.partial(follow[slot], written)
-                _call_hook(accept, slot, named[slot], "accept", failed)
-        return state, [written for slot, written in commits if slot in set(read_back)]
-
-    def _reset(
-        self,
-        state: State,
-        samplers: Mapping[int, HostSampler],
-        names: Sequence[int],
-        failed: dict[int, Exception] | None,
-    ) -> None:
-        kept = _hooks(samplers, "reset")
-        if not kept:
-            return
-        is_first_B = np.asarray((state.step_B == 0) & state.is_stepping_B)
-        for slot in sorted(kept):
-            if is_first_B[slot]:
-                reset = functools.partial(kept[slot], names[slot])
-                _call_hook(reset, slot, names[slot], "reset", failed)
-
-    def _ask(
-        self,
-        params: Params,
-        state: State,
-        inputs: StepProposal,
-        places: Sequence[_Place],
-        samplers: Mapping[int, HostSampler],
-        max_candidates: int,
-        failed: dict[int, Exception] | None,
-    ) -> tuple[StepProposal, list[tuple[int, Written]]]:
-        """Returns the inputs with the host samplers' choices at `places`, and the read-back
-        records.
-        """
-        size = min(max_candidates, self.program.network.vocab_size)
-        flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
-        flat[: len(places)] = [slot * num_positions + index for slot, index, _ in places]
-        is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
-        read, logprobs_PK, clean_PK, is_greedy, uniform = jax.device_get(
-            _call(self._survivors, params, state, inputs, flat, is_real, size=size)
-        )
-        ids = read.token_N.copy()
-        # At padding positions of the chunk, the token can have probability 0.
-        logprobs = np.log(np.maximum(read.probability_N, np.finfo(np.float32).tiny))
-        found = []
-        for number, (slot, index, row) in enumerate(places):
-            if failed is not None and slot in failed:
-                continue
-            num_survivors = int(read.num_candidates_N[number])
-            candidates = Candidates(
-                index=index,
-                ids=read.top_ids_NK[number, :num_survivors],
-                logits=read.top_logits_NK[number, :num_survivors],
-                logprobs=logprobs_PK[number, :num_survivors],
-                clean_logprobs=clean_PK[number, :num_survivors],
-                num_survivors=num_survivors,
-                is_greedy=bool(is_greedy[number]),
-                uniform=float(uniform[number]),
-                **row,
-            )
-            if (sampler := samplers.get(slot)) is not None:
-                try:
-                    place_of = chosen(sampler, candidates)
-                except Exception as error:
-                    if failed is None:
-                        raise
-                    failed[slot] = error
-                    continue
-                ids[number] = candidates.ids[place_of]
-                logprobs[number] = candidates.logprobs[place_of]
-                is_hosted[number] = True
-            probability = float(np.exp(logprobs[number]))
-            found.append((slot, Written(candidates, int(ids[number]), probability, index)))
-        if is_hosted.any():
-            inputs = _call(self._choose, params, inputs, state, flat, is_hosted, ids, logprobs)
-        return inputs, found
+            run_hook(slot, "accept", written)
+        return state, [written for slot, written in commits if slot in read_back]
 
 
 def _split_of(params: Params, state: State) -> NamedSharding | None:
@@ -310,29 +209,39 @@ def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: An
         return compiled(params, *rest, **static)
 
 
-def _hooks(samplers: Mapping[int, HostSampler], name: str) -> dict[int, Callable[..., None]]:
-    found = {slot: getattr(sampler, name, None) for slot, sampler in samplers.items()}
-    return {slot: hook for slot, hook in found.items() if hook is not None}
-
-
-def _call_hook(
-    hook: Callable[[], None], slot: int, name: int, what: str, failed: dict[int, Exception] | None
-) -> None:
-    """Calls a hook of a row's host sampler, unless the row has failed."""
-    if failed is not None and slot in failed:
-        return
-    try:
-        called(hook, f"row {name}: `{what}` of the host sampler failed")
-    except ValueError as error:
-        if failed is None:
-            raise
-        failed[slot] = error
-
-
-def _without(inputs: StepProposal, slots: Collection[int]) -> StepProposal:
-    """Removes the commits of the given rows. The rows end like rows without finite logits."""
-    is_finite_B = inputs.filled.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
-    return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
+def _open_places(
+    state: State, proposed: StepProposal, slots: Sequence[int], names: Sequence[int], mask_id: int
+) -> list[tuple[int, int, dict[str, Any]]]:
+    """The open positions of rows with finite logits: slot, index, and the fields of `Candidates`
+    for the whole row.
+    """
+    canvas, rows = state.canvas, list(slots)
+    # Indexing on the device would compile for each number of slots.
+    is_open, is_finite, tokens, is_frozen, lengths, steps = (
+        array[rows]
+        for array in jax.device_get(
+            (
+                proposed.is_open_BL,
+                proposed.filled.is_finite_B,
+                canvas.tokens_BL,
+                canvas.frozen_BL,
+                canvas.length_B,
+                state.step_B,
+            )
+        )
+    )
+    is_open, is_hole = is_open & is_finite[:, None], (tokens == mask_id) & ~is_frozen
+    places: list[tuple[int, int, dict[str, Any]]] = []
+    for number, slot in enumerate(slots):
+        row = {
+            "row": names[slot],
+            "step": int(steps[number]),
+            "tokens": tokens[number][: lengths[number]],
+            "is_hole": is_hole[number][: lengths[number]],
+            "first": int(np.argmin(is_frozen[number])),
+        }
+        places += [(slot, int(index), row) for index in np.flatnonzero(is_open[number])]
+    return places
 
 
 def _at(inputs: StepProposal, places_P: jax.Array, is_real_P: jax.Array) -> At:
@@ -342,7 +251,7 @@ def _at(inputs: StepProposal, places_P: jax.Array, is_real_P: jax.Array) -> At:
     return At(row_N=row_P, index_N=index_P, key_N=key_P, is_real_N=is_real_P)
 
 
-def _survivors(
+def _read(
     program: Program,
     params: Params,
     state: State,
@@ -351,10 +260,10 @@ def _survivors(
     is_real_P: jax.Array,
     *,
     size: int,
-) -> tuple[ReadBack, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns for each position the token that the device drew and the `size` largest logits after
-    the chain, their log-probabilities ``[P, K]`` after the chain and under the clean logits,
-    whether the row is greedy, and a uniform number.
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns the token that the device drew at each position and its probability, and the fields
+    of `Candidates` by name: the largest logits after the chain ``[P, K]``, padded with -inf, and
+    those with one value per position.
 
     The logits are those that the token was drawn from.
     """
@@ -363,17 +272,28 @@ def _survivors(
     at = at._replace(is_grown_N=None if is_grown_P is None else is_grown_P & is_real_P)
     chain = step_chain(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
-    final_PV = chain.apply(prepared, drawable_PV, at)
-    drawn_P = inputs.filled.proposal.tokens_BL.reshape(-1)[places_P]
-    read = read_back(final_PV, drawn_P, size=size)
+    final_PV = chain.apply(prepared, drawable_PV, at).astype(jnp.float32)
+    tokens_P = inputs.filled.proposal.tokens_BL.reshape(-1)[places_P]
+    probability_P = jnp.exp(draw.log_prob(final_PV, tokens_P))
+    count_P, _ = vocab.count_and_entropy(final_PV)
+    top_PK, ids_PK = vocab.largest(final_PV, size)
+    ids_PK = jnp.where(top_PK > -jnp.inf, ids_PK, final_PV.shape[1]).astype(jnp.int32)
     max_P, rest_P = vocab.max_and_rest(final_PV)
-    logprob_PK = (read.top_logits_NK - max_P[:, None]) - jnp.log1p(rest_P)[:, None]
-    host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
-    uniform_P = jax.vmap(jax.random.uniform)(host_key_P)
     clean_PV = drawable_PV.astype(jnp.float32)
-    clean_PK = jnp.take_along_axis(clean_PV, read.top_ids_NK, axis=1, mode="clip")
-    clean_PK -= jax.nn.logsumexp(clean_PV, axis=1, keepdims=True)
-    return read, logprob_PK, clean_PK, chain.is_greedy(at), uniform_P
+    clean_PK = jnp.take_along_axis(clean_PV, ids_PK, axis=1, mode="clip")
+    host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
+    tables = {
+        "ids": ids_PK,
+        "logits": top_PK,
+        "logprobs": (top_PK - max_P[:, None]) - jnp.log1p(rest_P)[:, None],
+        "clean_logprobs": clean_PK - jax.nn.logsumexp(clean_PV, axis=1, keepdims=True),
+    }
+    values = {
+        "num_survivors": count_P.astype(jnp.int32),
+        "is_greedy": chain.is_greedy(at),
+        "uniform": jax.vmap(jax.random.uniform)(host_key_P),
+    }
+    return tokens_P, probability_P, tables, values
 
 
 def _drawable(
@@ -433,66 +353,3 @@ def _choose(
     new = jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)
     proposal = put(old, places_P, is_hosted_P, new)
     return inputs._replace(filled=inputs.filled._replace(proposal=proposal))
-
-
-PATIENCE = 10.0
-"""Time limit in seconds for matching the candidates of one position."""
-
-
-def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
-    """Returns a host sampler that constrains a row to full matches of `pattern`.
-
-    At each position, a candidate is allowed if the text up to and including it is a prefix of a
-    match. `Candidates.choose` selects one of the allowed candidates according to the temperature
-    and seed of the row. At the last position, and for any id without text, such as EOS, the text
-    must be a full match. The sampler does not look ahead, so it raises an error if the pattern
-    needs more or fewer tokens than remain in the row. Given tokens at the start of the row are not
-    part of the text.
-
-    A row with such a sampler needs ``order="left_to_right"`` and one step for every new token. If a
-    token decodes to part of a character, the incomplete character is decoded as U+FFFD.
-
-    Args:
-      pattern: regular expression for the module `regex`, which accepts the syntax of `re`.
-      decode: a function that maps ids to text, like `Tokenizer.decode`.
-
-    For some patterns, such as ``(a|a)*[bc]``, the matching time doubles with every character. It is
-    limited to `PATIENCE` seconds per position.
-    """
-    try:
-        compiled = regex.compile(pattern)
-    except regex.error as error:
-        raise SettingError("pattern", pattern, f"is not a regular expression: {error}") from None
-
-    def choose(candidates: Candidates) -> int:
-        _check_order(candidates)
-        written = candidates.tokens[candidates.first : candidates.index]
-        before = decode(written)
-        is_last = not candidates.is_hole[candidates.index + 1 :].any()
-        end = time.monotonic() + PATIENCE
-
-        def fits(token: int) -> bool:
-            text = decode(np.append(written, token))
-            is_whole = is_last or text == before
-            left = max(end - time.monotonic(), 1e-3)
-            return compiled.fullmatch(text, partial=not is_whole, timeout=left) is not None
-
-        try:
-            return candidates.choose([fits(token) for token in candidates.ids])
-        except TimeoutError:
-            raise ValueError(
-                f"row {candidates.row}: pattern={pattern!r} takes more than {PATIENCE:g} s at "
-                f"position {candidates.index}; avoid nested repeats"
-            ) from None
-
-    choose.__name__ = f"matching {pattern!r}"
-    return choose
-
-
-def _check_order(candidates: Candidates) -> None:
-    holes = np.flatnonzero(candidates.is_hole[: candidates.index])
-    if holes.size:
-        raise ValueError(
-            f"row {candidates.row}: position {candidates.index} has a hole on its left at "
-            f"{holes[0]}; use order='left_to_right' and as many steps as new tokens"
-        )

@@ -40,7 +40,7 @@ from dlm_jax.sampling.replay import (
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
 from dlm_jax.settings import UNSET, SettingError
-from dlm_jax.types import Inside, Network, Params, live_positions
+from dlm_jax.types import Inside, Network, Params, first_eos, live_positions
 
 
 class Sampled(NamedTuple):
@@ -154,15 +154,11 @@ class Sampler:
 
     def finish(self, state: State) -> Sampled:
         """Returns the current rows, truncated after their first generated EOS."""
-        canvas, eos_ids = state.canvas, jnp.array(self.program.eos_ids, jnp.int32)
-        place_1L = jnp.arange(canvas.tokens_BL.shape[1])[None]
-        is_live_BL = place_1L < canvas.length_B[:, None]
-        is_eos_BL = jnp.isin(canvas.tokens_BL, eos_ids) & ~canvas.frozen_BL & is_live_BL
-        first_B1 = jnp.argmax(is_eos_BL, axis=1, keepdims=True)
-        is_given_BL = canvas.frozen_BL & is_live_BL & (place_1L >= first_B1)
-        ends_B = jnp.any(is_eos_BL, axis=1) & ~jnp.any(is_given_BL, axis=1)
-        length_B = jnp.where(ends_B, first_B1[:, 0] + 1, canvas.length_B).astype(jnp.int32)
-        is_kept_BL = place_1L < length_B[:, None]
+        canvas, num_positions = state.canvas, state.canvas.tokens_BL.shape[1]
+        is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
+        eos_B = first_eos(canvas.tokens_BL, is_given_BL, self.program.eos_ids)
+        length_B = jnp.minimum(eos_B + 1, canvas.length_B).astype(jnp.int32)
+        is_kept_BL = live_positions(length_B, num_positions)
         return Sampled(
             tokens=jnp.where(is_kept_BL, canvas.tokens_BL, self.program.pad_id),
             lengths=length_B,

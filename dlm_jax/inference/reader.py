@@ -13,16 +13,15 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.settings import UNSET, SettingError
-from dlm_jax.types import Status
-
-HOLE = "\N{LIGHT SHADE}"
-"""The text of a hole in a displayed canvas."""
+from dlm_jax.types import Status, first_eos
 
 MOST_STOPS = 16
 """Maximum number of stop strings, and of stop ids, of a request."""
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""The text of an unfinished character."""
+
 _LONGEST_STOP = 1024
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class NewText(NamedTuple):
@@ -45,8 +44,7 @@ def specials_in(tokenizer: Tokenizer, stop: str) -> list[int]:
     """
     if not isinstance(tokenizer, HubTokenizer):
         return []
-    ids = tokenizer.encode_marked(stop).tolist()
-    return [id_ for id_ in ids if id_ in tokenizer.textless_ids]
+    return [i for i in tokenizer.encode_marked(stop).tolist() if i in tokenizer.textless_ids]
 
 
 def stops_of(
@@ -60,9 +58,10 @@ def stops_of(
         `stop_token_ids` is not a list of at most `MOST_STOPS` ids of the vocabulary.
     """
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    ids = [] if stop_token_ids is None else stop_token_ids
     if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
         raise SettingError("stop", stop, "is not a string or a list of strings", "use strings")
-    for name, given in (("stop", stops), ("stop_token_ids", stop_token_ids or [])):
+    for name, given in (("stop", stops), ("stop_token_ids", ids)):
         if isinstance(given, list) and len(given) > MOST_STOPS:
             raise SettingError(name, UNSET, f"has {len(given)} values", f"use at most {MOST_STOPS}")
     for text in stops:
@@ -70,14 +69,12 @@ def stops_of(
             raise SettingError(
                 "stop", UNSET, f"has a string that is empty or longer than {_LONGEST_STOP}"
             )
-        specials = specials_in(tokenizer, text)
-        if isinstance(tokenizer, HubTokenizer) and specials:
+        if isinstance(tokenizer, HubTokenizer) and (specials := specials_in(tokenizer, text)):
             name = tokenizer.token(specials[0])
             if name != text:
                 raise SettingError(
                     "stop", text, f"has the special token {name!r} among text", f"use {name!r}"
                 )
-    ids = [] if stop_token_ids is None else stop_token_ids
     last = tokenizer.vocab_size - 1
     if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ <= last for id_ in ids):
         raise SettingError(
@@ -124,27 +121,18 @@ class TextReader:
         (free,) = np.nonzero(is_free)
         self.start = int(free[0]) if free.size else request.tokens.size
         self.is_infill = bool(free.size) and not is_free[self.start :].all()
-        self._unit = model.network.block_length
-        self._given_out, self._place = 0, self.start
+        # The end of the first block, and the length of all blocks; 0 if there is a single block.
+        unit, self._length = model.network.block_length or 1, self._sample.block_length
+        self._first_end = self.start // unit * unit + self._length
+        self._num_shown, self._place = 0, self.start
 
-    @property
-    def _block_ends(self) -> tuple[int, int]:
-        """The end of the first block and the length of later blocks. The length is 0 if there is
-        only one block.
-        """
-        length = self._sample.block_length
-        first = self.start // self._unit * self._unit if self._unit else self.start
-        return first + length, length
-
-    def settled(self, row: Row) -> int:
-        """Returns the number of settled positions."""
+    def _num_settled(self, row: Row) -> int:
         if row.status != Status.RUNNING:
             return row.tokens.size
-        if self._sample.edits or (self._changes and self.is_infill):
+        if self._sample.edits or (self._changes and (self.is_infill or not row.block)):
             return self.start
         if self._changes:
-            end, length = self._block_ends
-            return min(row.tokens.size, end + (row.block - 1) * length) if row.block else self.start
+            return min(row.tokens.size, self._first_end + (row.block - 1) * self._length)
         (holes,) = np.nonzero(row.tokens == self._mask_id)
         return int(holes[0]) if holes.size else row.tokens.size
 
@@ -154,36 +142,32 @@ class TextReader:
         Without blocks, the text is streamed token by token if the row is decoded left to right.
         Otherwise it is returned when the row ends.
         """
-        settled = self.settled(row)
-        is_over = row.status != Status.RUNNING
+        settled = self._num_settled(row)
         tokens, is_ended = self._upto_end(row, settled)
         text = self._text(tokens, is_ended=is_ended)
         cut = self._stop(text)
-        if cut is not None or is_ended:
-            is_over = True
-        if is_over:
-            ends = [*self._ends(tokens.size), tokens.size]
-        elif self._block_ends[1]:
-            ends = self._ends(settled)
-        else:
-            ends = [settled] if self._sample.order == "left_to_right" else []
+        is_over = row.status != Status.RUNNING or is_ended or cut is not None
+        end = tokens.size if is_over else settled
+        ends = list(range(self._first_end, end + 1, self._length)) if self._length else []
+        if is_over or (not self._length and self._sample.order == "left_to_right"):
+            ends.append(end)
         ends = sorted({end for end in ends if end > self._place})
         if is_over and not ends:
             ends = [self._place]
-        found = []
+        pieces = []
         for end in ends:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
             # The cut can be in an earlier block. Text after the cut is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
-            shown = len(upto) if is_last else self._held_back(upto)
+            num_shown = len(upto) if is_last else self._num_certain(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
-            found.append(NewText(upto[self._given_out : shown], places, is_last))
-            self._given_out, self._place = max(shown, self._given_out), places.stop
+            pieces.append(NewText(upto[self._num_shown : num_shown], places, is_last))
+            self._num_shown, self._place = max(num_shown, self._num_shown), places.stop
             if is_last:
                 break
-        return found
+        return pieces
 
     def whole(self, row: Row) -> tuple[str, range, bool]:
         """Returns the text of a row, the positions of its tokens, and whether a stop string or EOS
@@ -195,51 +179,20 @@ class TextReader:
         end = self._covering(tokens, tokens.size, cut)
         return text[:cut], range(self.start, end), is_ended or cut is not None
 
-    def parts(self, row: Row, end: int | None = None) -> list[tuple[str, int | None]]:
-        """Splits the canvas from `start` on into runs of tokens that were written in the same step.
-
-        The texts of the runs concatenate to the text of the canvas. Each run is paired with the
-        step that wrote it, -1 for tokens that no step wrote, or None for holes, which are shown as
-        `HOLE`. A character whose tokens were written in several steps belongs to the run of its
-        last token.
-        """
-        tokens, ages = row.tokens[self.start : end], row.committed[self.start : end]
-        ages = np.where(tokens == self._mask_id, -2, ages)
-        edges = np.flatnonzero(np.diff(ages, prepend=-3, append=-3)).tolist()
-        found: list[tuple[str, int | None]] = []
-        segment: list[tuple[int, int]] = []
-        for first, last in zip(edges[:-1], edges[1:], strict=True):
-            if ages[first] == -2:
-                found += self._ages(tokens, ages, segment)
-                found.append((HOLE * (last - first), None))
-                segment = []
-            else:
-                segment.append((first, last))
-        return found + self._ages(tokens, ages, segment)
-
-    def _ages(
-        self, tokens: np.ndarray, ages: np.ndarray, runs: Sequence[tuple[int, int]]
-    ) -> list[tuple[str, int | None]]:
-        """Decodes the runs between two holes into texts that concatenate to the text between the
-        holes.
-        """
-        if not runs:
-            return []
-        begin, end = runs[0][0], runs[-1][1]
-        whole = self._tokenizer.decode(tokens[begin:end])
-        texts = [self._tokenizer.decode(tokens[first:last]) for first, last in runs]
-        if "".join(texts) != whole:  # a decoder strips spaces, or a character spans two runs
-            upto = [self._tokenizer.decode(tokens[begin:last]) for _, last in runs[:-1]]
-            places = [0, *(len(text.rstrip(_UNFINISHED)) for text in upto), len(whole)]
-            texts = [whole[a:b] for a, b in zip(places[:-1], places[1:], strict=True)]
-        return [(text, int(ages[first])) for text, (first, _) in zip(texts, runs, strict=True)]
-
     def filled(self, row: Row) -> list[str]:
         """Returns the generated texts, one for each run of tokens that are not given."""
         is_free = ~row.is_frozen
         edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
         runs = zip(edges[::2], edges[1::2], strict=True)
         return [self._tokenizer.decode(row.tokens[first:end]) for first, end in runs]
+
+    def _upto_end(self, row: Row, settled: int) -> tuple[np.ndarray, bool]:
+        """Returns the settled tokens up to the first EOS or stop id, and whether there is one."""
+        tokens, ids = row.tokens[:settled], {*self._eos_ids, *self._stop_ids}
+        if self.is_infill:
+            return tokens, False
+        end = int(first_eos(tokens, row.is_frozen[:settled], ids))
+        return tokens[: end + 1], end < tokens.size
 
     def _text(self, tokens: np.ndarray, *, is_ended: bool) -> str:
         """Returns the text of a row up to its end, which is excluded if it is a stop."""
@@ -249,20 +202,6 @@ class TextReader:
             return self._tokenizer.decode(tokens[self.start : -1])
         return self._tokenizer.decode(tokens[self.start :]) + self._name_of.get(last, "")
 
-    def _upto_end(self, row: Row, settled: int) -> tuple[np.ndarray, bool]:
-        """Returns the settled tokens up to the first EOS or stop id, and whether there is one."""
-        tokens = row.tokens[:settled]
-        if self.is_infill:
-            return tokens, False
-        ends_text = np.isin(tokens, [*self._eos_ids, *self._stop_ids])
-        (ends,) = np.nonzero(ends_text & ~row.is_frozen[:settled])
-        return (tokens[: ends[0] + 1], True) if ends.size else (tokens, False)
-
-    def _ends(self, settled: int) -> list[int]:
-        """Returns the ends of the settled blocks."""
-        end, length = self._block_ends
-        return list(range(end, settled + 1, length)) if length else []
-
     def _stop(self, text: str) -> int | None:
         """Returns the index at which a text is cut, before or after its first stop string."""
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
@@ -271,9 +210,9 @@ class TextReader:
         place, stop = min(found, key=lambda one: (one[0], len(one[1])))
         return place + len(stop) if self._keeps_stop else place
 
-    def _held_back(self, text: str) -> int:
+    def _num_certain(self, text: str) -> int:
         """Returns the length of the prefix that can be returned before the rest is known."""
-        size = len(text.rstrip(_UNFINISHED))
+        size = len(text.rstrip(UNFINISHED))
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):
                 if text.endswith(stop[:length]):

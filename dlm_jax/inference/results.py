@@ -12,7 +12,7 @@ import numpy as np
 from dlm_jax.inference.candidates import Written
 from dlm_jax.sampling.replay import Trace, joined
 from dlm_jax.sampling.row import Counters
-from dlm_jax.types import Status
+from dlm_jax.types import Status, first_eos
 
 _CANVAS_MULTIPLE = 64
 
@@ -66,14 +66,8 @@ class Row:
         return int((self.committed >= 0).sum())
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
-        """Truncates the row after its first generated EOS, unless given tokens follow the EOS."""
-        is_eos = np.zeros(self.tokens.size, bool)
-        for eos_id in eos_ids:
-            is_eos |= self.tokens == eos_id
-        (ends,) = np.nonzero(is_eos & ~self.is_frozen)
-        if not ends.size or self.is_frozen[ends[0] :].any():
-            return self
-        return self.first(int(ends[0]) + 1)
+        """Truncates the row after its first generated EOS that no given token follows."""
+        return self.first(int(first_eos(self.tokens, self.is_frozen, eos_ids)) + 1)
 
     def first(self, n: int) -> Row:
         """Returns the row with its first n positions."""

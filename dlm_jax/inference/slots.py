@@ -233,7 +233,7 @@ class CompiledLoop:
             # The cache and the signal of the old rows are no longer read.
             state = state._replace(signal_BLD=None)
             if cache is not None:
-                state = state._replace(cache=cache._replace(kept=(), bare=()))
+                state = state._replace(cache=cache._replace(kv_cache=(), uncond_kv_cache=()))
 
             def merge(new: jax.Array, old: jax.Array) -> jax.Array:
                 return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -241,7 +241,7 @@ class CompiledLoop:
             state = jax.tree.map(merge, new, state)._replace(signal_BLD=signal_BLD)
             if cache is None or state.cache is None:
                 return state
-            return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
+            return state._replace(cache=cache._replace(valid_B=state.cache.valid_B))
 
         def move(state: State, index_B: jax.Array, is_held_B: jax.Array) -> State:
             state = jax.tree.map(lambda leaf: leaf[index_B], state)
@@ -498,19 +498,24 @@ class Slots:
         """Adds the keys and values of the new rows' prompts to the state, from the cache of
         prefixes if possible.
         """
-        prefixes, rule, program = self._prefixes, state.rules.cache, self.loop.program
-        if prefixes is None or rule is None or state.cache is None or program.is_guided:
+        prefixes, program, cached = (
+            self._prefixes,
+            self.loop.program,
+            self.loop.program.network.cached,
+        )
+        if prefixes is None or cached is None or state.cache is None or program.is_guided:
             return state
-        kv, valid_B = state.cache.kept, state.cache.valid_B
+        kv, valid_B, block_length = state.cache.kv_cache, state.cache.valid_B, cached.block_length
         for slot, entry in new.items():
             is_open = entry.request.is_open(program.mask_id)
-            count = rule.prefix(int(is_open.argmax()) if is_open.any() else 0)
+            first = int(is_open.argmax()) if is_open.any() else 0
+            count = first // block_length * block_length
             if count < prefixes.size:
                 continue
             tokens = entry.request.tokens[:count]
             kv = prefixes.fill(self._params_for(state), kv, slot, tokens, self.bucket.canvas)
             valid_B = valid_B.at[slot].set(count)
-        return state._replace(cache=state.cache._replace(kept=kv, valid_B=valid_B))
+        return state._replace(cache=state.cache._replace(kv_cache=kv, valid_B=valid_B))
 
     def _params_for(self, state: State) -> Params:
         """Returns the parameters for the loop, in the cache layout if the loop has a cache."""

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.cache.cache_policy import CacheState
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
@@ -33,6 +32,7 @@ from dlm_jax.sampling.edits.likelihood import gain_of_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
 from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
+from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput, check_filled

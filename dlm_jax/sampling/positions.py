@@ -128,7 +128,7 @@ class TrunkOutput(NamedTuple):
     Attributes:
       hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for one window per
         row.
-      bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
+      uncond_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;
         undefined outside the window. None if the windows are whole rows.
@@ -136,7 +136,7 @@ class TrunkOutput(NamedTuple):
     """
 
     hidden_BLD: jax.Array
-    bare_BLD: jax.Array | None = None
+    uncond_BLD: jax.Array | None = None
     scale_B: jax.Array | None = None
     at_BL: jax.Array | None = None
     attention_BLL: jax.Array | None = None
@@ -164,15 +164,15 @@ class TrunkOutput(NamedTuple):
             row_N = places_N // self.at_BL.shape[1]
             places_N = row_N * num_positions + self.at_BL.reshape(-1)[places_N]
         plain_NV = head(self.hidden_BLD.reshape(-1, width)[places_N])
-        if self.bare_BLD is None or self.scale_B is None:
+        if self.uncond_BLD is None or self.scale_B is None:
             return plain_NV
-        bare_BLD, scale_N = self.bare_BLD, self.scale_B[row_N]
+        uncond_BLD, scale_N = self.uncond_BLD, self.scale_B[row_N]
 
         def guided(plain_NV: jax.Array) -> jax.Array:
-            bare_NV = head(bare_BLD.reshape(-1, width)[places_N])
-            led_NV = bare_NV + (scale_N + 1.0)[:, None] * (plain_NV - bare_NV)
-            is_possible_NV = jnp.isfinite(plain_NV) & jnp.isfinite(bare_NV)
-            led_NV = jnp.where(is_possible_NV, led_NV, plain_NV + bare_NV)
+            uncond_NV = head(uncond_BLD.reshape(-1, width)[places_N])
+            led_NV = uncond_NV + (scale_N + 1.0)[:, None] * (plain_NV - uncond_NV)
+            is_possible_NV = jnp.isfinite(plain_NV) & jnp.isfinite(uncond_NV)
+            led_NV = jnp.where(is_possible_NV, led_NV, plain_NV + uncond_NV)
             return jnp.where(scale_N[:, None] == 0, plain_NV, led_NV)
 
         return jax.lax.cond(jnp.any(scale_N != 0), guided, lambda x: x, plain_NV)

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.commit_rule import OrderRule
 from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
+from dlm_jax.sampling.kv_cache import KV_CACHES, KVCache
 from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule
 from dlm_jax.sampling.propose import FILL_RULES, Constrained, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
@@ -79,7 +79,7 @@ class Rules(NamedTuple):
       remask: remask rule, if any.
       edit: edit rule, if any.
       renoise: re-noise before each forward pass, if any.
-      cache: cache rule, if any. Without a cache rule, each forward pass computes all positions.
+      cache: KV cache, if any. Without one, each forward pass computes all positions.
     """
 
     chain: Chain
@@ -88,7 +88,7 @@ class Rules(NamedTuple):
     remask: RemaskRule | None = None
     edit: EditRule | None = None
     renoise: Renoise | None = None
-    cache: CacheRule | None = None
+    cache: KVCache | None = None
 
 
 AUTO = "auto"
@@ -144,7 +144,7 @@ SLOTS: Mapping[str, Slot] = {
     "fill": Slot(FillRule, "fill"),
     "remask": Slot(RemaskRule, "remask"),
     "edit": Slot(EditRule, "edit_scoring", by_use=True),
-    "cache": Slot(CacheRule, "cache"),
+    "cache": Slot(KVCache, "cache"),
     "renoise": Slot(Renoise, by_use=True),
 }
 """The slots of a step, keyed by the names of their tables. `Rules` has a field for each slot except
@@ -160,7 +160,7 @@ class RuleTable:
     fill: Mapping[str, type[FillRule]]
     remask: Mapping[str, type[RemaskRule]]
     edit: Mapping[str, type[EditRule]]
-    cache: Mapping[str, type[CacheRule]]
+    cache: Mapping[str, type[KVCache]]
     renoise: Mapping[str, type[Renoise]]
     structure: Mapping[str, type[Structure]]
 
@@ -393,7 +393,7 @@ BUILT_IN = RuleTable(
     FILL_RULES,
     REMASK_RULES,
     EDIT_RULES,
-    CACHE_RULES,
+    KV_CACHES,
     {Renoise.name: Renoise},
     {Structure.name: Structure},
 )

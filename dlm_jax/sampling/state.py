@@ -19,17 +19,17 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
-from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
+from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.positions import at_places, place_of_largest, returned
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Status, live_positions
+from dlm_jax.types import Canvas, Status, first_eos, live_positions
 
 EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""
@@ -66,7 +66,7 @@ class State(NamedTuple):
       chain_state: state of the logit transforms.
       block: the current block of each row.
       edits: state of the edits; None without an edit rule.
-      cache: cached keys and values; None without a cache rule.
+      cache: the KV cache; None without one.
       counters: counters of each row.
       step_B: int32, number of steps taken.
       status_B: int32, a `Status`.
@@ -152,7 +152,7 @@ def start(
         chain_state=rules.chain.init(num_rows),
         block=block,
         edits=None if edit is None else start_edits(edit, canvas, row, mask_id=mask_id),
-        cache=None if rules.cache is None else start_cache(num_rows),
+        cache=None if rules.cache is None else CacheState((), (), jnp.zeros(num_rows, jnp.int32)),
         counters=Counters(*[zeros_B for _ in Counters._fields]),
         step_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
@@ -283,12 +283,8 @@ def end_step(
     )
     final_B = jnp.where(changes_B, behind_B, first_hole_B)
     is_whole_B = steps_B & is_finite_B & state.row.stops_at_eos_B
-    place_1L = jnp.arange(is_hole_BL.shape[1])[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, is_hole_BL.shape[1])
-    last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
-    is_before_BL = (place_1L > last_given_B1) & (place_1L < final_B[:, None])
-    is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(eos_ids, jnp.int32))
-    is_whole_B &= jnp.any(is_before_BL & is_eos_BL, axis=1)
+    is_whole_B &= first_eos(canvas.tokens_BL, is_given_BL, eos_ids) < final_B
 
     is_done_B = (is_over_B & ~has_more_B) | is_whole_B
     step_B = state.step_B + steps_B

@@ -43,6 +43,7 @@ from dlm_jax.inference.results import Row
 from dlm_jax.published.chat import RESERVED
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.serving import tools
+from dlm_jax.serving.parts import text_parts
 from dlm_jax.settings import UNSET, SettingError, nearest, renamed
 
 _TYPES = {
@@ -1277,7 +1278,9 @@ class Answer:
 
         The last event contains only the text of the answer.
         """
-        parts = reader.parts(row, None if done is None else done.places.stop)
+        parts = text_parts(
+            self.tokenizer, row, reader.start, None if done is None else done.places.stop
+        )
         holes = sum(len(text) for text, step in parts if step is None)
         text = "".join(text for text, _ in parts)
         if done is not None:

@@ -107,9 +107,9 @@ def test_a_prompt_alone_is_the_same_bit_for_bit_as_in_a_batch_and_labels_may_be_
 def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypatch):
     seen = []
 
-    def counted(self, *args):
-        seen.append(len(self._tokens))
-        return run(self, *args)
+    def counted(self, *args, **options):
+        seen.append(len(self._rows))
+        return run(self, *args, **options)
 
     run = token_logprobs._Canvases.run
     monkeypatch.setattr(token_logprobs._Canvases, "run", counted)

@@ -231,9 +231,10 @@ def test_read_back_changes_no_text_and_gives_the_distribution_of_each_draw(fill)
     for row, records in enumerate(made.read_back):
         for one in records:
             place = one.candidates.ids.tolist().index(one.token)
-            assert one.logprob == one.candidates.logprobs[place]
+            own = one.candidates.logprobs[place]
+            assert one.probability == pytest.approx(np.exp(own), rel=1e-5)
             drawn = plain.trace.logprobs[row, one.candidates.step, one.candidates.index]
-            assert one.logprob == pytest.approx(drawn, abs=1e-4)
+            assert own == pytest.approx(drawn, abs=1e-4)
             num_read += 1
     assert num_read == 24
     again = dlm_jax.replay(MODEL, MODEL.params, plain.trace)

@@ -3,7 +3,6 @@
 import math
 import re
 
-import candidate_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from canvases import make_advance
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.generate import chain_report
-from dlm_jax.inference.host import HostLoop, matching
+from dlm_jax.inference.host import HostLoop
 from dlm_jax.sampling.commit import LeftToRight
 from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.program import Program
@@ -27,7 +26,6 @@ LENGTH, CANVAS, ROWS = 10, 12, 3
 PROGRAM = Program(toy.network(), toy.MASK, chunk=16)
 LOOP = HostLoop(PROGRAM)
 MAX_CANDIDATES = 6
-LETTERS = "abcdefgh"
 
 
 def _chain(**changes):
@@ -73,11 +71,6 @@ def _run(samplers, read_back=(), **changes):
 def _step(state, samplers, read_back=(), params=None):
     params = toy.params() if params is None else params
     return LOOP.step(params, state, samplers, read_back=read_back, max_candidates=MAX_CANDIDATES)
-
-
-def _text(ids):
-    """EOS, as a tokenizer has it, is no text."""
-    return "".join(LETTERS[token] for token in ids if token < len(LETTERS))
 
 
 def _alone():
@@ -157,43 +150,6 @@ def test_a_sampler_can_be_attached_replaced_and_removed_between_steps():
         for record in records:
             choose = samplers[record.candidates.row]
             assert record.token == choose(record.candidates)
-
-
-def test_a_regular_expression_is_obeyed_in_one_row_with_left_to_right_commits():
-    # Of nine survivors six are seen, and four fit at every position.
-    pattern = "([a-d][e-h])*[a-d]"
-    state, _ = _run({1: matching(pattern, _text)})
-    tokens, alone = np.asarray(state.canvas.tokens_BL), np.asarray(_alone().canvas.tokens_BL)
-    assert re.fullmatch(pattern, _text(tokens[1, 1:LENGTH]))
-    assert not re.fullmatch(pattern, _text(alone[1, 1:LENGTH]))
-    np.testing.assert_array_equal(tokens[[0, 2]], alone[[0, 2]])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "index", "allowed"),
-    [
-        ([-1, -1, -1], 0, [0]),
-        ([0, 1, -1], 2, [2]),
-        ([0, -1, -1], 1, [1]),
-        # "abc" needs three tokens; at the last of two, nothing makes a match.
-        ([0, -1], 1, []),
-    ],
-)
-def test_a_match_is_whole_at_the_last_hole_and_at_an_id_without_text(tokens, index, allowed):
-    """The candidates are a, b, c and EOS; EOS is no text."""
-    tokens = np.array(tokens)
-    candidates = candidate_cases.make(
-        [0.25] * 4, tokens=tokens, is_hole=tokens < 0, index=index, is_greedy=True
-    )
-    choose = matching("abc", lambda ids: "".join("abc"[token] for token in ids if 0 <= token < 3))
-    for likeliest in range(4):
-        order = np.argsort(np.arange(4) != likeliest, kind="stable")
-        now = candidates._replace(ids=candidates.ids[order])
-        if allowed:
-            assert choose(now) in allowed
-        else:
-            with pytest.raises(ValueError, match="none of the 4 candidates is allowed"):
-                choose(now)
 
 
 def test_the_hosts_token_has_its_probability_under_the_clean_logits():

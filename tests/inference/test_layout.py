@@ -7,8 +7,8 @@ import toy
 
 from dlm_jax.inference.slots import Weights
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.cache.cache_policy import start_cache
 from dlm_jax.sampling.forward import ready
+from dlm_jax.sampling.kv_cache import CacheState
 
 
 def test_one_layout_is_shared_by_all_who_read_the_same_parameters():
@@ -49,5 +49,6 @@ def test_the_loop_takes_parameters_that_are_laid_out_as_they_are():
     network = build(toy.config())
     program, params = canvases.program(network), toy.random_params(network)
     laid_out = Weights(params).for_cache(program)
-    state = canvases.make_state(canvases.mixed_rows())._replace(cache=start_cache(canvases.ROWS))
+    cache = CacheState((), (), np.zeros(canvases.ROWS, np.int32))
+    state = canvases.make_state(canvases.mixed_rows())._replace(cache=cache)
     assert ready(program, laid_out, state) is laid_out

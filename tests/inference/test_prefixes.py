@@ -120,7 +120,7 @@ def test_rows_on_any_device_of_a_mesh_find_the_prefixes_of_all(axes):
             engine.submit(make_requests(model, prompt, settings)[0])
         engine.step(0)
         (queue,) = engine.queues
-        for leaf in jax.tree.leaves(queue.slots._state.cache.kept):
+        for leaf in jax.tree.leaves(queue.slots._state.cache.kv_cache):
             assert leaf.addressable_shards[0].data.shape[0] == 2
         rows = sorted(engine.run(), key=lambda row: row.number)
         assert engine.report().prefix_found == 5 * 128

@@ -110,20 +110,6 @@ class _Bytes:
         return bytes(int(id_) for id_ in ids).decode("utf-8", errors="replace").removeprefix(" ")
 
 
-def test_the_parts_of_a_canvas_are_its_text_by_the_step_that_wrote_it():
-    reader = TextReader(dataclasses.replace(MODEL, tokenizer=_Bytes()), _request())
-    # Two steps wrote the bytes of one letter, and the second text begins with a space.
-    tokens = [*b"A ", *"\u00e9b c".encode(), MASK, MASK, *b" d"]
-    committed = [-1, -1, 0, 2, 2, 1, -1, -1, -1, 3, 4]
-    row = dataclasses.replace(
-        _row("A The cat ."), tokens=np.array(tokens), committed=np.array(committed)
-    )
-    assert reader.parts(row) == [
-        ("", 0), ("\u00e9b", 2), (" ", 1), ("c", -1), ("\u2591" * 2, None), ("", 3), ("d", 4),
-    ]  # fmt: skip
-    assert reader.parts(row, 6) == [("", 0), ("\u00e9b", 2), (" ", 1)]
-
-
 def test_a_character_of_several_tokens_is_told_when_the_last_of_them_is_there():
     reader = TextReader(
         dataclasses.replace(MODEL, tokenizer=_Bytes()), _request(order="left_to_right")
@@ -137,11 +123,7 @@ def test_a_character_of_several_tokens_is_told_when_the_last_of_them_is_there():
     assert told == ["", "x", "", "\u00e9", "", "", "\u20ac", "!"]
 
 
-def test_canvases_show_holes_and_infills_their_texts():
-    reader = TextReader(MODEL, _request())
-    assert (
-        "".join(text for text, _ in reader.parts(_row("A T_e_____"))) == "T\u2591e" + "\u2591" * 5
-    )
+def test_infills_have_a_text_for_each_gap():
     (infill,) = make_requests(MODEL, {"template": "A <hole:2>t<hole:1>."}, {"steps": 3})
     reader = TextReader(MODEL, infill)
     row = _row("A cat .", status=Status.DONE)

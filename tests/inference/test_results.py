@@ -38,6 +38,7 @@ def _row(tokens, frozen=(), **changes) -> Row:
         ([1, 2, 3], [0], (5,), 3),
         ([5, 1, 2], [0], (5,), 3),  # given
         ([1, 5, 2, 3], [3], (5,), 4),  # with a given token behind it
+        ([1, 5, 2, 5, 3], [2], (5,), 4),  # the first with none
         ([1, 2, 5], [0], (), 3),
     ],
 )

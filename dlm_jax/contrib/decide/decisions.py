@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -324,10 +324,15 @@ def answers(
         if value < least:
             raise SettingError(name, value, f"must be at least {least}")
 
-    def read(rows: Sequence[DecodingRow]) -> np.ndarray:
-        return order_logprobs(model, rows, order=order, batch_size=batch_size)
-
     mask_id = model.tokenizer.mask_id
+
+    def read(rows: Sequence[DecodingRow]) -> np.ndarray:
+        if order == "left_to_right":
+            return order_logprobs(model, rows, batch_size=batch_size)
+        sets = (one for row in rows for one in decoded_sets(row, mask_id))
+        values = iter(order_logprobs(model, sets, batch_size=batch_size))
+        return np.array([_mean_over_orders(len(row.places), values) for row in rows])
+
     combined = [
         list(itertools.product(*one.labels)) if one.num_joint <= MOST_JOINT else [] for one in asked
     ]
@@ -345,6 +350,35 @@ def answers(
         shares = scale.shares(own, sizes)
         made.append(Decision(one.choices, names, own, shares, 0, np.zeros(len(own)), sizes))
     return made
+
+
+def decoded_sets(row: DecodingRow, mask_id: int) -> Iterator[DecodingRow]:
+    """Yields a row for each hole of each set of decoded places: the hole is decoded next.
+
+    Bit i of the number of a set is 1 if place i is decoded. Sets and holes are in ascending order.
+    """
+    places = np.asarray(row.places)
+    for number in range(2 ** len(places) - 1):
+        is_hole = (number >> np.arange(len(places))) % 2 == 0
+        for i in np.flatnonzero(is_hole):
+            ids = row.ids.copy()
+            ids[places[is_hole]] = mask_id
+            ids[places[i]] = row.ids[places[i]]
+            yield DecodingRow(ids, [int(places[i])])
+
+
+def _mean_over_orders(num: int, values: Iterator[float]) -> float:
+    """Returns the log of the mean probability over all orders of `num` places, given the
+    log-probabilities of the rows of `decoded_sets`.
+    """
+    reached = np.full(2**num, -np.inf)
+    reached[0] = 0.0
+    for written in range(2**num - 1):
+        holes = [i for i in range(num) if not written >> i & 1]
+        for i in holes:
+            step = reached[written] + next(values) - math.log(len(holes))
+            reached[written | 1 << i] = np.logaddexp(reached[written | 1 << i], step)
+    return float(reached[-1])
 
 
 def _drawn(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import canvases
@@ -19,8 +20,8 @@ from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
-from dlm_jax.sampling.cache import CacheContext, Dual, Prefix
 from dlm_jax.sampling.forward import with_cache
+from dlm_jax.sampling.kv_cache import CacheWindow, Dual, Prefix
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -152,24 +153,27 @@ def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_g
 
 @pytest.mark.parametrize("cls", [Dual, Prefix])
 def test_a_plan_is_due_at_a_new_block_and_at_every_refresh(cls):
-    cases = [
-        (begin, refresh, age, kept)
-        for begin in (0, 4, 20) for refresh in (0, 1, 3) for age in range(5) for kept in (6, 7)
-    ]  # fmt: skip
-    begin, refresh, age, kept = (jnp.array(column) for column in zip(*cases, strict=True))
-    none = jnp.zeros_like(begin)
-    block = CurrentBlock(
-        begin_B=begin, end_B=begin + 4, step_B=none, steps_B=none + 4, first_holes_B=none + 4,
-        index_B=none + 7, count_B=none + 9, settled_B=none,
-    )  # fmt: skip
-    rule = cls(refresh, block_length=4)
-    plan = rule.plan(CacheContext(block, begin, none, age, kept, POSITIONS))
-    for row, (first, every, steps, number) in enumerate(cases):
-        # A whole pass is needed at first, in another block, and `every` steps after the last one.
-        is_due = steps == 0 or number != 7 or (every > 0 and steps >= every)
-        assert bool(plan.is_due_B[row]) == is_due
-        assert int(plan.begin_B[row]) == first
-        assert int(plan.end_B[row]) == (POSITIONS if cls is Prefix else min(first + 4, POSITIONS))
+    begins, refreshes = (0, 4, POSITIONS - 2), (0, 1, 3)
+    cases = list(itertools.product(begins, refreshes))
+    begin, refresh = (jnp.array(column) for column in zip(*cases, strict=True))
+    rule, none = cls(refresh, block_length=4), jnp.zeros_like(begin)
+    age = [None] * len(cases)
+    for step in [*range(7), *range(2)]:  # of two blocks
+        block = CurrentBlock(
+            begin_B=begin, end_B=begin + 4, step_B=none + step, steps_B=none + 7,
+            first_holes_B=none + 4, index_B=none, count_B=none + 2, settled_B=none,
+        )  # fmt: skip
+        window = rule.read(block, begin, POSITIONS)
+        is_due_B, is_finished_B = rule.refresh(block, window.begin_B, none)
+        assert is_finished_B is None
+        for row, (first, every) in enumerate(cases):
+            # A whole pass is needed at first, in another block, and `every` steps after the last.
+            is_due = step == 0 or (every > 0 and age[row] == every)
+            age[row] = 1 if is_due else age[row] + 1
+            assert bool(is_due_B[row]) == is_due
+            assert int(window.begin_B[row]) == first
+            end = POSITIONS if cls is Prefix else min(first + 4, POSITIONS)
+            assert int(window.end_B[row]) == end
 
 
 @pytest.mark.parametrize("case", _some(*CASES))
@@ -242,6 +246,12 @@ def test_guidance_keeps_the_row_and_the_row_without_what_was_given():
         _same_up_to_rounding(ours, theirs, forwards=False)
 
 
+def _in_whole_rows(self, block, first_B, num_positions):
+    """The windows of `Prefix` in one size, which sees all that is cached."""
+    end_B = jnp.full_like(block.end_B, num_positions)
+    return CacheWindow(block.begin_B, end_B, (num_positions,))
+
+
 @pytest.mark.slow
 def test_a_window_that_reaches_the_end_misses_nothing_that_is_kept_before_it(monkeypatch):
     """Of what is kept, only as much is looked at as may stand before windows of that size."""
@@ -253,7 +263,7 @@ def test_a_window_that_reaches_the_end_misses_nothing_that_is_kept_before_it(mon
 
     advance = Advance(canvases.program(_network("bidirectional")[0]))
     ours = [run(seed) for seed in range(3)]
-    monkeypatch.setattr(Prefix, "sees_behind", True)
+    monkeypatch.setattr(Prefix, "read", _in_whole_rows)
     advance = Advance(canvases.program(_network("bidirectional")[0]))
     for seed in range(3):
         _same_up_to_rounding(ours[seed], run(seed))
@@ -280,9 +290,9 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
     ours, _ = _run(kind, _rows(), **settings)
     monkeypatch.setattr(cached, "_UNROLLED", 0)
     state = _state(kind, _rows(), **settings)
-    assert [leaf.shape[:2] + leaf.shape[3:4] for leaf in jax.tree.leaves(state.cache.kept)] == 2 * [
-        (ROWS, toy.config().depth, POSITIONS)
-    ]
+    assert [
+        leaf.shape[:2] + leaf.shape[3:4] for leaf in jax.tree.leaves(state.cache.kv_cache)
+    ] == 2 * [(ROWS, toy.config().depth, POSITIONS)]
     state = Advance(canvases.program(_network(kind)[0]))(_network(kind)[1], state, FOREVER)
     _same_up_to_rounding(canvases.results(state), ours)
 
@@ -337,7 +347,7 @@ def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
     text = compiled.as_text()
     assert f"f32[{ROWS},{POSITIONS},{toy.VOCAB_SIZE}]" not in text
     assert f"f32[{ROWS * POSITIONS},{toy.VOCAB_SIZE}]" not in text
-    kept = jax.tree.leaves(state.cache.kept)
+    kept = jax.tree.leaves(state.cache.kv_cache)
     shape = ",".join(map(str, kept[0].shape))
     assert f"f32[{shape}]" in text
     moved = re.compile(rf"= f32\[{shape}\]\S* (copy|transpose)\(|%wrapped_copy.* = f32\[{shape}\]")

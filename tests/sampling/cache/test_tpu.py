@@ -42,7 +42,7 @@ params = jax.eval_shape(build(config).init, jax.random.key(0))
 assert sum(leaf.size for leaf in jax.tree.leaves(params)) > 1e9
 mesh = make_mesh(MeshConfig(), devices)
 compiled, state = sampling_step(config, sample("exact"), mesh, ROWS, POSITIONS)
-kept = jax.tree.leaves(state.cache.kept)
+kept = jax.tree.leaves(state.cache.kv_cache)
 memory = compiled.memory_analysis()
 size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
 # 2 depth B L G K numbers of two bytes

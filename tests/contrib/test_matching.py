@@ -5,9 +5,11 @@ import re
 import candidate_cases
 import numpy as np
 import pytest
+import toy_model
 
-from dlm_jax.inference import host
-from dlm_jax.inference.host import matching
+import dlm_jax
+from dlm_jax.contrib import matching as matching_module
+from dlm_jax.contrib.matching import matching
 
 ALPHABET = "ab0123456789.-"
 END = len(ALPHABET)
@@ -88,7 +90,7 @@ def test_a_pattern_that_is_none_is_refused():
 
 
 def test_a_pattern_that_takes_for_ever_is_given_up_in_one_line(monkeypatch):
-    monkeypatch.setattr(host, "PATIENCE", 0.05)
+    monkeypatch.setattr(matching_module, "PATIENCE", 0.05)
     tokens = np.zeros(41, np.int64)
     candidates = candidate_cases.make(
         EVEN, tokens=tokens, is_hole=np.arange(41) == 40, row=3, index=40
@@ -98,3 +100,42 @@ def test_a_pattern_that_takes_for_ever_is_given_up_in_one_line(monkeypatch):
         ValueError, match=r"row 3: pattern=.* takes more than 0.05 s at position 40"
     ):
         sampler(candidates)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "index", "allowed"),
+    [
+        ([-1, -1, -1], 0, [0]),
+        ([0, 1, -1], 2, [2]),
+        ([0, -1, -1], 1, [1]),
+        # "abc" needs three tokens; at the last of two, nothing makes a match.
+        ([0, -1], 1, []),
+    ],
+)
+def test_a_match_is_whole_at_the_last_hole_and_at_an_id_without_text(tokens, index, allowed):
+    """The candidates are a, b, c and EOS; EOS is no text."""
+    tokens = np.array(tokens)
+    candidates = candidate_cases.make(
+        [0.25] * 4, tokens=tokens, is_hole=tokens < 0, index=index, is_greedy=True
+    )
+    choose = matching("abc", lambda ids: "".join("abc"[token] for token in ids if 0 <= token < 3))
+    for likeliest in range(4):
+        order = np.argsort(np.arange(4) != likeliest, kind="stable")
+        now = candidates._replace(ids=candidates.ids[order])
+        if allowed:
+            assert choose(now) in allowed
+        else:
+            with pytest.raises(ValueError, match="none of the 4 candidates is allowed"):
+                choose(now)
+
+
+def test_one_row_obeys_and_the_others_do_not_notice():
+    settings = {"gen_length": 5, "steps": 5, "order": "left_to_right", "chain": ("temperature",)}
+    decode = toy_model.TOKENIZER.decode
+    prompts = ["A ", {"prompt": "The ", "host_sampler": matching("[ae]{5}", decode)}]
+    ours = dlm_jax.generate(toy_model.MODEL, prompts, seed=30, **settings)
+    plain = dlm_jax.generate(toy_model.MODEL, ["A ", "The "], seed=30, **settings)
+    assert re.fullmatch("The [ae]{5}", ours.texts[1]) and ours.texts[1] != plain.texts[1]
+    assert ours.texts[0] == plain.texts[0]
+    with pytest.raises(ValueError, match="use order='left_to_right' and as many steps as new"):
+        dlm_jax.generate(toy_model.MODEL, prompts, **settings | {"steps": 2})

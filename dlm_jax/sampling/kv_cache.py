@@ -1,0 +1,289 @@
+"""KV caches: the positions that a step computes, and those whose keys and values are cached.
+
+A step computes a window of static size at each row's block; attention reads the keys and values of
+all other positions from the cache. `dlm_jax.sampling.forward` runs the forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.blocks import CurrentBlock
+from dlm_jax.settings import Rule, Setting, SettingError, fact, per_row, reads, require_values, rule
+
+
+class CacheState(NamedTuple):
+    """The cached keys and values of the rows, in the format of the network.
+
+    Attributes:
+      kv_cache: keys and values of the canvas.
+      uncond_kv_cache: keys and values of the canvas with its given tokens masked; None without
+        guidance.
+      valid_B: int32 index; cached positions before it match the current tokens. Only an exact cache
+        reads it.
+    """
+
+    kv_cache: Any
+    uncond_kv_cache: Any
+    valid_B: jax.Array
+
+
+class CacheWindow(NamedTuple):
+    """The window of each row.
+
+    Attributes:
+      begin_B: int32, first position.
+      end_B: int32, exclusive end; at most `begin_B` plus the largest size, or the end of the
+        canvas.
+      sizes: static window sizes in ascending order. With a single size, a step computes all rows
+        together. With several sizes, windows reach the end of the canvas, and each row is computed
+        in the smallest size that fits, together with the other rows of that size. The first size
+        covers the block, and the step reads only the hidden vectors there.
+    """
+
+    begin_B: jax.Array
+    end_B: jax.Array
+    sizes: tuple[int, ...]
+
+
+class KVCache(Rule):
+    """Selects the positions that a step computes. Both methods are required.
+
+    A causal network caches its window as computed, because the input of the window is final. Other
+    networks cache only whole rows and finished blocks.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("read", "refresh")
+
+    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
+        """The window of each row. All other positions are read from the cache.
+
+        Args:
+          block: the current block of each row.
+          first_B: int32, first writable position of the block; the start of the block if none is
+            writable.
+          num_positions: number of positions of the canvas; static.
+        """
+        raise NotImplementedError
+
+    def refresh(
+        self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """True ``[B]`` where the whole row is computed and cached first, and where only the last
+        ``sizes[0]`` positions before the window are, whose tokens are final; None for never.
+
+        Args:
+          block: the current block of each row.
+          begin_B: int32, first position of the window.
+          valid_B: see `CacheState`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Always True, because the setting ``cache`` selects the rule."""
+        return True
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Raises if edits are enabled, because edits move tokens to other positions."""
+        if row.edits:
+            raise SettingError(
+                "edit",
+                True,
+                f"moves tokens, which cache={cls.name!r} does not support",
+                "use cache='none'",
+            )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Raises for a network without `Network.cached`."""
+        if not facts.has_cache:
+            raise SettingError(
+                "cache",
+                cls.name,
+                "requires a network that supports a cache (Network.cached)",
+                "use cache='none'",
+            )
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        """Raises unless the cache is exact."""
+        raise SettingError(
+            "cache",
+            cls.name,
+            "has no trace, because a replay computes exact values",
+            "use cache='none'",
+        )
+
+
+@rule
+class Exact(KVCache):
+    """Caches keys and values of all positions before the block, and computes only the block.
+
+    In a block-causal model, no earlier position attends to the block, so the cached values equal
+    those of a full forward pass. Results equal those without a cache, up to rounding in the logits.
+    Each finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025,
+    section 3). The whole row is computed once, at the first step, unless the given tokens fit in
+    one block.
+
+    A causal model has blocks of one position. The model predicts each token from the token before
+    it, so the forward pass that predicts a token also computes the cached values of its input, and
+    nothing is computed twice.
+
+    A canvas attends to the tokens before it, which are read causally and cached. A finished canvas
+    is computed once more as text (DiffusionGemma, 2026).
+    """
+
+    about = "finished blocks; exact, for causal and block-causal models and models with canvases"
+
+    block_length: int = fact("block_length", 0)
+    canvas_length: int = fact("canvas_length", 0)
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        """Accepts traces, because a replay without a cache computes the same values."""
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
+        if not (facts.is_causal or facts.block_length or facts.canvas_length):
+            raise SettingError(
+                "cache",
+                "exact",
+                "requires model.attention_type='causal' or 'block_causal', where no position "
+                "attends to later ones",
+                "use cache='prefix' or 'dual'",
+            )
+        if facts.is_causal:
+            settings = {
+                "order": ("left_to_right",),
+                "schedule": ("linear",),
+                "block_length": (0, 1),
+                "resample": (False,),
+                "remask": ("none",),
+            }
+            require_values(
+                row,
+                settings,
+                "can write positions other than the next one, but cache='exact' with a causal "
+                "model writes only the next one",
+            )
+
+    @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        if facts.is_causal and row.steps < is_open.sum():
+            raise SettingError(
+                "steps",
+                row.steps,
+                f"is less than the {is_open.sum()} tokens to write; cache='exact' with a causal "
+                f"model writes one per step",
+                f"use steps={is_open.sum()} or more",
+            )
+
+    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
+        """A window of the row's block or, for a causal model, of its next token."""
+        size = min(self.block_length or self.canvas_length or 1, num_positions)
+        if self.canvas_length:
+            return CacheWindow(block.begin_B, block.end_B, (size,))
+        begin_B = first_B
+        if self.block_length:  # the block of a row can be part of a block of the model
+            begin_B = block.begin_B // self.block_length * self.block_length
+        return CacheWindow(begin_B, begin_B + size, (size,))
+
+    def refresh(
+        self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Whole rows if the cache does not end at the window or at the block before it."""
+        size = self.block_length or self.canvas_length
+        if not size:
+            return valid_B != begin_B, None
+        is_finished_B = (valid_B < begin_B) & (valid_B >= begin_B - size)
+        return (valid_B != begin_B) & ~is_finished_B, is_finished_B
+
+
+# Window sizes in sixteenths of the canvas. A longer list fits suffixes better, but a trunk is
+# compiled for each entry.
+_SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+
+
+@rule
+class Dual(KVCache):
+    """Computes only the block. Keys and values before and after the block are cached.
+
+    In a bidirectional model, every position attends to all others, so cached values are those of
+    the last refresh. The whole row is computed when a block starts and every ``refresh_B`` steps
+    (Fast-dLLM, Wu et al. 2025, section 3.2).
+    """
+
+    about = "everything outside the block; approximate, for bidirectional models"
+
+    refresh_B: jax.Array = per_row(
+        Setting(
+            "cache_refresh",
+            0,
+            "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only "
+            "when a block starts",
+            low=0,
+            activates=False,
+        )
+    )
+    block_length: int = reads("block_length", 0)
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        super().check_model(row, facts)
+        if facts.is_causal or facts.block_length or facts.canvas_length:
+            raise SettingError(
+                "cache",
+                cls.name,
+                "supports only bidirectional models",
+                "use cache='exact', which is exact for this model",
+            )
+        if row.block_length == 0:
+            raise SettingError(
+                "cache",
+                cls.name,
+                "computes one block per step, but block_length=0 makes the row a single block",
+                "for example, use block_length=32",
+            )
+
+    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
+        """A window of the block."""
+        end_B = jnp.minimum(block.end_B, num_positions)
+        return CacheWindow(block.begin_B, end_B, (min(self.block_length, num_positions),))
+
+    def refresh(
+        self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Whole rows at the first step of a block, and every ``refresh_B`` steps."""
+        is_old_B = (self.refresh_B > 0) & (block.step_B % jnp.maximum(self.refresh_B, 1) == 0)
+        return (block.step_B == 0) | is_old_B, None
+
+
+@rule
+class Prefix(Dual):
+    """Computes the block and all later positions. Keys and values before the block are cached.
+
+    The whole row is computed at the same steps as with `Dual`.
+    """
+
+    about = "everything before the block; approximate, for bidirectional models"
+
+    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
+        """A window of the block and all later positions."""
+        begin_B, end_B, (width,) = super().read(block, first_B, num_positions)
+        suffixes = {-(-num_positions * share // 16) for share in _SUFFIXES}
+        sizes = (width, *sorted(size for size in suffixes if size > width))
+        return CacheWindow(begin_B, jnp.full_like(end_B, num_positions), sizes)
+
+
+KV_CACHES: Mapping[str, type[KVCache]] = {rule.name: rule for rule in (Exact, Prefix, Dual)}
+"""KV caches, keyed by the value of ``cache``. The value ``none`` selects no cache."""
+
+__all__ = ["KV_CACHES", "CacheWindow", "Dual", "Exact", "KVCache", "Prefix"]
