@@ -125,8 +125,8 @@ class Model:
     @property
     def noise(self) -> Schedule:
         """The noise schedule used in training; linear for a custom network."""
-        asked = ObjectiveConfig() if self.config is None else self.config.objective
-        return SCHEDULES[asked.schedule](asked.schedule_power)
+        objective = ObjectiveConfig() if self.config is None else self.config.objective
+        return SCHEDULES[objective.schedule](objective.schedule_power)
 
     @property
     def process(self) -> Process:
@@ -175,8 +175,8 @@ class Model:
     @functools.cached_property
     def vocabulary(self) -> str:
         """A fingerprint of the tokenizer with 16 hex digits."""
-        told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
-        return hashlib.sha256(told).hexdigest()[:16]
+        text = json.dumps(self.tokenizer.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -286,8 +286,8 @@ def load(
         what, value = ("path", path) if quantize is None else ("quantize", quantize)
         raise SettingError(what, value, "is not supported with a custom network", "leave one out")
     if is_published(path):
-        own = None if dtype == "stored" else dtype
-        model = _published(path, mesh, own, finish, ignore_config, report)
+        to = None if dtype == "stored" else dtype
+        model = _published(path, mesh, to, finish, ignore_config, report)
         return dataclasses.replace(model, compiler_options=given)
     if ignore_config:
         raise SettingError(
@@ -296,12 +296,26 @@ def load(
             f"is not supported for {path}, which has no config.json",
             "remove it",
         )
-    place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
-    made: list[Network] = []
+    networks: list[Network] = []
 
     def abstract(meta: dict[str, Any]) -> Params:
-        made.append(_network_of(meta, network, path))
-        return jax.eval_shape(made[0].init, key_of(0))
+        """The shapes of the parameters of the saved model's network."""
+        name = (meta.get("own") or {}).get("network")
+        if network is None and name:
+            raise store.CustomNetworkError(
+                f"{path} was trained with the custom network {name}; pass it in Python: "
+                "dlm_jax.load(path, network=...)"
+            )
+        if isinstance(network, Network):
+            networks.append(network)
+        else:
+            networks.append((network or build)(_config_of(meta).model))
+        return jax.eval_shape(networks[0].init, key_of(0))
+
+    def place(name: str, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The dtype and sharding of a stored parameter in memory."""
+        to = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype or "float32")
+        return jax.ShapeDtypeStruct(stored.shape, to, sharding=_sharding(mesh, name, stored.shape))
 
     params, meta = store.load_any(path, abstract, place=place, report=report)
     line = "" if mesh is None else replicated_by_default(params, mesh)
@@ -311,7 +325,7 @@ def load(
     if quantize is not None:
         params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
-    check_fits(tokenizer, made[0].vocab_size)
+    check_fits(tokenizer, networks[0].vocab_size)
     more = restored(meta["published"], config) if meta.get("published") else {}
     template, chat = meta.get("chat_template"), None
     if template and isinstance(tokenizer, HubTokenizer):
@@ -322,7 +336,7 @@ def load(
         config,
         params,
         tokenizer,
-        network=made[0],
+        network=networks[0],
         chat=chat,
         **more,
         untrained=untrained_heads(config, meta.get("step")),
@@ -370,8 +384,8 @@ def _published(
     if found.ignored and report is not None:
         report(f"{path}: ignored {', '.join(found.ignored)} (config.json)")
     if found.settings and report is not None:
-        told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
-        report(f"{path} recommends {told} (generation_config.json)")
+        settings = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
+        report(f"{path} recommends {settings} (generation_config.json)")
     if found.chat is not None and found.chat.problem and report is not None:
         report(f"{found.chat.problem}; chats are refused")
     return _model(
@@ -387,35 +401,6 @@ def _published(
 
 def _sharding(mesh: Mesh | None, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
-
-
-def _placed(
-    name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
-) -> jax.ShapeDtypeStruct:
-    """Returns the target dtype and sharding of a stored parameter."""
-    kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
-    return jax.ShapeDtypeStruct(stored.shape, kept, sharding=_sharding(mesh, name, stored.shape))
-
-
-def _network_of(
-    meta: dict[str, Any],
-    given: Network | Callable[[ModelConfig], Network] | None,
-    path: str | os.PathLike[str],
-) -> Network:
-    """The network of a saved model, given the argument of `load`.
-
-    Raises:
-      CustomNetworkError: the model needs a custom network, and none is given.
-    """
-    name = (meta.get("own") or {}).get("network")
-    if given is None and name:
-        raise store.CustomNetworkError(
-            f"{path} was trained with the custom network {name}; pass it in Python: "
-            "dlm_jax.load(path, network=...)"
-        )
-    if isinstance(given, Network):
-        return given
-    return (given or build)(_config_of(meta).model)
 
 
 def _config_of(meta: dict[str, Any]) -> Config:
