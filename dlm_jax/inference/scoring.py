@@ -133,7 +133,8 @@ def score(
             f"{len(prompts)} prompts do not match {len(texts)} texts; pass one per text"
         )
     given = [""] * len(texts) if prompts is None else prompts
-    rows, owners = _rows_of(model, texts, lambda index: _windows(model, given[index], texts[index]))
+    windows, owners = _windows_of(texts, lambda index, text: _windows(model, given[index], text))
+    rows = _rows(model, windows)
     cost = score_rows(model, rows, num_draws=num_draws, batch_size=batch_size, seed=seed)
 
     def per_text(values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -239,29 +240,22 @@ def _in_batches(
     return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows], *parts)
 
 
-def _rows_of(
-    model: Model, texts: Sequence[str], cut: Callable[[int], Sequence[Window]]
-) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Returns one row per window of each text, and the index of each row's text.
-
-    `cut` returns the windows of the text with an index: ids and the number of given ids.
-    """
+def _windows_of(
+    texts: Sequence[str], cut: Callable[[int, str], Sequence[Window]]
+) -> tuple[list[Window], list[int]]:
+    """Returns the windows of all texts and the text index of each window."""
     windows: list[Window] = []
     owners: list[int] = []
-    for index in range(len(texts)):
+    for index, text in enumerate(texts):
         try:
-            windows += cut(index)
+            mine = cut(index, text)
         except ValueError as error:
             if len(texts) == 1:
                 raise
             raise ValueError(f"text {index}: {error}") from None
-        owners += [index] * (len(windows) - len(owners))
-    size = canvas_size(max(len(ids) for ids, _ in windows))
-    tokens = np.full((len(windows), size), model.tokenizer.pad_id, np.int32)
-    for row, (ids, _) in enumerate(windows):
-        tokens[row, : len(ids)] = ids
-    columns = {"length": [len(ids) for ids, _ in windows], "given": [given for _, given in windows]}
-    return {"tokens": tokens} | {n: np.array(x, np.int32) for n, x in columns.items()}, owners
+        windows += mine
+        owners += [index] * len(mine)
+    return windows, owners
 
 
 def _windows(model: Model, prompt: str, text: str) -> list[Window]:
@@ -287,6 +281,18 @@ def _windows(model: Model, prompt: str, text: str) -> list[Window]:
     return [(ids[start : start + model.max_length], 1) for start in starts]
 
 
+def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
+    size = canvas_size(max(len(ids) for ids, _ in windows))
+    tokens = np.full((len(windows), size), model.tokenizer.pad_id, np.int32)
+    for row, (ids, _) in enumerate(windows):
+        tokens[row, : len(ids)] = ids
+    return {
+        "tokens": tokens,
+        "length": np.array([len(ids) for ids, _ in windows], np.int32),
+        "given": np.array([given for _, given in windows], np.int32),
+    }
+
+
 def corrupted_share(
     model: Model, texts: str | Sequence[str], *, batch_size: int = 16
 ) -> np.ndarray:
@@ -307,9 +313,11 @@ def corrupted_share(
     texts = [texts] if isinstance(texts, str) else texts
     if not len(texts):
         raise ValueError("there are no texts to score; pass at least one")
-    rows, owners = _rows_of(model, texts, lambda index: _scorer_windows(model, texts[index]))
-    run = compiled(_share, model.network, model.compiler_options)
-    share_N = _in_batches(run, model, rows, batch_size)
+    windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
+    rows = _rows(model, windows)
+    share_N = _in_batches(
+        compiled(_share, model.network, model.compiler_options), model, rows, batch_size
+    )
     length_N = rows["length"]
     tokens = np.bincount(owners, length_N, minlength=len(texts))
     return np.bincount(owners, share_N.astype(float) * length_N, minlength=len(texts)) / tokens
