@@ -46,8 +46,7 @@ class Progress:
         stream: TextIO | None = None,
         is_shown: bool = True,
     ):
-        self._name, self._total, self._unit = name, total, unit
-        self._done, self._first = done, done
+        self._name, self._total, self._unit, self._done = name, total, unit, done
         self._work = work if work is not None or total is None else float(total - done)
         self._worked = 0.0
         self._idle, self._note, self._compiling = idle, "", compiling
@@ -72,9 +71,7 @@ class Progress:
                 else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )
         elif is_shown:
-            # Lines are written by a thread, because compilation or a long step blocks the main
-            # thread.
-            threading.Thread(target=self._tell, name="progress", daemon=True).start()
+            _write_lines(self.line, self._stream, self._ended)
 
     def __enter__(self) -> Progress:
         return self
@@ -129,35 +126,34 @@ class Progress:
         parts += [f"{spell(left)} left"] if left is not None else []
         return [*parts, self._note] if self._note else parts
 
-    def _tell(self) -> None:
-        while not self._ended.wait(EVERY):
-            try:
-                self._stream.write(f"{self.line()}\n")
-                self._stream.flush()
-            except (OSError, ValueError):
-                return  # the stream is closed
-
 
 @contextlib.contextmanager
 def waiting(name: str, *, stream: TextIO | None = None, is_shown: bool = True) -> Iterator[None]:
     """A context that writes a line with `name` and the seconds so far every ten seconds."""
     start, ended = time.perf_counter(), threading.Event()
-    to = sys.stderr if stream is None else stream
-
-    def tell() -> None:
-        while not ended.wait(EVERY):
-            try:
-                to.write(f"{name}: {spell(time.perf_counter() - start)}\n")
-                to.flush()
-            except (OSError, ValueError):
-                return  # the stream is closed
-
     if is_shown:
-        threading.Thread(target=tell, name="progress", daemon=True).start()
+        to = sys.stderr if stream is None else stream
+        _write_lines(lambda: f"{name}: {spell(time.perf_counter() - start)}", to, ended)
     try:
         yield
     finally:
         ended.set()
+
+
+def _write_lines(line: Callable[[], str], stream: TextIO, ended: threading.Event) -> None:
+    """Starts a thread that writes lines, because compilation or a long step blocks the main
+    thread.
+    """
+
+    def write() -> None:
+        while not ended.wait(EVERY):
+            try:
+                stream.write(f"{line()}\n")
+                stream.flush()
+            except (OSError, ValueError):
+                return  # the stream is closed
+
+    threading.Thread(target=write, name="progress", daemon=True).start()
 
 
 def spell(seconds: float) -> str:

@@ -1,8 +1,9 @@
 """The sampling engine: it accepts requests at any time and yields rows as they end.
 
 `dlm_jax.inference.scheduler` assigns requests to slots and programs, and `dlm_jax.inference.slots`
-runs the rows. The engine uses both and coordinates threads and processes. `Engine.turns` is the
-only loop over `Engine.step`, which runs the compiled loop of one queue once.
+runs the rows. The engine uses both and coordinates threads and processes. `Engine.step` runs the
+compiled loop of one queue once. `Engine.run` repeats it until all requests have ended, and
+`AsyncEngine` repeats it in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
+import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -26,7 +28,7 @@ from dlm_jax.inference.candidates import Candidates
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
-from dlm_jax.inference.results import Row, canvas_size, since_shown
+from dlm_jax.inference.results import Row, canvas_size, given_row, since_shown
 from dlm_jax.inference.scheduler import Entry, Queue, Scheduler
 from dlm_jax.inference.slots import (
     Bucket,
@@ -143,26 +145,28 @@ class Engine:
         max_candidates: int = 64,
         prefix_mib: int = 0,
     ):
-        sizes = _eighths(batch_size) if sizes is None else sizes
         for name, values in {
             "batch_size": [batch_size],
-            "sizes": sizes,
+            "sizes": sizes or [],
             "canvases": canvases or [],
             "max_waiting": [1 if max_waiting is None else max_waiting],
             "max_programs": [max_programs],
             "max_candidates": [max_candidates],
         }.items():
-            _check_counts(name, values)
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise SettingError(name, value, "must be an integer of at least 1")
+        if sizes is None:
+            powers = range(batch_size.bit_length())
+            sizes = sorted({max(1, batch_size // 8**power) for power in powers})
         self.model, self._rows = model, split_rows(model.params)
         self.share = OwnRows(self._rows, num_shares(self._rows)).share
+        self._is_together = spans_processes(self._rows)
         self._weights = Weights(model.params)
         self._prefix_mib = prefix_mib
         self._prefixes = _prefixes(model, prefix_mib, self._rows)
         self._scheduler = Scheduler(
-            functools.partial(compiled_loop, model),
-            max_programs=max_programs,
-            num_processes=self.share[1],
-            is_together=spans_processes(self._rows),
+            self._loop, max_programs=max_programs, num_processes=self.share[1]
         )
         self._lock = threading.Lock()
         self._queues: dict[Static, list[Queue]] = {}
@@ -173,11 +177,11 @@ class Engine:
         self._report = Report()
         self._compiled: list[str] = []
         self.compiling = ""
-        self._warm: list[CompiledLoop] = []
-        self._missing: dict[Hashable, tuple[Queue, int]] = {}
+        self._warm: dict[Hashable, CompiledLoop] = {}
+        self._missing: dict[Hashable, tuple[Queue, int, CompiledLoop]] = {}
         self._errors: dict[Hashable, Exception] = {}
-        self._entries: dict[int, tuple[Entry, Queue]] = {}
-        self._cancelled: list[tuple[Entry, Queue]] = []
+        self._entries: dict[int, Entry] = {}
+        self._cancelled: list[Entry] = []
         self._next_number = 0
         self._is_closed = False
 
@@ -215,41 +219,39 @@ class Engine:
         *,
         num_steps: int | None = None,
         is_watched: bool = False,
-        compiles: bool = True,
+        every_block: bool = False,
     ) -> Iterator[list[Row]]:
         """Yields the rows of each call of `step`, as `run` does one by one."""
-        coming = iter(requests)
-        has_more = True
+        coming, has_more = iter(requests), True
         while True:
-            has_more = has_more and self._read(coming, is_watched=is_watched)
+            if has_more:
+                has_more = self._read(coming, is_watched=is_watched, every_block=every_block)
             if not (has_more or self.is_busy):
                 return
-            yield self.step(num_steps, compiles=compiles)
+            yield self.step(num_steps)
 
-    def _read(self, coming: Iterator[Request | None], *, is_watched: bool) -> bool:
-        """Submits requests until the queue is full. Returns whether more may come."""
-        limit, is_together = self._max_waiting, self._scheduler.is_together
-        if is_together and limit is not None and self._scheduler.num_waiting >= limit:
-            return True
+    def _read(
+        self, coming: Iterator[Request | None], *, is_watched: bool, every_block: bool
+    ) -> bool:
+        """Submits requests until the queue is full. Returns whether more may come.
+
+        All processes read the same number of requests, and all are busy then.
+        """
+        room = None if self._max_waiting is None else max(0, self._max_waiting - self.num_waiting)
         count = 0
-        while count != limit if is_together else self.has_room:
-            try:
-                request = next(coming)
-            except StopIteration:
-                return False
+        for request in itertools.islice(coming, room):
             count += 1
-            # All processes read the same number of requests, so all are busy.
             self._scheduler.is_busy = True
             if request is None:
                 self._next_number += 1
             else:
-                self._submit(request, is_watched=is_watched)
-        return True
+                self._submit(request, is_watched=is_watched, every_block=every_block)
+        return count == room
 
     @property
     def is_busy(self) -> bool:
         """True if any process has an unfinished request."""
-        return bool(self._entries) or self._scheduler.is_together and self._scheduler.is_busy
+        return bool(self._entries) or self._scheduler.is_busy
 
     @property
     def has_room(self) -> bool:
@@ -257,6 +259,9 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
+        """Number of waiting requests; with several processes, that before the last step."""
+        if self._is_together:
+            return self._scheduler.num_waiting
         return sum(queue.num_waiting for queue in self.queues)
 
     def reserve(
@@ -283,19 +288,16 @@ class Engine:
                 for request in (requests[index] for index in members):
                     canvas = 0 if on_one_canvas else self._canvas(request)
                     canvases.setdefault(canvas, []).append(request)
+                queues = self._queues.get(static, ())
                 for canvas, some in canvases.items():
                     if is_part:
-                        some = [r for r in some if self._find(static, r, canvas) is None]
+                        near = [q.bucket for q in queues if q.bucket.canvas == canvas]
+                        some = [r for r in some if not any(b.holds(r) for b in near)]
                     if not some:
                         continue
-                    sizes = self._sizes(static)
-                    if not is_part:
-                        sizes = [slot_count(len(some), self._batch_size, self._num_shares(static))]
+                    sizes = self.sizes if is_part else [slot_count(len(some), self._batch_size)]
                     fitted = canvas or canvas_size(max(request.room for request in some))
-                    bucket = Bucket(some, self.model.facts, fitted)
-                    queue = self._add(Queue(bucket, sizes, is_reserved=True))
-                    if self._scheduler.is_together:
-                        self._scheduler.enter(queue)
+                    self._scheduler.enter(self._add(some, fitted, sizes, is_reserved=True))
 
     def warm_up(self, request: Request, *, num_rows: int = 1) -> None:
         """Compiles the program in which `num_rows` requests like `request` would run.
@@ -306,7 +308,9 @@ class Engine:
         with self._lock:
             queue = self._queue_of(request)
             size = next((size for size in queue.sizes if size >= num_rows), queue.sizes[-1])
-        self._warm.append(self._compile(queue, size))
+            loop = self._loop(queue.bucket, size)
+        self._compile(queue, size, loop)
+        self._warm[queue.bucket.key, size] = loop
 
     @property
     def needs_program(self) -> bool:
@@ -326,48 +330,44 @@ class Engine:
         run in no other program end with `Status.FAILED`.
         """
         with self._lock:
-            key, (queue, size) = next(iter(self._missing.items()))
-        loop = compiled_loop(self.model, queue.bucket, size)
+            key, (queue, size, loop) = next(iter(self._missing.items()))
         known = len(loop.compiled)
         try:
-            self._compile(queue, size)
+            self._compile(queue, size, loop)
         except Exception as error:
             self._errors[key] = error
         self._compiled += loop.compiled[known:]
         with self._lock:
             del self._missing[key]
 
-    def _compile(self, queue: Queue, size: int) -> CompiledLoop:
-        """Returns a loop whose functions are compiled."""
-        with self._lock:
-            loop = compiled_loop(self.model, queue.bucket, size)
-            others = [
-                (compiled_loop(self.model, queue.bucket, other), other)
-                for other in queue.sizes
-                if other != size
-            ]
+    def _loop(self, bucket: Bucket, size: int) -> CompiledLoop:
+        return self._warm.get((bucket.key, size)) or compiled_loop(self.model, bucket, size)
+
+    def _compile(self, queue: Queue, size: int, loop: CompiledLoop) -> None:
+        """Compiles the functions of a loop by running an example request."""
         with loop.lock:
             if loop.steps.has_run:
-                return loop
-            slots = Slots(
-                loop,
-                self._weights,
-                queue.bucket,
-                size,
-                max_candidates=self._max_candidates,
-                prefixes=_prefixes(self.model, self._prefix_mib, self._rows),
-            )
+                return
+            slots = self._slots(queue.bucket, size, loop, is_example=True)
             request = queue.bucket.example
             if request.host_sampler is not None:
                 request = dataclasses.replace(request, host_sampler=_first)
-            slots.put({0: Entry(number=0, request=request)})
-            slots.advance(1)
-            slots.put({0: Entry(number=0, request=request)})
-            for other, num_slots in others:
-                slots.resized(other, num_slots)
-        return loop
+            running = {0: Entry(number=0, request=request, slot=0)}
+            slots.put(running)
+            slots.advance(running, 1)
+            slots.put(running)
+            for other in queue.sizes:
+                if other != size:
+                    slots.resized(self._loop(queue.bucket, other), other, [0])
 
-    def submit(self, request: Request, *, priority: int = 0, is_watched: bool = False) -> int:
+    def submit(
+        self,
+        request: Request,
+        *,
+        priority: int = 0,
+        is_watched: bool = False,
+        every_block: bool = False,
+    ) -> int:
         """Queues a request for a slot and returns its number. An error does not affect other
         requests.
 
@@ -375,22 +375,18 @@ class Engine:
           request: a request from `make_requests`.
           priority: within a queue, requests with higher priority start first.
           is_watched: whether the row is also returned while it runs.
+          every_block: whether a watched row is only returned after each finished block.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
             it, or its number is too small.
           EngineFullError: the queue is full.
         """
-        return self._submit(request, priority, is_watched=is_watched, is_limited=True)
+        watched = {"is_watched": is_watched, "every_block": every_block}
+        return self._submit(request, is_limited=True, priority=priority, **watched)
 
-    def _submit(
-        self,
-        request: Request,
-        priority: int = 0,
-        *,
-        is_watched: bool = False,
-        is_limited: bool = False,
-    ) -> int:
+    def _submit(self, request: Request, *, is_limited: bool = False, **how: Any) -> int:
+        """Queues a request; `how` are attributes of its `Entry`."""
         check_canvas(request, self.model.facts, mask_id=self.model.tokenizer.mask_id)
         with self._lock:
             self._check_open()
@@ -405,9 +401,8 @@ class Engine:
                     "number", number, "is already used", f"use at least {self._next_number}"
                 )
             queue = self._queue_of(request)
-            entry = Entry(number=number, request=request, priority=priority, is_watched=is_watched)
+            self._entries[number] = entry = Entry(number=number, request=request, **how)
             self._next_number = number + 1
-            self._entries[number] = entry, queue
             queue.push(entry)
             self._scheduler.enter(queue)
         return number
@@ -425,11 +420,11 @@ class Engine:
                     if 0 <= number < self._next_number
                     else f"request {number} was not submitted to this engine"
                 )
-            entry, queue = self._entries[number]
+            entry = self._entries[number]
             if entry.is_cancelled:
                 raise ValueError(f"request {number} is already cancelled")
-            queue.cancel(entry)
-            self._cancelled.append((entry, queue))
+            entry.queue.cancel(entry)
+            self._cancelled.append(entry)
 
     def step(self, num_steps: int | None = None, *, compiles: bool = True) -> list[Row]:
         """Runs the next queue that has a program. Returns the rows that have ended, truncated after
@@ -446,27 +441,130 @@ class Engine:
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
+        ended = self._evict_cancelled()
+        queue, changes = self._schedule(ended, compiles=compiles)
+        shown = [] if queue is None else self._forward(queue, changes, num_steps, ended)
+        return self._finish(ended) + shown
+
+    def _evict_cancelled(self) -> list[Row]:
+        """Frees the slots of cancelled requests and returns their rows."""
         with self._lock:
             self._check_open()
             cancelled, self._cancelled = self._cancelled, []
-        ended = [
-            self._evict(entry, queue)
-            for entry, queue in cancelled
-            if entry.number in self._entries  # or it has ended in the running call
-        ]
+        rows = []
+        for entry in cancelled:
+            if entry.number not in self._entries:
+                continue  # its row ended in the running call
+            if entry.slot is None:
+                rows.append(self._unstarted(entry, Status.CANCELLED))
+                continue
+            try:
+                (row,) = entry.queue.slots.rows([entry])
+                rows.append(dataclasses.replace(row, status=Status.CANCELLED))
+            except Exception as error:  # all rows in the slots of the queue are lost
+                rows.append(self._unstarted(entry, Status.FAILED, error))
+            entry.queue.evict(entry)
+        return rows
+
+    def _schedule(
+        self, ended: list[Row], *, compiles: bool
+    ) -> tuple[Queue | None, dict[int, Entry | None]]:
+        """Returns the next queue that has a program, with its changed slots (`Queue.admit`).
+
+        Notes which programs are missing. The rows of requests that wait for a program that cannot
+        be compiled are added to `ended`.
+        """
         with self._lock:
-            if self._scheduler.is_together:
-                self._agree()
-            is_ready = (lambda loop: True) if compiles else (lambda loop: loop.is_ready)
-            queue = self._scheduler.next(is_ready)
-            ended += self._without_program()
-        running = [] if queue is None else self._serve(queue, num_steps, ended)
-        eos_ids = self.model.eos_ids
-        rows = [row.upto_eos(eos_ids) for row in ended]
+            self._agree()
+            queue = self._scheduler.next(lambda loop: compiles or loop.is_ready)
+            for other, size, loop in self._scheduler.missing:
+                key = (other.bucket.key, size)
+                if key not in self._errors:
+                    self._missing.setdefault(key, (other, size, loop))
+                elif other.size is None:
+                    error = self._errors.pop(key)
+                    ended += [self._unstarted(e, Status.FAILED, error) for e in other.drop()]
+            return queue, {} if queue is None else queue.admit()
+
+    def _forward(
+        self,
+        queue: Queue,
+        changes: Mapping[int, Entry | None],
+        num_steps: int | None,
+        ended: list[Row],
+    ) -> list[Row]:
+        """Runs one call of the loop and returns the watched rows. Rows that end are added to
+        `ended`, even if other rows fail.
+        """
+        before = len(ended)
+        try:
+            if queue.slots is None:
+                queue.slots = self._slots(queue.bucket, queue.size or 0, queue.program)
+            elif queue.moves is not None:
+                queue.slots = queue.slots.resized(queue.program, queue.size, queue.moves)
+            queue.moves = None
+            if queue.num_fills or queue.totals.evicted:
+                queue.slots.put(changes)
+            # A watched row is shown before its first step.
+            if not any(entry and entry.is_watched for entry in changes.values()):
+                self._advance(queue, num_steps, ended)
+            watched = queue.watched()
+            rows = [
+                _shown(entry, dataclasses.replace(row, status=Status.RUNNING))
+                for entry, row in zip(watched, queue.slots.rows(watched), strict=True)
+            ]
+        except Exception as error:
+            if not queue.running and len(ended) == before:
+                raise
+            entries, rows = list(queue.running.values()), []
+            queue.running.clear()
+            ended += [self._unstarted(entry, Status.FAILED, error) for entry in entries]
+        return [row for row in rows if row is not None]
+
+    def _advance(self, queue: Queue, num_steps: int | None, ended: list[Row]) -> None:
+        """Advances the rows and refills the slots of ended rows."""
+        slots, fills, report = queue.slots, queue.num_fills, self._report
+        if num_steps == 0 or not queue.totals.running + fills:
+            return
+        if num_steps is None:
+            num_steps = 1 if queue.watched() else STEPS_PER_CALL
+        waits = queue.totals.waiting > fills and not queue.is_draining
+        loop, num_ends = slots.loop, max(1, slots.num_slots // _IDLE_SHARE) if waits else None
+        known = len(loop.compiled)
+        self.compiling = "" if loop.steps.has_run else _label(slots.num_slots, queue.bucket)
+        entries, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
+        self.compiling = ""
+        self._compiled += loop.compiled[known:]
+        rows = slots.rows(entries)
+        steps, slot_steps = int(taken_B.sum()), taken_B.size * int(taken_B.max())
+        self._report = dataclasses.replace(
+            report,
+            rows=report.rows + len(rows),
+            tokens=report.tokens + sum(row.num_generated for row in rows),
+            steps=report.steps + steps,
+            slot_steps=report.slot_steps + slot_steps,
+            taken=report.taken + steps * waits,
+            offered=report.offered + slot_steps * waits,
+            counters=report.counters.plus(counted),
+        )
+        for entry, row in zip(entries, rows, strict=True):
+            del queue.running[entry.slot]
+            ended.append(since_shown(row, entry.origin))
+        if not self._is_together:
+            with self._lock:
+                changes = queue.admit()
+            if changes:
+                slots.put(changes)
+
+    def _finish(self, ended: Sequence[Row]) -> list[Row]:
+        """Returns rows truncated after their first EOS and removes their requests."""
+        rows = [row.upto_eos(self.model.eos_ids) for row in ended]
         with self._lock:
             for row in rows:
                 del self._entries[row.number]
-        return rows + running
+            if not self._is_together:
+                self._agree()
+        return rows
 
     def report(self) -> Report:
         with self._lock:
@@ -484,7 +582,8 @@ class Engine:
 
     def num_committed(self) -> int:
         """Returns the number of tokens that the running rows have written."""
-        return sum(q.slots.num_committed() for q in self.queues if q.slots is not None)
+        queues = [queue for queue in self.queues if queue.slots is not None]
+        return sum(queue.slots.num_committed(list(queue.running)) for queue in queues)
 
     def close(self) -> None:
         """Closes the engine and drops unfinished requests. A second call has no effect."""
@@ -505,11 +604,12 @@ class Engine:
 
     def _queue_of(self, request: Request) -> Queue:
         """Returns the queue of a request and creates it if no bucket fits."""
-        static, canvas = static_of(request), self._canvas(request)
-        queue = self._find(static, request, canvas, has_reserved=True)
-        if queue is not None:
-            return queue
-        if self._scheduler.is_together:
+        canvas = self._canvas(request)
+        for queue in self._queues.get(static_of(request), ()):
+            is_near = queue.is_reserved or queue.bucket.canvas == canvas
+            if is_near and queue.bucket.holds(request):
+                return queue
+        if self._is_together:
             raise ValueError(
                 "an engine on the devices of several processes only runs requests that all "
                 "processes have reserved; call `reserve` first with the same requests in every "
@@ -520,35 +620,35 @@ class Engine:
                 self._queues[key] = [q for q in queues if q.is_busy or q.is_reserved]
                 if not self._queues[key]:
                     del self._queues[key]
-        bucket = Bucket([request], self.model.facts, canvas)
-        return self._add(Queue(bucket, self._sizes(static)))
+        return self._add([request], canvas, self.sizes)
 
-    def _find(
-        self, static: Static, request: Request, canvas: int, *, has_reserved: bool = False
-    ) -> Queue | None:
-        """Returns the queue on the shortest canvas that holds a request: on its own canvas or, if
-        `has_reserved`, any reserved one.
+    def _add(
+        self,
+        requests: Sequence[Request],
+        canvas: int,
+        sizes: Sequence[int],
+        *,
+        is_reserved: bool = False,
+    ) -> Queue:
+        """Returns the queue of a bucket, which is created if there is none. The queues of one
+        static are sorted by canvas. Sizes are rounded up to multiples of the number of shards.
         """
-        for queue in self._queues.get(static, ()):
-            is_near = queue.bucket.canvas == canvas or has_reserved and queue.is_reserved
-            if is_near and queue.bucket.holds(request):
+        bucket = Bucket(requests, self.model.facts, canvas)
+        if bucket.static.needs_host and self._is_together:
+            raise ValueError(
+                "host samplers and read-back need whole rows in one process; remove them or use "
+                "a single process"
+            )
+        shares = 1 if bucket.static.needs_host else num_shares(self._rows)
+        rounded = {-(-size // shares) * shares for size in sizes}
+        queues = self._queues.setdefault(bucket.static, [])
+        for queue in queues:
+            if queue.bucket.key == bucket.key:
+                queue.sizes = tuple(sorted({*queue.sizes, *rounded}))
                 return queue
-        return None
-
-    def _sizes(self, static: Static) -> list[int]:
-        shares = self._num_shares(static)
-        return sorted({-(-size // shares) * shares for size in self.sizes})
-
-    def _add(self, queue: Queue) -> Queue:
-        """Returns the existing queue of the same bucket, or adds and returns `queue`."""
-        queues = self._queues.setdefault(queue.bucket.static, [])
-        same = next((other for other in queues if other.bucket.key == queue.bucket.key), None)
-        if same is not None:
-            same.sizes = tuple(sorted({*same.sizes, *queue.sizes}))
-            return same
-        queues.append(queue)
-        queues.sort(key=lambda other: other.bucket.canvas)
-        return queue
+        queues.append(Queue(bucket, sorted(rounded), is_reserved=is_reserved))
+        queues.sort(key=lambda queue: queue.bucket.canvas)
+        return next(queue for queue in queues if queue.bucket is bucket)
 
     def _canvas(self, request: Request) -> int:
         if self._canvases is None:
@@ -561,151 +661,30 @@ class Engine:
             f"{self._canvases[-1]}; request fewer tokens or create the engine with a longer canvas"
         )
 
-    def _num_shares(self, static: Static) -> int:
-        if static.needs_host and self._scheduler.is_together:
-            raise ValueError(
-                "host samplers and read-back need whole rows in one process; remove them or use "
-                "a single process"
-            )
-        return 1 if static.needs_host else num_shares(self._rows)
-
     def _agree(self) -> None:
         """Passes the work in each queue, summed over all processes, to the scheduler. The totals
         are the same in each process.
         """
-        own = np.array(self._scheduler.counts(), np.int32)
-        everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
-        self._scheduler.agree(everywhere.tolist())
+        counts = np.array(self._scheduler.counts(), np.int32)
+        if self._is_together:
+            counts = totals(counts.reshape(-1), self.share).reshape(counts.shape)
+        self._scheduler.agree(counts.tolist())
 
-    def _evict(self, entry: Entry, queue: Queue) -> Row:
-        """Frees the slot of a cancelled request and returns its row."""
-        if entry.slot is None:
-            row = self._unstarted(entry, Status.CANCELLED)
-        else:
-            try:
-                row = queue.slots.rows([entry.slot])[entry.slot]
-                row = dataclasses.replace(row, status=Status.CANCELLED)
-            except Exception as error:  # all rows in the slots of the queue are lost
-                row = self._unstarted(entry, Status.FAILED, error)
-            queue.evict(entry)
-        with self._lock:
-            self._scheduler.leave(queue)
-        return row
-
-    def _without_program(self) -> list[Row]:
-        """Notes which programs are missing. Returns the rows of requests that wait for a program
-        that cannot be compiled.
-        """
-        ended: list[Row] = []
-        for queue, size in self._scheduler.missing:
-            key = (queue.bucket.key, size)
-            if key not in self._errors:
-                self._missing.setdefault(key, (queue, size))
-            elif queue.size is None:
-                error = self._errors.pop(key)
-                ended += [self._unstarted(e, Status.FAILED, error) for e in queue.drop()]
-                self._scheduler.leave(queue)
-        return ended
-
-    def _serve(self, queue: Queue, num_steps: int | None, ended: list[Row]) -> list[Row]:
-        """Runs one call of the loop and returns the watched rows. Rows that end are added to
-        `ended`, even if other rows fail.
-        """
-        before = len(ended)
-        try:
-            self._advance(queue, num_steps, ended)
-            rows = queue.slots.rows(queue.watched()).values()
-            shown = [dataclasses.replace(row, status=Status.RUNNING) for row in rows]
-        except Exception as error:
-            if not queue.running and len(ended) == before:
-                raise
-            entries, shown = list(queue.running.values()), []
-            queue.running.clear()
-            ended += [self._unstarted(e, Status.FAILED, error) for e in entries]
-        with self._lock:
-            self._scheduler.leave(queue)
-        return shown
-
-    def _advance(self, queue: Queue, num_steps: int | None, ended: list[Row]) -> None:
-        """Fills slots, advances rows, and refills the slots of ended rows."""
-        slots, is_together = self._slots(queue), self._scheduler.is_together
-        if not is_together:
-            queue.totals = queue.counts()
-        todo = queue.totals
-        # Show a watched row before its first step.
-        is_shown_first = todo.fills + todo.evicted > 0 and self._fill(queue)
-        if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
-            return
-        if not queue.running and not is_together:
-            return  # the request was cancelled after it was counted
-        waits = todo.waiting > todo.fills and not queue.is_draining
-        if num_steps is None:
-            num_steps = 1 if queue.watched() else STEPS_PER_CALL
-        loop, num_ends = slots.loop, max(1, slots.num_slots // _IDLE_SHARE) if waits else None
-        known = len(loop.compiled)
-        self.compiling = "" if loop.steps.has_run else _label(slots.num_slots, queue.bucket)
-        places, taken_B, counted = slots.advance(num_steps, num_ends)
-        self.compiling = ""
-        self._compiled += loop.compiled[known:]
-        rows = slots.rows(places)
-        steps, slot_steps = int(taken_B.sum()), taken_B.size * int(taken_B.max())
-        before = self._report
-        self._report = dataclasses.replace(
-            before,
-            rows=before.rows + len(rows),
-            tokens=before.tokens + sum(row.num_generated for row in rows.values()),
-            steps=before.steps + steps,
-            slot_steps=before.slot_steps + slot_steps,
-            taken=before.taken + steps * waits,
-            offered=before.offered + slot_steps * waits,
-            counters=before.counters.plus(counted),
-        )
-        for slot, row in rows.items():
-            del queue.running[slot]
-            ended.append(row)
-        slots.take_out(places)
-        if not is_together:
-            self._fill(queue)
-
-    def _slots(self, queue: Queue) -> Slots:
-        """Returns the slots of a queue, created or resized for its chosen program."""
-        slots, size = queue.slots, queue.size
-        assert size is not None
-        if slots is None:
-            queue.slots = Slots(
-                queue.program,
-                self._weights,
-                queue.bucket,
-                size,
-                max_candidates=self._max_candidates,
-                prefixes=self._prefixes,
-            )
-        elif slots.num_slots != size:
-            slots.put(dict.fromkeys(queue.evicted))
-            queue.evicted.clear()
-            queue.slots = slots.resized(queue.program, size)
-            queue.compact()
-        return queue.slots
-
-    def _fill(self, queue: Queue) -> bool:
-        """Moves waiting requests into free slots and returns whether one of them is watched."""
-        with self._lock:
-            changes = queue.admit()
-        if changes or self._scheduler.is_together:
-            queue.slots.put(changes)
-        return any(entry is not None and entry.is_watched for entry in changes.values())
+    def _slots(
+        self, bucket: Bucket, size: int, loop: CompiledLoop, *, is_example: bool = False
+    ) -> Slots:
+        prefixes = self._prefixes
+        if is_example:
+            prefixes = _prefixes(self.model, self._prefix_mib, self._rows)
+        limit = self._max_candidates
+        return Slots(loop, self._weights, bucket, size, max_candidates=limit, prefixes=prefixes)
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
         """Returns the row of a request before its first step."""
-        tokens = entry.request.tokens
-        return Row(
+        return dataclasses.replace(
+            given_row(entry.request.tokens.astype(np.int32)),
             number=entry.number,
-            tokens=tokens.astype(np.int32),
             is_frozen=~entry.request.is_open(self.model.tokenizer.mask_id),
-            logprobs=np.zeros(tokens.size, np.float32),
-            committed=np.full(tokens.size, -1, np.int32),
-            steps=0,
-            block=0,
             status=status,
             error=error,
             is_lost=error is not None,
@@ -718,12 +697,12 @@ def _label(num_slots: int, bucket: Bucket) -> str:
     return f"rows={num_slots} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
 
 
-def _eighths(batch_size: int) -> list[int]:
-    """Returns `batch_size` and its quotients by powers of 8, down to 1."""
-    sizes = [batch_size]
-    while isinstance(batch_size, int) and sizes[-1] > 1:
-        sizes.append(max(1, sizes[-1] // 8))
-    return sizes
+def _shown(entry: Entry, row: Row) -> Row | None:
+    """Returns a row with `origin` relative to the canvas shown last; None if it is not shown."""
+    row = since_shown(row, entry.origin)
+    is_due = not entry.every_block or row.block != entry.block
+    entry.origin, entry.block = None if is_due else row.origin, row.block
+    return row if is_due else None
 
 
 def _first(candidates: Candidates) -> int:
@@ -746,12 +725,6 @@ def _prefixes(model: Model, mib: int, rows: NamedSharding | None) -> Prefixes | 
     return Prefixes(cached, mib << 20, rows)
 
 
-def _check_counts(name: str, values: Sequence[int]) -> None:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SettingError(name, value, "must be an integer of at least 1")
-
-
 class AsyncEngine:
     """An `Engine` that runs in its own thread while requests are unfinished.
 
@@ -768,14 +741,11 @@ class AsyncEngine:
         if steps_per_call < 1:
             raise SettingError("steps_per_call", steps_per_call, "must be at least 1")
         self.engine, self._steps_per_call = engine, steps_per_call
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")
-        self._is_compiling = False
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="engine")
+        self._is_compiling = self._is_closing = False
         self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
-        self._work, self._room = asyncio.Event(), asyncio.Event()
-        self._wait_for_room = 0
-        self._is_closing = False
-        self._driver: asyncio.Task[None] | None = None
+        self._work, self._room = threading.Event(), asyncio.Event()
+        self._driver: asyncio.Future[None] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -785,7 +755,9 @@ class AsyncEngine:
         return self._driver is not None and not self._driver.done()
 
     async def __aenter__(self) -> AsyncEngine:
-        self._driver = asyncio.create_task(self._drive())
+        loop = asyncio.get_running_loop()
+        self._room.set()
+        self._driver = loop.run_in_executor(self._threads, self._run, loop)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -799,10 +771,10 @@ class AsyncEngine:
         Raises:
           ValueError: as for `Engine.submit`, except for a full queue.
         """
-        async with self._submitted(request, priority, is_watched=False) as rows:
-            return _row(await rows.get())
+        async with contextlib.aclosing(self._rows(request, priority=priority)) as rows:
+            return await anext(rows)
 
-    async def watch(
+    def watch(
         self, request: Request, *, priority: int = 0, every_block: bool = True
     ) -> AsyncGenerator[Row, None]:
         """Yields the canvas of a request before its first step, after later steps, and at its end.
@@ -814,39 +786,25 @@ class AsyncEngine:
           priority: as in `Engine.submit`.
           every_block: whether a canvas is yielded after every finished block instead of every step.
         """
-        async with self._submitted(request, priority, is_watched=True) as rows:
-            origin, block = None, -1
-            while True:
-                row = since_shown(_row(await rows.get()), origin)
-                origin = row.origin
-                if not every_block or row.block != block or row.status != Status.RUNNING:
-                    origin, block = None, row.block
-                    yield row
-                if row.status != Status.RUNNING:
-                    return
+        return self._rows(request, priority=priority, is_watched=True, every_block=every_block)
 
     async def close(self) -> None:
         """Closes the engine after the current call to `Engine.step`. Waiting callers receive a
         ValueError.
         """
         self._is_closing = True
+        self._work.set()
         try:
             if self._driver is not None:
-                self._driver.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._driver
+                await self._driver
         finally:
-            for thread in (self._thread, self._compiler):
-                await asyncio.to_thread(thread.shutdown)
+            await asyncio.to_thread(self._threads.shutdown)
             self.engine.close()
             self._fail(ValueError("the engine is closed; create a new one"))
 
-    @contextlib.asynccontextmanager
-    async def _submitted(
-        self, request: Request, priority: int, *, is_watched: bool
-    ) -> AsyncIterator[asyncio.Queue[Row | Exception]]:
-        """Yields a queue with the rows of a request. The request is cancelled if the ``async with``
-        block exits before the row ends.
+    async def _rows(self, request: Request, **how: Any) -> AsyncGenerator[Row, None]:
+        """Yields the rows of a request. The request is cancelled if the caller stops before it
+        ends.
         """
         rows: asyncio.Queue[Row | Exception] = asyncio.Queue()
         number: int | None = None
@@ -854,71 +812,66 @@ class AsyncEngine:
             if self._is_closing:
                 raise ValueError("the engine is closed or has failed; create a new one")
             try:
-                number = self.engine.submit(request, priority=priority, is_watched=is_watched)
+                number = self.engine.submit(request, **how)
             except EngineFullError:
                 # Requests wait, so that a later turn starts one of them and sets the event.
                 self._room.clear()
-                self._wait_for_room += 1
-                try:
-                    await self._room.wait()
-                finally:
-                    self._wait_for_room -= 1
+                await self._room.wait()
         self._callers[number] = rows
         self._work.set()
         try:
-            yield rows
+            while number in self._callers or not rows.empty():
+                row = await rows.get()
+                if isinstance(row, Exception):
+                    raise row
+                yield row
         finally:
             if self._callers.pop(number, None) is not None:
                 with contextlib.suppress(ValueError):
                     self.engine.cancel(number)
                 self._work.set()
 
-    async def _drive(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._work.clear()
-            if not self.engine.is_busy or self.engine.is_waiting:
-                await self._work.wait()
-            # The thread goes on even if this task is cancelled; `close` waits for it.
-            try:
-                await asyncio.shield(loop.run_in_executor(self._thread, self._run, loop))
-            except Exception as error:
-                _LOGGER.exception("the engine has failed")
-                self._is_closing = True
-                self._fail(error)
-                raise
-
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs the engine in its thread and passes rows to their callers, until nothing can run.
+        """Runs the engine and passes rows to their callers, until the engine is closed.
 
         Programs are compiled in another thread, unless all processes must compile together.
         """
-        compiles = self.engine.share[1] > 1
-        for rows in self.engine.turns(num_steps=self._steps_per_call, compiles=compiles):
-            if rows or self._wait_for_room:
-                loop.call_soon_threadsafe(self._deliver, rows)
-            if self.engine.needs_program and not self._is_compiling and not self._is_closing:
-                self._is_compiling = True
-                self._compiler.submit(self._compile, loop)
-            if self._is_closing or self.engine.is_waiting:
-                return
+        engine, compiles = self.engine, self.engine.share[1] > 1
+        try:
+            while True:
+                self._work.clear()
+                if engine.needs_program and not self._is_compiling and not self._is_closing:
+                    self._is_compiling = True
+                    self._threads.submit(self._compile)
+                if not self._is_closing and (not engine.is_busy or engine.is_waiting):
+                    self._work.wait()
+                if self._is_closing:
+                    return
+                rows = engine.step(self._steps_per_call, compiles=compiles)
+                if rows or not self._room.is_set():
+                    loop.call_soon_threadsafe(self._deliver, rows)
+        except Exception as error:
+            _LOGGER.exception("the engine has failed")
+            self._is_closing = True
+            loop.call_soon_threadsafe(self._fail, error)
+            raise
 
     def _deliver(self, rows: Sequence[Row]) -> None:
         for row in rows:
             is_running = row.status is Status.RUNNING
-            known = self._callers
-            caller = known.get(row.number) if is_running else known.pop(row.number, None)
+            callers = self._callers
+            caller = callers.get(row.number) if is_running else callers.pop(row.number, None)
             if caller is not None:
                 caller.put_nowait(row)
         self._room.set()
 
-    def _compile(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _compile(self) -> None:
         """Compiles the programs for which requests wait."""
         while self.engine.needs_program and not self._is_closing:
             self.engine.compile()
-            loop.call_soon_threadsafe(self._work.set)
+            self._work.set()
         self._is_compiling = False
-        loop.call_soon_threadsafe(self._work.set)
+        self._work.set()
 
     def _fail(self, error: Exception) -> None:
         """Notifies all callers that wait for a row or for space in the queue."""
@@ -926,9 +879,3 @@ class AsyncEngine:
             caller.put_nowait(error)
         self._callers.clear()
         self._room.set()
-
-
-def _row(received: Row | Exception) -> Row:
-    if isinstance(received, Exception):
-        raise received
-    return received

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
-
-import numpy as np
 
 from dlm_jax.distributed.partitions import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
@@ -20,9 +18,8 @@ from dlm_jax.inference.request import (
     only_chains_in_use,
     settings_of_call,
 )
-from dlm_jax.inference.results import Generation, Row, assemble, since_shown
+from dlm_jax.inference.results import Generation, Row, assemble
 from dlm_jax.settings import SettingError
-from dlm_jax.types import Status
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """One prompt, or several."""
@@ -106,38 +103,30 @@ def generate(
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
-    with _engine_for(model, requests, batch_size, max_candidates) as engine:
+    rows: dict[int, Row] = {}
+    reported = ended = 0
+    with Engine(
+        model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None
+    ) as engine:
+        engine.reserve(requests, on_one_canvas=True)
         # Each process generates a share of the texts.
         index, count = engine.share
-        rows = _run(
-            engine,
-            (r if place % count == index else None for place, r in enumerate(requests)),
-            on_commits,
-        )
+        own = (r if place % count == index else None for place, r in enumerate(requests))
+        for finished in engine.turns(own):
+            for row in finished:
+                if row.error is not None:
+                    raise row.error
+                rows[row.number] = row
+            if on_commits is not None:
+                ended += sum(row.num_generated for row in finished)
+                now = ended + engine.num_committed()
+                # Remasking reduces the count, but a progress bar must not move backwards.
+                on_commits(max(0, now - reported))
+                reported = max(now, reported)
         programs = engine.report().compiled
     if count > 1:
         rows = {place: row for some in gathered(rows) for place, row in some.items()}
     return dataclasses.replace(texts_of(model, rows), programs=programs)
-
-
-def _run(
-    engine: Engine,
-    requests: Iterable[Request | None],
-    on_commits: Callable[[int], Any] | None,
-) -> dict[int, Row]:
-    """Returns the finished rows by number."""
-    rows: dict[int, Row] = {}
-    reported = ended = 0
-    for finished in engine.turns(requests):
-        _raise_first(finished)
-        rows |= {row.number: row for row in finished}
-        if on_commits is not None:
-            ended += sum(row.num_generated for row in finished)
-            now = ended + engine.num_committed()
-            # Remasking reduces the count, but a progress bar must not move backwards.
-            on_commits(max(0, now - reported))
-            reported = max(now, reported)
-    return rows
 
 
 def stream(
@@ -160,9 +149,32 @@ def stream(
     The arguments are those of `generate`, and ``every``: "block" or the number of steps between two
     canvases, at least 1.
     """
+    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not is_count and every != "block":
+        raise SettingError("every", every, "must be at least 1, or 'block'")
+    if spans_processes(split_rows(model.params)):
+        raise ValueError(
+            "canvases can only be shown in a single process; use `generate` or one process"
+        )
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
     return _canvases(model, requests, every, batch_size)
+
+
+def _canvases(
+    model: Model, requests: Sequence[Request], every: int | Literal["block"], batch_size: int
+) -> Iterator[dict[int, Row]]:
+    is_block = every == "block"
+    with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
+        engine.reserve(requests, on_one_canvas=True)
+        for rows in engine.turns(
+            requests, num_steps=1 if is_block else every, is_watched=True, every_block=is_block
+        ):
+            for row in rows:
+                if row.error is not None:
+                    raise row.error
+            if rows:
+                yield {row.number: row for row in rows}
 
 
 def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
@@ -217,24 +229,6 @@ def all_requests(
     return only_chains_in_use(requests)
 
 
-def _raise_first(rows: Iterable[Row]) -> None:
-    """Raises the error of the first failed row, if any."""
-    for row in rows:
-        if row.error is not None:
-            raise row.error
-
-
-def _engine_for(
-    model: Model, requests: Sequence[Request], batch_size: int, max_candidates: int = 64
-) -> Engine:
-    """Returns an engine for these requests, with the smallest sufficient number of programs and
-    slots.
-    """
-    engine = Engine(model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None)
-    engine.reserve(requests, on_one_canvas=True)
-    return engine
-
-
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
     """Lists the parts of a chain and where each runs (device or host), one line per part.
 
@@ -250,31 +244,3 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
         return "\n".join([*lines, "draw: device"])
     name = getattr(host_sampler, "__name__", type(host_sampler).__name__)
     return "\n".join([*lines, f"choice among the remaining candidates: host ({name})"])
-
-
-def _canvases(
-    model: Model, requests: Sequence[Request], every: int | Literal["block"], batch_size: int
-) -> Iterator[dict[int, Row]]:
-    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-    if not is_count and every != "block":
-        raise SettingError("every", every, "must be at least 1, or 'block'")
-    if spans_processes(split_rows(model.params)):
-        raise ValueError(
-            "canvases can only be shown in a single process; use `generate` or one process"
-        )
-    num_steps = 1 if every == "block" else int(every)
-    with _engine_for(model, requests, batch_size) as engine:
-        blocks: dict[int, int] = {}
-        origins: dict[int, np.ndarray | None] = {}
-        for rows in engine.turns(requests, num_steps=num_steps, is_watched=True):
-            _raise_first(rows)
-            shown = {row.number: since_shown(row, origins.get(row.number)) for row in rows}
-            origins |= {index: row.origin for index, row in shown.items()}
-            is_due = every != "block" or any(
-                row.status != Status.RUNNING or row.block != blocks.get(index)
-                for index, row in shown.items()
-            )
-            if is_due:
-                blocks |= {index: row.block for index, row in shown.items()}
-                origins |= dict.fromkeys(shown)
-                yield shown

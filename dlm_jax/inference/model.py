@@ -125,8 +125,8 @@ class Model:
     @property
     def noise(self) -> Schedule:
         """The noise schedule used in training; linear for a custom network."""
-        asked = ObjectiveConfig() if self.config is None else self.config.objective
-        return SCHEDULES[asked.schedule](asked.schedule_power)
+        objective = ObjectiveConfig() if self.config is None else self.config.objective
+        return SCHEDULES[objective.schedule](objective.schedule_power)
 
     @property
     def process(self) -> Process:
@@ -175,8 +175,8 @@ class Model:
     @functools.cached_property
     def vocabulary(self) -> str:
         """A fingerprint of the tokenizer with 16 hex digits."""
-        told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
-        return hashlib.sha256(told).hexdigest()[:16]
+        text = json.dumps(self.tokenizer.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -272,81 +272,96 @@ def load(
         unknown, or a JAX setting changes results. The message states the problem and the remedy.
     """
     check_settings()
+    say = (lambda line: None) if report is None else report
     path = path_of_model(path)
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
     finish = (lambda path, parameter: parameter) if quantize is None else quantizer(quantize)
-    given: tuple[str, ...] = ()
+    compiler_options: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
-        given, mesh = mesh.compiler_options, make_mesh(mesh)
-        compiler.options("sample", mesh, given)
+        compiler_options, mesh = mesh.compiler_options, make_mesh(mesh)
+        compiler.options("sample", mesh, compiler_options)
     path = fetched(path)
     if network is not None and (quantize is not None or is_published(path)):
         what, value = ("path", path) if quantize is None else ("quantize", quantize)
         raise SettingError(what, value, "is not supported with a custom network", "leave one out")
+
+    def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+        return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
+
     if is_published(path):
-        own = None if dtype == "stored" else dtype
-        model = _published(path, mesh, own, finish, ignore_config, report)
-        return dataclasses.replace(model, compiler_options=given)
-    if ignore_config:
-        raise SettingError(
-            "ignore_config",
-            list(ignore_config),
-            f"is not supported for {path}, which has no config.json",
-            "remove it",
-        )
-    place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
-    made: list[Network] = []
+        to = None if dtype == "stored" else dtype
+        found = read_published(path, dtype=to, place=sharding, finish=finish, ignore=ignore_config)
+        if found.ignored:
+            say(f"{path}: ignored {', '.join(found.ignored)} (config.json)")
+        if found.settings:
+            settings = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
+            say(f"{path} recommends {settings} (generation_config.json)")
+        config, params, tokenizer = found.config, found.params, found.tokenizer
+        network, chat = build(config.model), found.chat
+        more: dict[str, Any] = {
+            "more_eos_ids": found.more_eos_ids,
+            "presets": found.presets,
+            "family": found.family.name,
+        }
+    else:
+        if ignore_config:
+            raise SettingError(
+                "ignore_config",
+                list(ignore_config),
+                f"is not supported for {path}, which has no config.json",
+                "remove it",
+            )
 
-    def abstract(meta: dict[str, Any]) -> Params:
-        made.append(_network_of(meta, network, path))
-        return jax.eval_shape(made[0].init, key_of(0))
+        def abstract(meta: dict[str, Any]) -> Params:
+            """The shapes of the parameters of the saved model's network."""
+            nonlocal network
+            name = (meta.get("own") or {}).get("network")
+            if network is None and name:
+                raise store.CustomNetworkError(
+                    f"{path} was trained with the custom network {name}; pass it in Python: "
+                    "dlm_jax.load(path, network=...)"
+                )
+            if not isinstance(network, Network):
+                config = configs.from_dict(meta["config"], where="checkpoint")
+                network = (network or build)(config.model)
+            return jax.eval_shape(network.init, key_of(0))
 
-    params, meta = store.load_any(path, abstract, place=place, report=report)
-    line = "" if mesh is None else replicated_by_default(params, mesh)
-    if line and report is not None:
-        report(line)
-    config = _config_of(meta)
-    if quantize is not None:
-        params = quantized(merged(params, config.model), quantize)
-    tokenizer = from_json(meta["tokenizer"])
-    check_fits(tokenizer, made[0].vocab_size)
-    more = restored(meta["published"], config) if meta.get("published") else {}
-    template, chat = meta.get("chat_template"), None
-    if template and isinstance(tokenizer, HubTokenizer):
-        chat = chat_of(template, tokenizer, f"{path}: its chat template")
-    if chat is not None and chat.problem and report is not None:
-        report(f"{chat.problem}; chats are refused")
-    return _model(
-        config,
-        params,
-        tokenizer,
-        network=made[0],
-        chat=chat,
-        **more,
-        untrained=untrained_heads(config, meta.get("step")),
-        corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
-        compiler_options=given,
-    )
+        def place(name: str, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            """The dtype and sharding of a stored parameter in memory."""
+            to = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype or "float32")
+            return jax.ShapeDtypeStruct(stored.shape, to, sharding=sharding(name, stored.shape))
 
-
-def _model(
-    config: Config,
-    params: Params,
-    tokenizer: Tokenizer,
-    *,
-    network: Network | None = None,
-    **more: Any,
-) -> Model:
-    given = {"max_length": config.data.seq_len, "sample": config.sample} | more
+        params, meta = store.load_any(path, abstract, place=place, report=report)
+        assert isinstance(network, Network)
+        if mesh is not None and (line := replicated_by_default(params, mesh)):
+            say(line)
+        config = configs.from_dict(meta["config"], where="checkpoint")
+        if quantize is not None:
+            params = quantized(merged(params, config.model), quantize)
+        tokenizer = from_json(meta["tokenizer"])
+        check_fits(tokenizer, network.vocab_size)
+        template, chat = meta.get("chat_template"), None
+        if template and isinstance(tokenizer, HubTokenizer):
+            chat = chat_of(template, tokenizer, f"{path}: its chat template")
+        more = {
+            "untrained": untrained_heads(config, meta.get("step")),
+            "corpus_sha256": str((meta.get("corpus") or {}).get("sha256", "")),
+        }
+        more |= restored(meta["published"], config) if meta.get("published") else {}
+    if chat is not None and chat.problem:
+        say(f"{chat.problem}; chats are refused")
+    recommended = {"max_length": config.data.seq_len, "sample": config.sample}
     return Model(
-        network=network or build(config.model),
+        network=network,
         params=params,
         tokenizer=tokenizer,
         is_causal=config.model.attention_type == "causal",
         config=config,
-        **given,
+        chat=chat,
+        compiler_options=compiler_options,
+        **recommended | more,
     )
 
 
@@ -355,71 +370,6 @@ def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
     added = [head for head in HEADS if head.start and head.is_added(config.model)]
     begins = {head.key: getattr(config.heads, head.start) for head in added}
     return () if step is None else tuple(name for name, at in begins.items() if step <= at)
-
-
-def _published(
-    path: str | os.PathLike[str],
-    mesh: Mesh | None,
-    dtype: str | None,
-    finish: Callable[[str, jax.Array], Any],
-    ignore: Sequence[str],
-    report: Callable[[str], None] | None,
-) -> Model:
-    place = functools.partial(_sharding, mesh)
-    found = read_published(path, dtype=dtype, place=place, finish=finish, ignore=ignore)
-    if found.ignored and report is not None:
-        report(f"{path}: ignored {', '.join(found.ignored)} (config.json)")
-    if found.settings and report is not None:
-        told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
-        report(f"{path} recommends {told} (generation_config.json)")
-    if found.chat is not None and found.chat.problem and report is not None:
-        report(f"{found.chat.problem}; chats are refused")
-    return _model(
-        found.config,
-        found.params,
-        found.tokenizer,
-        more_eos_ids=found.more_eos_ids,
-        presets=found.presets,
-        chat=found.chat,
-        family=found.family.name,
-    )
-
-
-def _sharding(mesh: Mesh | None, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
-    return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
-
-
-def _placed(
-    name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
-) -> jax.ShapeDtypeStruct:
-    """Returns the target dtype and sharding of a stored parameter."""
-    kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
-    return jax.ShapeDtypeStruct(stored.shape, kept, sharding=_sharding(mesh, name, stored.shape))
-
-
-def _network_of(
-    meta: dict[str, Any],
-    given: Network | Callable[[ModelConfig], Network] | None,
-    path: str | os.PathLike[str],
-) -> Network:
-    """The network of a saved model, given the argument of `load`.
-
-    Raises:
-      CustomNetworkError: the model needs a custom network, and none is given.
-    """
-    name = (meta.get("own") or {}).get("network")
-    if given is None and name:
-        raise store.CustomNetworkError(
-            f"{path} was trained with the custom network {name}; pass it in Python: "
-            "dlm_jax.load(path, network=...)"
-        )
-    if isinstance(given, Network):
-        return given
-    return (given or build)(_config_of(meta).model)
-
-
-def _config_of(meta: dict[str, Any]) -> Config:
-    return configs.from_dict(meta["config"], where="checkpoint")
 
 
 def export(

@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ from dlm_jax import devices
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import OwnRows, placement, split_rows
-from dlm_jax.inference.candidates import Written, moved
+from dlm_jax.inference.candidates import moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.prefixes import Prefixes
@@ -42,25 +40,19 @@ _ALONE = 4
 """Traces are copied row by row if at most one row in four has ended."""
 
 _REMEMBERED = 512
+_LARGE = 1 << 15
+"""Memory is checked only for states with at least this total number of positions. Smaller states
+always fit.
+"""
 
 
 class Bucket:
     """Requests with the same static settings, canvas length, and list widths.
 
     The parameters of all requests are packed into the same shapes, so a slot can run another
-    request without recompilation. The widest request of the bucket determines these shapes.
-
-    Args:
-      requests: example requests with the same static settings. The longest list of a setting, such
-        as a bias, determines the width.
-      facts: properties of the model that rules use.
-      canvas: canvas length in positions.
-
-    Attributes:
-      static: the static settings.
-      canvas: canvas length in positions.
-      num_traced: number of steps recorded per row: a power of two, or 0 without traces.
-      key: equal for buckets that run in the same program.
+    request without recompilation. The longest list of each setting, such as a bias, in the example
+    `requests` determines these shapes. Buckets with equal ``key`` run in the same program.
+    ``num_traced`` is the number of steps recorded per row: a power of two, or 0 without traces.
     """
 
     def __init__(self, requests: Sequence[Request], facts: ModelFacts, canvas: int):
@@ -75,8 +67,7 @@ class Bucket:
         self.num_traced = 1 << (steps - 1).bit_length() if self.static.is_traced else 0
         self._shapes = self._pack_shapes(requests)
         self._widest = self._widest_of(requests, self._shapes)
-        self._members = {request.sample for request in requests}
-        self._known: OrderedDict[Hashable, bool] = OrderedDict()
+        self._fits: dict[Hashable, bool] = dict.fromkeys((r.sample for r in requests), True)
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     @property
@@ -90,15 +81,12 @@ class Bucket:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:
             return False
-        if request.sample in self._members:
-            return True
-        found = self._known.get(request.sample)
-        if found is None:
-            found = self._pack_shapes([request, *self._widest]) == self._shapes
-            self._known[request.sample] = found
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return found
+        if request.sample not in self._fits:
+            if len(self._fits) >= _REMEMBERED:
+                self._fits.clear()
+            shapes = self._pack_shapes([request, *self._widest])
+            self._fits[request.sample] = shapes == self._shapes
+        return self._fits[request.sample]
 
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
         """Packs the parameters of the requests into host arrays, one row per request.
@@ -140,14 +128,11 @@ class Bucket:
         return [request for half, found in halves for request in self._widest_of(half, found)]
 
 
-def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
+def slot_count(rows: int, batch_size: int) -> int:
     """Returns the static number of slots for `rows` waiting rows, a power of two up to
     `batch_size`.
-
-    The number is rounded up to a multiple of `shares`, the number of shards.
     """
-    slots = min(batch_size, 1 << (rows - 1).bit_length())
-    return -(-slots // shares) * shares
+    return min(batch_size, 1 << (rows - 1).bit_length())
 
 
 class Weights:
@@ -184,39 +169,17 @@ def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
     return jax.jit(added)
 
 
-_LARGE = 1 << 15
-"""Memory is checked only for states with at least this total number of positions. Smaller states
-always fit.
-"""
-
-
-def require_working_room(loop: CompiledLoop, params: Any, state: State) -> None:
-    """Raises MemoryError if a device has too little free memory for the temporaries of a step."""
-    rows, positions = state.canvas.tokens_BL.shape
-    if rows * positions < _LARGE:
-        return
-    require_room(
-        loop.steps.working_bytes(params, state),
-        state.status_B.devices(),
-        f"a step of {rows} rows on a canvas of {positions}",
-        "lower max_length or batch_size",
-    )
-
-
 class CompiledLoop:
     """The compiled functions of one program. The programs live as long as this object.
 
     Attributes:
       steps: runs steps of all rows; a `HostLoop` for host samplers and read-back.
-      program: static part of all functions.
       lock: held while the functions are compiled in advance.
-      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
-        operations.
-      refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
-        the state.
-      move: ``(state, index_B, is_held_B) -> state`` with the rows at ``index_B``, in this order;
-        slots where ``is_held_B`` is False become idle.
-      trace: ``(state, slot) -> trace`` of the row in this slot, for a traced loop.
+      begin: `start` as one compiled call, three times as fast as separate operations.
+      refill: returns the state with new rows where ``is_new_B``; donates the state.
+      move: returns the state with the rows at ``index_B``, in this order; slots where ``is_held_B``
+        is False become idle.
+      trace: returns the trace of the row in a slot, for a traced loop.
     """
 
     def __init__(self, steps: Advance | HostLoop):
@@ -270,7 +233,7 @@ class CompiledLoop:
 def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
     """Returns the loop for requests of a bucket with this number of slots.
 
-    All engines of the process share the loops in use and the 64 most recently used ones.
+    All engines of the process share the 64 most recently used loops.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -279,24 +242,13 @@ def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
     return _compiled_loop(program, kind, model.compiler_options, (bucket.key, num_slots))
 
 
-_loops: WeakValueDictionary[Hashable, CompiledLoop] = WeakValueDictionary()
-
-
+@functools.lru_cache(maxsize=64)
 def _compiled_loop(
     program: Program, kind: type[Advance | HostLoop], options: tuple[str, ...], shapes: Hashable
 ) -> CompiledLoop:
     # A loop runs arrays of one shape only, so that its programs are freed with it.
-    key = program, kind, options, shapes
-    loop = _loops.get(key)
-    if loop is None:
-        given = compiler.options("sample", program.rows, options)
-        loop = _loops[key] = CompiledLoop(kind(program, compiler_options=given))
-    return _recent(loop)
-
-
-@functools.lru_cache(maxsize=64)
-def _recent(loop: CompiledLoop) -> CompiledLoop:
-    return loop
+    given = compiler.options("sample", program.rows, options)
+    return CompiledLoop(kind(program, compiler_options=given))
 
 
 class Slots:
@@ -305,15 +257,8 @@ class Slots:
     The tokens of a row depend only on its request. Within a program, they are bitwise identical in
     any slot and with any neighbours. A slot can run another request without recompilation.
 
-    Args:
-      loop: the compiled loop of the bucket.
-      weights: parameters of the loop's network.
-      bucket: bucket to which all requests in these slots belong.
-      num_slots: number of rows that run together, a multiple of the number of devices over which
-        the rows are sharded. If the devices belong to several processes, the slots are divided
-        equally among the processes, and all processes must call `put` and `advance` together.
-      max_candidates: maximum number of candidates per position that are copied to the host.
-      prefixes: cache of prompt prefixes; if None, every row computes its own keys and values.
+    If the devices of the parameters belong to several processes, the slots are divided equally
+    among the processes, and all processes must call `put` and `advance` together.
     """
 
     def __init__(
@@ -331,39 +276,24 @@ class Slots:
         self.loop, self.bucket, self.num_slots = loop, bucket, num_slots
         self._weights, self._max_candidates, self._prefixes = weights, max_candidates, prefixes
         self._local = OwnRows(placement(loop.program.rows, weights.params), num_slots)
-        count = self._local.count
         self._state: State | None = None
-        self._entries: list[Entry | None] = [None] * count
-        self._read_back: list[list[Written]] = [[] for _ in range(count)]
-        self._errors: dict[int, Exception] = {}
-        self._steps = np.zeros(count, np.int32)
-        self._counters = np.zeros((len(Counters._fields), count), np.int32)
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        return tuple(slot for slot, entry in enumerate(self._entries) if entry is not None)
-
-    @property
-    def free(self) -> tuple[int, ...]:
-        return tuple(slot for slot, entry in enumerate(self._entries) if entry is None)
+        self._steps = np.zeros(self._local.count, np.int32)
+        self._counters = np.zeros((len(Counters._fields), self._local.count), np.int32)
 
     def put(self, changes: Mapping[int, Entry | None]) -> None:
         """Assigns requests to slots; None clears a slot."""
         new = {slot: entry for slot, entry in changes.items() if entry is not None}
-        for slot in changes:
-            self._entries[slot], self._read_back[slot] = new.get(slot), []
-            self._steps[slot] = self._counters[:, slot] = 0
-            self._errors.pop(slot, None)
+        slots = list(changes)
+        self._steps[slots] = self._counters[:, slots] = 0
         arguments = self._arguments(new)
         if self._state is None:
             # Each process packs only its own rows; `place` then combines the rows of all processes.
-            state = self.loop.begin(arguments)
-            state = with_cache(self.loop.program, self._weights.params, state)
+            state = with_cache(self.loop.program, self._weights.params, self.loop.begin(arguments))
             state = self._local.place(state)
-            require_working_room(self.loop, self._params_for(state), state)
+            self._require_room(state)
         else:
-            is_new = np.zeros(len(self._entries), bool)
-            is_new[list(changes)] = True
+            is_new = np.zeros(self._local.count, bool)
+            is_new[slots] = True
             arguments, is_new_B = self._local.passed((arguments, is_new))
             state = self.loop.refill(self._state, arguments, is_new_B)
         self._state = self._prefill(state, new)
@@ -372,8 +302,8 @@ class Slots:
             entry.started = now
 
     def advance(
-        self, num_steps: int, num_ends: int | None = None
-    ) -> tuple[tuple[int, ...], np.ndarray, Counters]:
+        self, running: Mapping[int, Entry], num_steps: int, num_ends: int | None = None
+    ) -> tuple[list[Entry], np.ndarray, Counters]:
         """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
         The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
@@ -381,8 +311,8 @@ class Slots:
         it keeps the state before it.
 
         Returns:
-          The slots whose rows have ended, the number of steps that the row in each slot took, and
-          the counters of these steps, summed over the rows.
+          The requests in `running` (by slot) whose rows have ended, the number of steps that the
+          row in each slot took, and the counters of these steps, summed over the rows.
         """
         state, steps = self._state, self.loop.steps
         assert state is not None
@@ -393,23 +323,17 @@ class Slots:
                 limits = [np.int32(limit) for limit in limits]
             state = steps(self._params_for(state), state, *limits)
         else:
-            state = self._step_on_host(steps, state)
+            state = self._step_on_host(steps, state, running)
         self._state = state
         fetched = self._local.fetch((state.step_B, list(state.counters), state.status_B))
         step_B, counters, status_B = np.array(fetched[0]), np.stack(fetched[1]), fetched[2]
         taken_B, counted = step_B - self._steps, (counters - self._counters).sum(1)
         self._steps, self._counters = step_B, counters
-        is_over = (status_B != Status.RUNNING).tolist()
-        ended = tuple(slot for slot in self.held if is_over[slot])
+        ended = [running[slot] for slot in sorted(running) if status_B[slot] != Status.RUNNING]
         return ended, taken_B, Counters(*counted.tolist())
 
-    def take_out(self, slots: Iterable[int]) -> None:
-        """Removes the requests of slots whose rows have ended."""
-        for slot in slots:
-            self._entries[slot], self._read_back[slot] = None, []
-
-    def resized(self, loop: CompiledLoop, num_slots: int) -> Slots:
-        """Moves the running rows to `num_slots` slots, which must be enough for all running rows.
+    def resized(self, loop: CompiledLoop, num_slots: int, moves: Sequence[int]) -> Slots:
+        """Moves the rows in the slots `moves` to the first of `num_slots` slots, in this order.
 
         The old `Slots` object must not be used afterwards.
         """
@@ -421,31 +345,28 @@ class Slots:
             max_candidates=self._max_candidates,
             prefixes=self._prefixes,
         )
-        held = self.held
+        count, moves = len(moves), list(moves)
         if self._state is not None:
             index = np.zeros(num_slots, np.int32)
-            index[: len(held)] = held
-            is_held = np.arange(num_slots) < len(held)
+            index[:count] = moves
+            is_held = np.arange(num_slots) < count
             state = self.loop.move(self._state, jnp.asarray(index), jnp.asarray(is_held))
             new._state = new._local.place(state)
-        for place, slot in enumerate(held):
-            new._entries[place], new._read_back[place] = self._entries[slot], self._read_back[slot]
-            if slot in self._errors:
-                new._errors[place] = self._errors[slot]
-            new._steps[place] = self._steps[slot]
-            new._counters[:, place] = self._counters[:, slot]
+        new._steps[:count] = self._steps[moves]
+        new._counters[:, :count] = self._counters[:, moves]
         return new
 
-    def num_committed(self) -> int:
+    def num_committed(self, slots: Sequence[int]) -> int:
+        """Returns the number of tokens that the rows in these slots have written."""
         if self._state is None:
             return 0
-        return int((self._local.fetch(self._state.committed_BL)[list(self.held)] >= 0).sum())
+        return int((self._local.fetch(self._state.committed_BL)[list(slots)] >= 0).sum())
 
-    def rows(self, slots: Sequence[int]) -> dict[int, Row]:
-        if not slots:
-            return {}
+    def rows(self, entries: Sequence[Entry]) -> list[Row]:
+        """Returns the current rows of requests in these slots."""
         state = self._state
-        assert state is not None
+        if not entries or state is None:
+            return []
         canvas, edits = state.canvas, state.edits
         token_arrays = (canvas.tokens_BL, canvas.frozen_BL, state.logprob_BL, state.committed_BL)
         row_arrays = (canvas.length_B, state.step_B, state.block.index_B, state.status_B)
@@ -456,28 +377,30 @@ class Slots:
             origin,
             counters,
         ) = self._local.fetch((token_arrays, row_arrays, origin_BL, state.counters))
+        slots = [entry.slot for entry in entries if entry.slot is not None]
         traces = self._traces(state, slots, status)
-        now = time.perf_counter()
-        rows = {}
-        for slot in slots:
-            n, error, entry = int(length[slot]), self._errors.get(slot), self._entries[slot]
-            assert entry is not None and entry.started is not None
-            rows[slot] = Row(
-                number=entry.number,
-                tokens=tokens[slot, :n].copy(),
-                is_frozen=frozen[slot, :n].copy(),
-                logprobs=logprobs[slot, :n].copy(),
-                committed=np.maximum(committed[slot, :n], -1),
-                steps=int(steps[slot]),
-                block=int(block[slot]),
-                status=Status(int(status[slot])) if error is None else Status.FAILED,
-                counters=Counters(*(int(count_B[slot]) for count_B in counters)),
-                origin=None if origin is None else origin[slot, :n].copy(),
-                read_back=tuple(self._read_back[slot]),
-                error=error,
-                waited=entry.waited,
-                seconds=now - entry.started,
-                trace=traces.get(slot),
+        now, rows = time.perf_counter(), []
+        for slot, entry in zip(slots, entries, strict=True):
+            n, started = int(length[slot]), entry.started
+            assert started is not None
+            rows.append(
+                Row(
+                    number=entry.number,
+                    tokens=tokens[slot, :n].copy(),
+                    is_frozen=frozen[slot, :n].copy(),
+                    logprobs=logprobs[slot, :n].copy(),
+                    committed=np.maximum(committed[slot, :n], -1),
+                    steps=int(steps[slot]),
+                    block=int(block[slot]),
+                    status=Status.FAILED if entry.error else Status(int(status[slot])),
+                    counters=Counters(*(int(count_B[slot]) for count_B in counters)),
+                    origin=None if origin is None else origin[slot, :n].copy(),
+                    read_back=tuple(entry.read_back),
+                    error=entry.error,
+                    waited=entry.waited,
+                    seconds=now - started,
+                    trace=traces.get(slot),
+                )
             )
         return rows
 
@@ -523,44 +446,58 @@ class Slots:
             return self._weights.params
         return self._weights.for_cache(self.loop.program)
 
+    def _require_room(self, state: State) -> None:
+        """Raises MemoryError if a device has too little free memory for the temporaries of a
+        step.
+        """
+        rows, positions = state.canvas.tokens_BL.shape
+        if rows * positions >= _LARGE:
+            require_room(
+                self.loop.steps.working_bytes(self._params_for(state), state),
+                state.status_B.devices(),
+                f"a step of {rows} rows on a canvas of {positions}",
+                "lower max_length or batch_size",
+            )
+
     def _arguments(self, new: Mapping[int, Entry]) -> dict[str, Any]:
         """Returns the arguments of `start` as host arrays. Slots without a new request are idle."""
-        num_slots, size = len(self._entries), self.bucket.canvas
+        num_slots, size = self._local.count, self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)
         length = np.zeros(num_slots, np.int32)
-        for slot, entry in new.items():
-            request = entry.request
+        places = np.zeros(num_slots, int)
+        for place, (slot, entry) in enumerate(new.items()):
+            request, places[slot] = entry.request, place
             length[slot] = n = request.tokens.size
             tokens[slot, :n] = request.tokens
             if request.is_draft is not None:
                 is_frozen[slot, :n] = ~request.is_draft
         # Idle slots have the parameters of an arbitrary request and a length of 0.
         packed = self.bucket.pack([entry.request for entry in new.values()])
-        index = {slot: place for place, slot in enumerate(new)}
-        places = np.array([index.get(slot, 0) for slot in range(num_slots)])
         row, rules = jax.tree.map(lambda leaf: leaf[places], packed)
         arrays = {"tokens_BL": tokens, "length_B": length, "frozen_BL": is_frozen}
         return arrays | {"row": row, "rules": rules}
 
-    def _step_on_host(self, loop: HostLoop, state: State) -> State:
-        held = {slot: entry for slot, entry in enumerate(self._entries) if entry is not None}
-        samplers = {slot: entry.request.host_sampler for slot, entry in held.items()}
+    def _step_on_host(self, loop: HostLoop, state: State, running: Mapping[int, Entry]) -> State:
+        samplers = {slot: entry.request.host_sampler for slot, entry in running.items()}
+        names = [running[n].number if n in running else -1 for n in range(self._local.count)]
+        failed = {slot: entry.error for slot, entry in running.items() if entry.error is not None}
         state, written = loop.step(
             self._params_for(state),
             state,
             {slot: sampler for slot, sampler in samplers.items() if sampler is not None},
-            read_back=[slot for slot, entry in held.items() if entry.request.read_back],
+            read_back=[slot for slot in sorted(running) if running[slot].request.read_back],
             max_candidates=self._max_candidates,
-            names=[-1 if entry is None else entry.number for entry in self._entries],
-            failed=self._errors,
+            names=names,
+            failed=failed,
         )
-        slots = {entry.number: slot for slot, entry in held.items()}
+        for slot, error in failed.items():
+            running[slot].error = error
+        entries = {entry.number: entry for entry in running.values()}
         for record in written:
-            self._read_back[slots[record.candidates.row]].append(record)
+            entries[record.candidates.row].read_back.append(record)
         if state.edits is not None:
             origin_BL, length_B = jax.device_get((state.edits.origin_BL, state.canvas.length_B))
-            for slot in self.held:
-                origin_L = origin_BL[slot, : length_B[slot]]
-                self._read_back[slot] = moved(self._read_back[slot], origin_L)
+            for slot, entry in running.items():
+                entry.read_back = moved(entry.read_back, origin_BL[slot, : length_B[slot]])
         return state

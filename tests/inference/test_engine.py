@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import dlm_jax
 from dlm_jax.inference.engine import Engine, EngineFullError
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.scheduler import Queue
 from dlm_jax.inference.slots import Slots
 from dlm_jax.types import Status
 
@@ -162,7 +161,7 @@ def test_processes_that_share_programs_read_in_step_and_run_their_own_requests()
     requests = [request(number) for number in range(12)]
     own = [one if number % 3 else None for number, one in enumerate(requests)]
     with Engine(MODEL, sizes=(SLOTS,), max_waiting=3) as engine:
-        engine._scheduler.is_together = True  # with no other process, the totals are its own
+        engine._is_together = True  # with no other process, the totals are its own
         engine.reserve(requests, is_part=True)
         rows = {row.number: row for row in engine.run(own)}
         assert not engine.is_busy
@@ -180,6 +179,17 @@ def test_a_watched_row_is_shown_before_its_first_step_and_after_every_turn():
     assert {row.number for row in shown} == {number}
     assert [row.steps for row in shown] == list(range(request(6).sample.steps))
     assert same_row(ended[number], alone(6)) and same_row(ended[other], alone(4))
+
+
+def test_rows_that_are_watched_by_blocks_are_shown_once_per_block_each_at_its_own():
+    how = {"gen_length": 6, "steps": 6}
+    pair = [make_requests(MODEL, "A ", how | {"block_length": n})[0] for n in (2, 3)]
+    left = {0: [], 1: []}
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        for rows in engine.turns(pair, num_steps=1, is_watched=True, every_block=True):
+            for row in rows:
+                left[row.number].append(int((row.tokens == MODEL.tokenizer.mask_id).sum()))
+    assert left == {0: [6, 4, 2, 0], 1: [6, 3, 0]}
 
 
 def test_time_in_the_line_and_in_a_slot_is_told():
@@ -418,20 +428,19 @@ def test_requests_may_come_from_other_threads_while_rows_run():
     assert all(same_row(row, alone(values[number])) for number, row in found.items())
 
 
-def test_a_request_cancelled_between_its_count_and_its_slot_disturbs_no_other(monkeypatch):
+def test_a_request_cancelled_while_it_enters_its_slot_disturbs_no_other(monkeypatch):
     """A server cancels from another thread, at any moment of a call of `step`."""
-    counts, left = Queue.counts, []
+    put, left = Slots.put, []
 
-    def counted(queue):
-        found = counts(queue)
+    def cancelled(slots, changes):
         if left:
             engine.cancel(left.pop())
-        return found
+        return put(slots, changes)
 
     with Engine(MODEL, sizes=(SLOTS,)) as engine:
         left.append(engine.submit(request(1)))
-        monkeypatch.setattr(Queue, "counts", counted)
-        rows = _all(engine)
-        assert rows[0].status is Status.CANCELLED
+        monkeypatch.setattr(Slots, "put", cancelled)
+        (row,) = engine.run(num_steps=1)
+        assert row.status is Status.CANCELLED
         engine.submit(request(2))
         assert same_row(_all(engine)[1], alone(2))

@@ -60,8 +60,20 @@ def _weights():
     return Weights(toy.params())
 
 
-def _entry(number, row):
-    return Entry(number=number, request=_request(row))
+def _entry(number, row, slot=None):
+    return Entry(number=number, request=_request(row), slot=number if slot is None else slot)
+
+
+def _put(slots, *entries):
+    """Puts requests into their slots and returns them by slot."""
+    running = {entry.slot: entry for entry in entries}
+    slots.put(running)
+    return running
+
+
+def _rows(slots, running):
+    """The rows in slots, by slot."""
+    return dict(zip(running, slots.rows(list(running.values())), strict=True))
 
 
 def _slots(rows, num_slots):
@@ -71,16 +83,15 @@ def _slots(rows, num_slots):
 def _generate(rows, batch_size=64):
     """The rows from slots that take the next as soon as one has ended."""
     slots = _slots(rows, slot_count(len(rows), batch_size))
-    waiting, owners, found = deque(enumerate(rows)), {}, {}
-    while waiting or slots.held:
-        new = {}
-        for slot in slots.free[: len(waiting)]:
-            owners[slot], row = waiting.popleft()
-            new[slot] = _entry(owners[slot], row)
-        slots.put(new)
-        ended, _, _ = slots.advance(8)
-        found |= {owners[slot]: row for slot, row in slots.rows(ended).items()}
-        slots.take_out(ended)
+    waiting, running, found = deque(enumerate(rows)), {}, {}
+    while waiting or running:
+        free = [slot for slot in range(slots.num_slots) if slot not in running]
+        new = [_entry(*waiting.popleft(), slot) for slot in free[: len(waiting)]]
+        running |= _put(slots, *new)
+        ended, _, _ = slots.advance(running, 8)
+        for entry, row in zip(ended, slots.rows(ended), strict=True):
+            found[entry.number] = row
+            del running[entry.slot]
     return assemble([found[index] for index in range(len(rows))], pad_id=toy.PAD)
 
 
@@ -115,22 +126,21 @@ def test_results_are_in_order_and_keep_what_was_given():
 
 def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
     slots = _slots(ROWS, 8)
-    slots.put({slot: _entry(slot, row) for slot, row in enumerate(ROWS)})
-    _, taken_B, counted = slots.advance(3)
+    running = _put(slots, *map(_entry, *zip(*enumerate(ROWS), strict=True)))
+    _, taken_B, counted = slots.advance(running, 3)
     steps = [min(3, row.steps, row.tokens.count(toy.MASK)) for row in ROWS]
     assert taken_B.tolist() == steps + [0] * (8 - len(ROWS))
     assert counted.forwards == sum(steps)
-    assert slots.num_committed() == sum(
-        row.num_generated for row in slots.rows(slots.held).values()
-    )
-    ended, _, _ = slots.advance(1000)
-    assert ended == tuple(
-        slot for slot, row in enumerate(ROWS) if slots.rows([slot])[slot].status == Status.DONE
-    )
-    assert slots.num_committed() == sum(row.tokens.count(toy.MASK) for row in ROWS)
-    slots.take_out((0, 2))
-    left = [row for slot, row in enumerate(ROWS) if slot not in (0, 2)]
-    assert slots.num_committed() == sum(row.tokens.count(toy.MASK) for row in left)
+    rows = _rows(slots, running)
+    assert slots.num_committed([*running]) == sum(row.num_generated for row in rows.values())
+    ended, _, _ = slots.advance(running, 1000)
+    rows = _rows(slots, running)
+    assert [entry.slot for entry in ended] == [
+        slot for slot, row in rows.items() if row.status == Status.DONE
+    ]
+    assert slots.num_committed([*running]) == sum(row.tokens.count(toy.MASK) for row in ROWS)
+    left = [slot for slot in running if slot not in (0, 2)]
+    assert slots.num_committed(left) == sum(ROWS[n].tokens.count(toy.MASK) for n in left)
 
 
 def test_a_slot_freezes_what_was_given_and_not_its_draft_and_no_edit_has_a_step():
@@ -141,39 +151,43 @@ def test_a_slot_freezes_what_was_given_and_not_its_draft_and_no_edit_has_a_step(
     is_draft = np.array([False, True, True, False, True])
     request = Request(tokens, sample, 0, is_draft)
     slots = Slots(_loop(), _weights(), Bucket([request], FACTS, 64), 2)
-    slots.put({1: Entry(number=0, request=request)})
-    (row,) = slots.rows(slots.held).values()
+    running = _put(slots, Entry(number=0, request=request, slot=1))
+    (row,) = slots.rows([*running.values()])
     assert row.is_frozen[[0, 1, 2, 4]].tolist() == [True, False, False, False]
     committed = slots._state.committed_BL.at[1, :3].set(jnp.array([-1, EDITED, 0]))
     slots._state = slots._state._replace(committed_BL=committed)
-    (row,) = slots.rows(slots.held).values()
+    (row,) = slots.rows([*running.values()])
     assert row.committed[:3].tolist() == [-1, -1, 0]
 
 
 def test_a_row_that_is_taken_away_stops_and_leaves_the_others_as_they_are():
     slots = _slots(ROWS, 8)
-    slots.put({slot: _entry(slot, row) for slot, row in enumerate(ROWS)})
-    slots.advance(1)
+    running = _put(slots, *map(_entry, *zip(*enumerate(ROWS), strict=True)))
+    slots.advance(running, 1)
     slots.put({2: None})
-    assert slots.advance(1000)[1][2] == 0 and 2 in slots.free
+    del running[2]
+    assert slots.advance(running, 1000)[1][2] == 0
     whole = _generate(ROWS)
-    for slot, row in slots.rows(slots.held).items():
+    for slot, row in _rows(slots, running).items():
         np.testing.assert_array_equal(row.tokens, whole.tokens[slot, : row.tokens.size])
 
 
 def test_rows_move_into_other_slots_in_the_middle_of_their_work():
     slots = _slots(ROWS[:3], 8)
-    slots.put({slot: _entry(slot, row) for slot, row in zip((1, 4, 6), ROWS, strict=False)})
-    slots.advance(2)
-    before = slots.rows(slots.held)
-    moved = slots.resized(_loop(), 4)
-    assert moved.held == (0, 1, 2)
-    for ours, theirs in zip(moved.rows(moved.held).values(), before.values(), strict=True):
+    places = (1, 4, 6)
+    running = _put(slots, *map(_entry, range(3), ROWS, places))
+    slots.advance(running, 2)
+    before = _rows(slots, running)
+    slots = slots.resized(_loop(), 4, places)
+    for number, entry in enumerate(running.values()):
+        entry.slot = number
+    running = dict(enumerate(running.values()))
+    for ours, theirs in zip(_rows(slots, running).values(), before.values(), strict=True):
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         assert (ours.steps, ours.seconds > theirs.seconds) == (theirs.steps, True)
-    moved.advance(1000)
+    slots.advance(running, 1000)
     whole = _generate(ROWS)
-    for slot, row in moved.rows(moved.held).items():
+    for slot, row in _rows(slots, running).items():
         np.testing.assert_array_equal(row.tokens, whole.tokens[slot, : row.tokens.size])
         assert row.steps == whole.steps[slot]
 
@@ -221,8 +235,8 @@ def test_what_puts_and_moves_rows_goes_with_its_loop():
     slots = Slots(loop, _weights(), _bucket(ROWS), 3)
     slots.put({0: _entry(0, ROWS[0])})
     slots.put({1: _entry(1, ROWS[1])})
-    moved = slots.resized(loop, 5)
-    assert moved.held == (0, 1) and number_held() == before + 3
+    moved = slots.resized(loop, 5, (0, 1))
+    assert moved.num_slots == 5 and number_held() == before + 3
     del loop, slots, moved
     assert number_held() == before
 
@@ -230,7 +244,6 @@ def test_what_puts_and_moves_rows_goes_with_its_loop():
 def test_slots_come_in_few_sizes():
     assert [slot_count(n, 64) for n in (1, 2, 3, 5, 64, 65, 1000)] == [1, 2, 4, 8, 64, 64, 64]
     assert [slot_count(n, 6) for n in (3, 5, 7)] == [4, 6, 6]
-    assert [slot_count(n, 6, 4) for n in (1, 5, 7)] == [4, 8, 8]
 
 
 def test_what_the_slots_cannot_run_is_refused():
@@ -261,12 +274,13 @@ def test_the_trace_of_a_row_that_ends_before_the_others_is_copied_alone(monkeypa
 
     def traces():
         slots = Slots(loop, Weights(model.params), bucket, 8)
-        slots.put({n: Entry(number=n, request=request) for n, request in enumerate(requests)})
+        running = _put(slots, *(Entry(number=n, request=r, slot=n) for n, r in enumerate(requests)))
         found = {}
-        while slots.held:
-            ended, _, _ = slots.advance(1)
-            found |= {n: row.trace for n, row in slots.rows(ended).items()}
-            slots.take_out(ended)
+        while running:
+            ended, _, _ = slots.advance(running, 1)
+            for entry, row in zip(ended, slots.rows(ended), strict=True):
+                found[entry.slot] = row.trace
+                del running[entry.slot]
         return found
 
     found = traces()
