@@ -18,11 +18,11 @@ import dlm_jax.config as configs
 from benchmarks import causal_to_diffusion, settings_page
 from dlm_jax.cli.common import PRESET
 from dlm_jax.config import Config, DataConfig, SampleConfig
-from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.noise import NoiseRule
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.store import Checkpoints
 

@@ -13,8 +13,8 @@ import pytest
 import dlm_jax
 from dlm_jax.cli import sample, server
 from dlm_jax.config import Config, SampleConfig
-from dlm_jax.config.schema import PRESETS
 from dlm_jax.inference import request
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.serving.protocol import Chat, Completion
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
+from dlm_jax.config.schema import Config, declared, sections
+from dlm_jax.sampling.params import SampleConfig
 from dlm_jax.settings import Setting, SettingError, closest, renamed
 
 
@@ -115,7 +116,7 @@ def _build(given: Mapping[str, Any]) -> Config:
 
 
 def sample_settings(
-    texts: Mapping[str, str], kind: type[RowSettings] = SampleConfig
+    texts: Mapping[str, str], kind: type[SampleConfig] = SampleConfig
 ) -> dict[str, Any]:
     """Parses the texts of sampling settings; the keys are field names of `kind`.
 
@@ -220,7 +221,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sample_flags(
-    parser: argparse.ArgumentParser, kind: type[RowSettings] = SampleConfig
+    parser: argparse.ArgumentParser, kind: type[SampleConfig] = SampleConfig
 ) -> None:
     """Adds one flag per field of `kind`, without a default and with dashes for underscores."""
     group = parser.add_argument_group(

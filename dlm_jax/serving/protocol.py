@@ -24,12 +24,10 @@ import pydantic
 from pydantic import Field
 
 from dlm_jax.config import layered
-from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, bytes_of
 from dlm_jax.inference import token_logprobs
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.reader import NewText, TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
@@ -41,7 +39,8 @@ from dlm_jax.inference.request import (
 )
 from dlm_jax.inference.results import Row
 from dlm_jax.published.chat import RESERVED
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.params import PRESETS
+from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.serving import tools
 from dlm_jax.settings import UNSET, SettingError, nearest, renamed
 
@@ -669,7 +668,7 @@ class Planner:
         self._rules = {
             name: self._defaults.pop(name) for name in ("rules",) if name in self._defaults
         }
-        self._table = with_rules(tuple(self._rules.get("rules", ())))
+        self._table = with_rules(self._rules.get("rules", ()))
         self._settings = self._table.request_settings
         self._known: dict[Any, Any] = {}
         self._patterns: dict[bytes, str] = {}  # of earlier requests, by shape

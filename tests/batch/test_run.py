@@ -24,7 +24,7 @@ from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SampleConfig
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.distributed.partitions import digest_of
-from dlm_jax.inference import own_rules
+from dlm_jax.sampling.rules import with_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
@@ -237,7 +237,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
 def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     """Which ones are follows from what they declare."""
     shared = {name for name, setting in BUILT_IN.request_settings.items() if setting.is_list}
-    table = own_rules.with_rules((Favour,))
+    table = with_rules((Favour,))
     assert {name for name, s in table.request_settings.items() if s.is_list} == {
         *shared,
         "favoured",

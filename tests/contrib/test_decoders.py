@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from contrib import oracle
-from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib import decoders
-from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
 from dlm_jax.sampling.commit.quotas import linear_quota
+from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.remask import RemaskContext
-from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.rules import ModelFacts, with_rules
 
 ROWS, LENGTH, VOCAB, STEPS = 60, 12, 7, 8
 RNG = np.random.default_rng(5)
@@ -25,8 +24,8 @@ IS_HOLE[:, 3] = True
 KEYS = jax.vmap(jax.random.key)(jnp.arange(ROWS))
 COMMON = {1: 0.3, 4: 0.1}
 FACTS = ModelFacts(vocab_size=VOCAB)
-TABLE = with_rules(tuple(classes_of(decoders)))
-SampleConfig = settings_of(TABLE)
+TABLE = with_rules(decoders)
+SampleConfig = params_of(TABLE)
 
 
 def _rule(order, **columns):

@@ -13,18 +13,17 @@ import toy
 from canvases import FOREVER, Row, holes
 from scipy.stats import chi2
 
-from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib.speculative import Speculative, _verified
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import Threshold
-from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.params import params_of
+from dlm_jax.sampling.rules import ModelFacts, with_rules
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.types import Status
 
 UNIT, FIRST, ROWS = 4, 2, 4096
-SampleConfig = settings_of(with_rules((Speculative,)))
+SampleConfig = params_of(with_rules((Speculative,)))
 ALLOWED = [token for token in range(toy.VOCAB_SIZE) if token not in toy.BANNED]
 
 

@@ -108,24 +108,23 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
     chain = sample({"transforms": [TopP(0.5)]}, transforms=[TopK(2)]).chain
     assert chain == ("top_p",)
     assert sample({}, transforms=[]).chain == ()
-    # A field at its default was not given: the other rule's counts.
-    assert sample({}, transforms=[TopP(0.5), TopK(5, 2)]).min_keep == 2
+    assert sample({}, transforms=[TopP(0.5, 2), TopK(5, 2)]).min_keep == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
-        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is also set by commit"),
+        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given twice"),
         (
             {"transforms": [TopP(0.9)], "chain": ("top_p",)},
             "transforms and chain both select a rule",
         ),
         (
-            {"transforms": [TopP(0.9, 2), MinP(0.1, 3)]},
-            "min_keep has different values in two rules",
+            {"transforms": [TopP(0.9, 2), MinP(0.1)]},
+            "min_keep is given twice, with different values; use one value",
         ),
-        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p has different values in two rules"),
+        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p is given twice"),
         ({"transforms": [TopP(0.9), TopP(0.9)]}, "chain has 'top_p' 2 times; name it once"),
         ({"commit": TopP(0.9)}, "commit is a TopP, which is not a CommitRule"),
         (

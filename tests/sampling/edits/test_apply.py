@@ -13,13 +13,13 @@ from canvases import FOREVER, POSITIONS, ROWS, Row
 from oracles import edits as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.config.schema import PRESETS
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.quotas import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.edits.edit_rule import EditState
 from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.mask_step import editable_positions, propose_step, with_neighbors
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.remask import RemaskRule, Renoise
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.settings import pytree
