@@ -16,6 +16,7 @@ import functools
 import math
 import numbers
 import re
+import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, dataclass_transform
@@ -87,8 +88,9 @@ class Setting:
         with it; see `dlm_jax.sampling.params.layered`.
       aliases: names of the setting in other programs. Errors about them name the setting, and the
         server accepts them.
-      is_preset: whether the setting belongs to presets and recommendations, which reproduce other
-        programs: it is no flag, and no key or field of a request.
+      is_preset: whether the setting belongs to presets, recommendations and studies: it is a
+        keyword in Python and a key of a config's ``[sample]``, but no flag, and no key or field of
+        a request.
     """
 
     name: str
@@ -140,15 +142,15 @@ class Setting:
         elif not is_number:
             why = "is not a number"
         else:
-            low, high = self.low, self.high
+            low, high, number = self.low, self.high, typing.cast(float, value)
             if self.kind is int:
                 low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
-            if not low <= value <= high:  # NaN fails every comparison
+            if not low <= number <= high:  # NaN fails every comparison
                 begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
                 end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
                 why = f"is outside {begin}, {end}"
         require(not why, self.name, value, why, self.remedy or f"use {self.default!r}, say")
-        return int(value) if self.kind is int else value
+        return typing.cast(int, value).__index__() if self.kind is int else value
 
     def _chosen(self, value: Any) -> Any:
         choices = self.choices or {}
@@ -504,7 +506,7 @@ def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) 
         return advice
     for setting in settings.values():
         if last == setting.name and setting.is_preset:
-            return "a preset sets it: --preset, or Model.preset in Python"
+            return "a preset sets it: --preset, or a keyword in Python, or [sample] of a config"
         if last in setting.aliases:
             for shown in (prefix + setting.name, prefix + setting.name.replace("_", "-")):
                 if shown in known:

@@ -343,10 +343,6 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     pattern = own.get("structure") if pattern is None else pattern
     if not pattern:
         return own
-    declared = with_rules(common.get("rules")).settings
-    for name in ("fill", "block_length"):  # which `structured` reads
-        if name in own:
-            declared[name].checked(own[name])
     settings = configs.layered(common, own)
     length = settings.get("gen_length") or settings.get("max_length") or model.max_length
     needed = structured(model, settings, length)

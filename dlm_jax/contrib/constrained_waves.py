@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax import CandidateWriter, CommitRule, Constrained, Filled, Reader, Wanted, per_row, rule
+from dlm_jax import CommitRule, per_row, rule
+from dlm_jax.sampling.propose import CandidateWriter, Constrained, Filled, Reader, Wanted
 from dlm_jax.sampling.rule_tools import (
     GIVEN,
     NEVER,

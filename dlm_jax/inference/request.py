@@ -21,7 +21,7 @@ from dlm_jax.sampling.commit.quotas import QuotaRule
 from dlm_jax.sampling.params import SampleConfig, given_settings, resolve, values_of_row
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
+from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
 from dlm_jax.sampling.transforms import LogitTransform
 from dlm_jax.sampling.transforms.structure import automaton_of
 from dlm_jax.settings import UNSET, SettingError, require
@@ -237,11 +237,11 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
         kind = "a block-causal model" if facts.block_length else kind
         why = f"are given after a hole, where {kind} does not attend to them"
         remedy = "put them before it, or use a bidirectional model"
-        require(is_open[places[0] :].all(), "tokens", UNSET, why, remedy)
+        require(bool(is_open[places[0] :].all()), "tokens", UNSET, why, remedy)
     why = (
         "is empty, but the model predicts each token from the tokens before it, and there is no BOS"
     )
-    is_fine = facts.predicts_first or not is_open[0]
+    is_fine = facts.predicts_first or not bool(is_open[0])
     require(is_fine, "prompt", UNSET, why, "pass a prompt, or tokens that begin with a given id")
     for rule in sample.table.of(sample):
         rule.check_canvas(sample, facts, is_open)
@@ -287,7 +287,7 @@ def _check_structure(request: Request, automaton: Automaton, mask_id: int) -> No
     states = np.arange(len(automaton.next_SC)) == automaton.start
     for token in tokens.tolist():
         states = automaton.after(states, None if token == mask_id else token)
-    can_end = (states & automaton.is_final_S).any()
+    can_end = bool((states & automaton.is_final_S).any())
     require(can_end, "structure", UNSET, "cannot match the given text and its holes")
 
 
@@ -584,7 +584,10 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
 
     `length` is the number of new tokens, or a limit of it.
     """
-    fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
+    table = with_rules(settings.get("rules"))
+    for name in settings.keys() & {"fill", "block_length"}:
+        table.settings[name].checked(settings[name])
+    fill = table.fill.get(settings.get("fill", model.sample.fill))
     if fill is not None and fill.holds_structure:
         return {"order": "random_filled", "schedule": "linear", "ignore_eos": False, **settings}
     block = settings.get("block_length", model.sample.block_length)

@@ -28,7 +28,7 @@ class SampleConfig(Section):
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
-        def __init__(self, **settings: Any): ...
+        def __init__(self, **settings: object): ...
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -203,7 +203,8 @@ def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
         is_object = isinstance(value, base) or (selector and isinstance(value, Rule | type))
         if value is None or not (is_object or slot in ("transforms", "commit")):
             continue  # a name or a value of the setting of this name
-        for rule in value if slot == "transforms" else [value]:
+        given: Any = value if slot == "transforms" else [value]
+        for rule in given:
             if slot == "transforms" and callable(rule) and not isinstance(rule, Rule | type):
                 rule = function_transform(rule)
             if not isinstance(rule, base):

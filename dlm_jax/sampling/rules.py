@@ -294,7 +294,7 @@ class RuleTable:
     def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The rules for rows with the same static settings, with parameters in host arrays."""
         classes = (self.named(slot, rows[0]) for slot in Rules._fields[1:])
-        rules = (None if cls is None else cls.columns(rows, facts) for cls in classes)
+        rules: list[Any] = [None if cls is None else cls.columns(rows, facts) for cls in classes]
         return Rules(self.chain_columns(rows, facts), *rules)
 
     def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:

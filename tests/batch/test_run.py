@@ -24,13 +24,12 @@ from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SampleConfig
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.distributed.partitions import digest_of
-from dlm_jax.sampling.rules import with_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.slots import Slots
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.settings import static
 
 MODEL = dataclasses.replace(
@@ -209,7 +208,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
         {"id": "1", "logit_bias": {"1": 10**400}},
         {"id": "2", "top_k": [3]},
-        {"id": "3", "confidence_without": ["a"]},
+        {"id": "3", "dry_breakers": ["a"]},
     ]
     rows = _run(tmp_path, requests)
     assert len(rows) == len(requests)

@@ -135,8 +135,8 @@ def test_edits_of_a_step_are_shifts_in_the_order_of_the_document():
     tokens_BL = np.where(is_live_BL, np.arange(num_positions), pad).astype(np.int32)
     put_BL, gone_BL = (is_live_BL & (rng.random(is_live_BL.shape) < 0.3) for _ in range(2))
     no_BL, none_B = np.zeros(is_live_BL.shape, bool), np.zeros(num_rows, np.int32)
-    cells = dlm_jax.Cells(tokens_BL, no_BL, no_BL, no_BL, length_B)
-    edits = dlm_jax.Edits(put_BL, gone_BL, none_B)
+    cells = dlm_jax.sampling.edits.Cells(tokens_BL, no_BL, no_BL, no_BL, length_B)
+    edits = dlm_jax.sampling.edits.Edits(put_BL, gone_BL, none_B)
     place_map = jax.jit(position_map_of)(edits, cells, np.full(num_rows, num_positions))
     after = moved_cells(place_map, cells, new, pad_id=pad)
     for row in range(num_rows):

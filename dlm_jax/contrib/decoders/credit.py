@@ -7,18 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import (
-    CommitContext,
-    CommitRule,
-    DrawnTokens,
-    Proposal,
-    Setting,
-    certain,
-    most_confident,
-    per_row,
-    rule,
-)
+from dlm_jax import CommitRule, Setting, certain, most_confident, per_row, rule
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.rule_tools import THRESHOLD, THRESHOLD_LEAST, place_of_largest, reached
 
 KEPT = 4

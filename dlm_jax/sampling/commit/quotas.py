@@ -167,6 +167,7 @@ CONFIDENCE_WITHOUT = Setting(
     "with an excluded candidate has confidence 0",
     parse=_ids,
     hint=tuple[int, ...],
+    is_preset=True,
 )
 
 

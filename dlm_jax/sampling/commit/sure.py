@@ -43,7 +43,11 @@ THRESHOLD_ABOVE = Setting(
     is_preset=True,
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
+    "threshold_least",
+    1,
+    "order=threshold: minimum number of tokens committed per step",
+    low=1,
+    is_preset=True,
 )
 
 ENTROPY_BOUND = Setting(
@@ -187,6 +191,7 @@ class JointThreshold(Confident):
             low=0.0,
             high=1.0,
             activates=False,
+            is_preset=True,
         )
     )
     rewrite_steps_B: jax.Array = per_row(

@@ -126,6 +126,7 @@ class Likelihood(EditRule):
             "likelihood: number of trial edits per step; each requires a forward pass",
             low=1,
             high=64,
+            is_preset=True,
         )
     )
 

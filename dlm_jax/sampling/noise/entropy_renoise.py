@@ -39,6 +39,7 @@ class EntropyRenoise(NoiseRule):
             low=0.0,
             high=1e6,
             activates=False,
+            is_preset=True,
         )
     )
 

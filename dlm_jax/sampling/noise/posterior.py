@@ -88,6 +88,7 @@ class Posterior(NoiseRule):
             low=ABOVE_ZERO,
             high=1.0,
             activates=False,
+            is_preset=True,
         )
     )
     process: NoiseProcess = fact("process")
@@ -100,6 +101,7 @@ class Posterior(NoiseRule):
             "forward pass if the canvas has MASK",
             choices={"probability": (), "critic": ("head:critic",)},
             activates=False,
+            is_preset=True,
         )
     )
     schedule: NoiseSchedule = fact("noise")

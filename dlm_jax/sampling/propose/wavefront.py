@@ -150,6 +150,7 @@ SAMPLER_TEMPERATURE = Setting(
     "wavefront: divisor of the sampler head's logits before the chain",
     low=ABOVE_ZERO,
     high=1e6,
+    is_preset=True,
 )
 
 
@@ -366,6 +367,7 @@ class Wavefront(FillRule):
             "sampler_spread_seeds",
             False,
             "wavefront: spread the starting holes evenly over the row",
+            is_preset=True,
         )
     )
     is_alternating_B: jax.Array = per_row(
@@ -383,6 +385,7 @@ class Wavefront(FillRule):
             False,
             "wavefront: fill holes between two tokens from the left, so that waves never meet; "
             "this can double the number of waves",
+            is_preset=True,
         )
     )
 
