@@ -403,7 +403,7 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     rows = RowParams.columns(samples, facts)
     rows = replace(
         rows,
-        stops_at_eos_B=rows.stops_at_eos_B | ~np.array([sample.edit for sample in samples]),
+        stops_at_eos_B=rows.stops_at_eos_B | ~np.array([sample.edits for sample in samples]),
         seed_B=np.array([request.seed for request in requests], np.uint32),
         capacity_B=np.array([request.capacity for request in requests], np.int32),
     )
