@@ -16,7 +16,8 @@ _HEAD = """# Settings
 
 Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `sample.py` (with
 dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's `[sample]`.
-Those under "Presets" reproduce other programs: presets and configs set them, requests do not.
+Those under "Presets" reproduce other programs or serve studies: presets, configs and keywords set
+them; flags and requests do not.
 `python -m benchmarks.settings_page` prints this page from the declarations of the rules.
 """
 _KINDS = {

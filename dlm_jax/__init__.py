@@ -113,17 +113,18 @@ _NAMES = {
     "types": "CachedTrunk Inside Network Status Window",
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if name not in _HOME_OF:
         raise AttributeError(f"module 'dlm_jax' has no attribute {name!r}{_advice(name)}")
     return getattr(importlib.import_module(f"dlm_jax.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_HOME_OF)
 
 
 def _advice(name: str) -> str:
