@@ -60,7 +60,7 @@ LIMIT = 3 * LONGEST
 """Steps of decoders that choose the number of commits per step."""
 BUDGETS, SLACK = (2, 3, 4), 0.05
 TABLE = with_rules(decoders)
-SampleConfig = params_of(TABLE)
+SamplingParams = params_of(TABLE)
 MISS = -18.0
 """Log-weight of a text for each visible token that differs."""
 
@@ -352,7 +352,7 @@ class Written(NamedTuple):
 
 def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written:
     """Writes `number` texts with each of the settings."""
-    samples = [SampleConfig(chain=("temperature",), **settings) for settings in grid]
+    samples = [SamplingParams(chain=("temperature",), **settings) for settings in grid]
     kinds: dict[Any, list[int]] = {}
     for index, sample in enumerate(samples):
         kinds.setdefault(TABLE.static(sample), []).append(index)

@@ -40,7 +40,7 @@ from benchmarks.pods import sampling_step
 from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.costs import cost
@@ -328,7 +328,7 @@ def of_size(size: int) -> Model:
     tokenizer = _letters(size)
     shape = ModelConfig(depth=4, width=160, heads=5, vocab_size=tokenizer.vocab_size)
     network = build(shape)
-    sample = SampleConfig(chain=("temperature",), order="random_filled", steps=120)
+    sample = SamplingParams(chain=("temperature",), order="random_filled", steps=120)
     params = jax.jit(network.init)(jax.random.key(0))
     return Model(network, params, tokenizer, max_length=128, sample=sample)
 
@@ -370,7 +370,7 @@ ORDERS: list[dict[str, Any]] = [
 def count_valid(number: int) -> None:
     """Prints the number of matching texts of random requests for each order."""
     network = build(ModelConfig(depth=1, width=32, heads=2, vocab_size=JSON.vocab_size))
-    sample = SampleConfig(chain=("temperature", "top_k", "top_p"))
+    sample = SamplingParams(chain=("temperature", "top_k", "top_p"))
     params = jax.tree.map(lambda x: 4 * x, jax.jit(network.init)(jax.random.key(0)))
     model = Model(network, params, JSON, max_length=64, sample=sample)
     schemas = [regex_of_schema({"type": "object", "required": ["a", "b"], "properties": {

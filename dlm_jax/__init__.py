@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
-    from dlm_jax.config import SampleConfig as SampleConfig
+    from dlm_jax.config import SamplingParams as SamplingParams
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _NAMES = {
-    "config": "MeshConfig SampleConfig",
+    "config": "MeshConfig SamplingParams",
     "inference.candidates": "Candidates",
     "inference.engine": "AsyncEngine Engine EngineFullError",
     "inference.generate": "Texts chain_report generate stream",

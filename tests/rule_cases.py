@@ -16,7 +16,7 @@ import toy
 from canvases import Row
 from jax.sharding import NamedSharding
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.processes import Uniform
 from dlm_jax.sampling.loop import Advance
@@ -180,7 +180,7 @@ def _case(name: str) -> dict[str, Any]:
     return CASES.get(name) or OTHERS.get(name, {})
 
 
-def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
+def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
     """Settings of that many rows, whose numbers differ."""
     rng, table = np.random.default_rng(200 + seed), _table(name)
     made = params_of(table)
@@ -312,7 +312,7 @@ def advance(name: str) -> Advance:
 
 def make_state(
     name: str,
-    slots: Sequence[tuple[Row, SampleConfig] | None],
+    slots: Sequence[tuple[Row, SamplingParams] | None],
     *,
     positions: int = canvases.POSITIONS,
 ):

@@ -24,7 +24,7 @@ import jax.monitoring
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
 from dlm_jax.model.quantized import KINDS
@@ -144,7 +144,7 @@ def import_sampler(name: str, where: str) -> HostSampler:
     return sampler
 
 
-def heads_line(model: dlm_jax.Model, sample: SampleConfig) -> str:
+def heads_line(model: dlm_jax.Model, sample: SamplingParams) -> str:
     """A line with the heads of the model, and the fill and order in `sample`."""
     names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"

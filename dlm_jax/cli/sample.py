@@ -58,7 +58,7 @@ from dlm_jax.cli.ends import (
     say_error,
 )
 from dlm_jax.cli.sample_file import sample_file
-from dlm_jax.config import SampleConfig, add_sample_flags, layered, parse_flags, sample_settings
+from dlm_jax.config import SamplingParams, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, run_together
@@ -107,7 +107,7 @@ def watched(
 _NOT_OF_A_ROW = ("num_samples", "batch_size")
 
 
-def make_parser(kind: type[SampleConfig]) -> Parser:
+def make_parser(kind: type[SamplingParams]) -> Parser:
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)

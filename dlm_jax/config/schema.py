@@ -15,7 +15,7 @@ from dlm_jax.config.rope import read_scaling
 from dlm_jax.diffusion.objectives import ObjectiveConfig
 from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.heads import HEADS
-from dlm_jax.sampling.params import SampleConfig
+from dlm_jax.sampling.params import SamplingParams
 from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -880,7 +880,7 @@ class Config:
     rl: RLConfig = dataclasses.field(default_factory=RLConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    sample: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         self._check_run()

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import store
-from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import (
     NO_MASK,
     HubTokenizer,
@@ -82,7 +82,7 @@ class Model:
     params: Params
     tokenizer: Tokenizer
     max_length: int
-    sample: SampleConfig = SampleConfig()
+    sample: SamplingParams = SamplingParams()
     is_causal: bool = False
     config: Config | None = None
     more_eos_ids: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
-from dlm_jax.sampling.params import SampleConfig, given_settings, resolve, values_of_row
+from dlm_jax.sampling.params import SamplingParams, given_settings, resolve, values_of_row
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
@@ -171,7 +171,7 @@ def _checked(tokens: np.ndarray, room: int, what: str) -> tuple[np.ndarray, None
     return tokens, None
 
 
-def check_settings(model: Model, sample: SampleConfig) -> None:
+def check_settings(model: Model, sample: SamplingParams) -> None:
     """Raises ValueError for settings that are invalid for the model."""
     if "scorer" in model.network.heads:
         raise ValueError(
@@ -206,7 +206,7 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     sample.table.check_chain(sample, facts)
 
 
-def check_trace(sample: SampleConfig) -> None:
+def check_trace(sample: SamplingParams) -> None:
     """Raises ValueError for settings that do not support traces and replay."""
     for rule in sample.table.checks(sample):
         rule.check_trace(sample)
@@ -316,7 +316,7 @@ class Request:
     """
 
     tokens: np.ndarray
-    sample: SampleConfig
+    sample: SamplingParams
     seed: int = 0
     is_draft: np.ndarray | None = None
     host_sampler: HostSampler | None = None
@@ -443,7 +443,7 @@ def chains_in_use(requests: Sequence[Request]) -> Chains:
     return {key: tuple(name for name in key[1] if name in names) for key, names in used.items()}
 
 
-def with_chain_in_use(sample: SampleConfig, chains: Chains) -> SampleConfig:
+def with_chain_in_use(sample: SamplingParams, chains: Chains) -> SamplingParams:
     """Returns the settings with their chain of `chains`, unless they use another part of it."""
     chain = chains.get((sample.table, sample.chain), sample.chain)
     others = {*(sample.chain or ())} - {*(chain or ())}
@@ -468,7 +468,7 @@ def make_requests(
     first: int = 0,
     num_samples: int = 1,
     num_rows: int | None = None,
-    known: dict[Any, SampleConfig] | None = None,
+    known: dict[Any, SamplingParams] | None = None,
 ) -> list[Request]:
     """Returns the requests for one prompt. `first` is added to the seed unless the prompt has its
     own seed.
@@ -597,7 +597,7 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
     return {**needed, **settings}
 
 
-def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
+def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SamplingParams:
     """Returns the settings of the first row of a call."""
     given = {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
     table, given, rows = given_settings(given)
@@ -606,7 +606,7 @@ def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
 
 def _resolved(
     model: Model, table: RuleTable, given: Mapping[str, Any], host: Mapping[str, Any]
-) -> SampleConfig:
+) -> SamplingParams:
     """Returns the settings of a row over the model's recommendations, checked against the model.
 
     `host` contains ``host_sampler`` and ``read_back``, if they are given. A host sampler draws the

@@ -20,7 +20,7 @@ from dlm_jax.sampling.transforms.transform import function_transform, is_greedy
 from dlm_jax.settings import Rule, Section, Trait, nearest
 
 
-class SampleConfig(Section):
+class SamplingParams(Section):
     """Sampling settings of a row; in checkpoints, those that a model recommends."""
 
     table: ClassVar[RuleTable] = BUILT_IN
@@ -72,11 +72,11 @@ class SampleConfig(Section):
         return self.remasks or self.resample or self.edits or self.renoises or self.is_noise
 
 
-_BASE = SampleConfig
+_BASE = SamplingParams
 
 
 @functools.lru_cache(maxsize=64)
-def params_of(table: RuleTable) -> type[SampleConfig]:
+def params_of(table: RuleTable) -> type[SamplingParams]:
     """A frozen dataclass with one field per setting of a rule table.
 
     Raises:
@@ -92,12 +92,12 @@ def params_of(table: RuleTable) -> type[SampleConfig]:
         "__doc__": _BASE.__doc__,
     }
     return dataclasses.make_dataclass(
-        "SampleConfig", fields, bases=(_BASE,), namespace=namespace, frozen=True, kw_only=True
+        "SamplingParams", fields, bases=(_BASE,), namespace=namespace, frozen=True, kw_only=True
     )
 
 
 if not TYPE_CHECKING:
-    SampleConfig = params_of(BUILT_IN)
+    SamplingParams = params_of(BUILT_IN)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -129,7 +129,7 @@ def layered(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> d
     return merged
 
 
-def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
+def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SamplingParams:
     """Merges layers of settings as `layered` does. Pass a checkpoint's recommendations first and
     explicit values last. A value overrides earlier layers even if it equals the built-in default.
 

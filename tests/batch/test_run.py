@@ -21,7 +21,7 @@ from dlm_jax.batch import runner
 from dlm_jax.batch.request_file import RequestFile, share
 from dlm_jax.batch.result_file import Results
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference import request as requesting
@@ -36,9 +36,9 @@ MODEL = dataclasses.replace(
     toy_model.MODEL,
     max_length=96,
     # The chain is short, so that it compiles fast.
-    sample=SampleConfig(steps=6, chain=("temperature",), order="left_to_right", ignore_eos=True),
+    sample=SamplingParams(steps=6, chain=("temperature",), order="left_to_right", ignore_eos=True),
 )
-KNOWN = [field.name for field in dataclasses.fields(SampleConfig)] + ["infill"]
+KNOWN = [field.name for field in dataclasses.fields(SamplingParams)] + ["infill"]
 REQUESTS = [
     {"id": number, "prompt": "The cat "[: number % 5], "gen_length": 3 + 5 * (number % 7),
      "temperature": 0.5 + number % 3, "steps": 2 + 3 * (number % 4)}
@@ -621,7 +621,7 @@ def _of_http(model, requests):
 
 def test_lines_take_stops_and_formats_as_requests_over_http_do(tmp_path):
     model = dataclasses.replace(
-        toy_model.of(toy_model.TEXT + "07"), sample=SampleConfig(chain=("temperature",), steps=4)
+        toy_model.of(toy_model.TEXT + "07"), sample=SamplingParams(chain=("temperature",), steps=4)
     )
     plain = {"prompt": "A ", "seed": 3, "steps": 12, "order": "left_to_right", "ignore_eos": True}
     (row,) = _run(tmp_path, [plain | {"gen_length": 12}], model=model)

@@ -11,11 +11,11 @@ import toy_model
 
 import dlm_jax
 from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, per_row, rule
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
 
 # It recommends a transform that a list of transforms leaves out.
-SAMPLE = SampleConfig(
+SAMPLE = SamplingParams(
     gen_length=8, steps=8, temperature=0.8, top_k=3, ignore_eos=True,
     chain=("temperature", "top_k", "top_p"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ import toy
 from canvases import FOREVER, POSITIONS, ROWS, Row
 from oracles import edits as oracle
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.quotas import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
@@ -29,8 +29,8 @@ ALL = RandomOrder(whole_quota)
 NO_EDITS = {"insert_ratio_start": 0.0, "delete_ratio_start": 0.0}
 
 
-def _sample(**settings) -> SampleConfig:
-    return SampleConfig(**PRESETS["variable_length"] | settings)
+def _sample(**settings) -> SamplingParams:
+    return SamplingParams(**PRESETS["variable_length"] | settings)
 
 
 def _rule(count: int, **settings) -> Uncertainty:
