@@ -281,11 +281,7 @@ class RuleTable:
 
     def static(self, row: Any) -> tuple[Any, ...]:
         """The static settings of the rules of a row."""
-        rules, chain = (
-            tuple((cls, cls.static_values(row)) for cls in classes)
-            for classes in (self.of(row), self.chained(row))
-        )
-        return (rules, row.chain, chain)
+        return (row.chain, *((cls, cls.static_values(row)) for cls in self.checks(row)))
 
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The result of `columns` on the device."""
@@ -343,7 +339,22 @@ class RuleTable:
         The chain is not supported if an id lies outside the vocabulary, if all ids are banned, or
         if a setting is given but its transform is missing from the chain.
         """
-        self._check_complete(row)
+        # All settings without their transform are named; the model can have recommended them.
+        missing = {
+            setting: name
+            for name, classes in self.transforms.items()
+            if name not in row.chain and any(cls.is_used(row) for cls in classes)
+            for setting in (s for cls in classes for s in cls.settings() if s.activates)
+            if getattr(row, setting.name) != setting.default
+        }
+        for setting, name in missing.items():
+            neutral = ", ".join(f"{s.name}={s.default!r}" for s in missing)
+            raise SettingError(
+                setting.name,
+                getattr(row, setting.name),
+                f"requires {name!r}, which the chain lacks",
+                f"add {', '.join(dict.fromkeys(missing.values()))} to the chain, or set {neutral}",
+            )
         biased = [id_ for id_, _ in row.logit_bias]
         for what, ids in (
             ("banned_ids", frozenset(facts.banned_ids) - frozenset(facts.eos_ids)),
@@ -356,28 +367,6 @@ class RuleTable:
             warnings.warn("ignore_eos is disabled: the vocabulary has no EOS token", stacklevel=3)
         if len(self.banned(row, facts)) >= facts.vocab_size:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
-
-    def _check_complete(self, row: Any) -> None:
-        """Raises ValueError if a setting is given but its transform is missing from the chain.
-
-        The message names all such settings, which can come from the model's recommendations.
-        """
-        missing = {
-            setting: name
-            for name, classes in self.transforms.items()
-            if name not in row.chain and any(cls.is_used(row) for cls in classes)
-            for setting in (s for cls in classes for s in cls.settings() if s.activates)
-            if getattr(row, setting.name) != setting.default
-        }
-        if missing:
-            (setting, name), *_ = missing.items()
-            neutral = ", ".join(f"{s.name}={s.default!r}" for s in missing)
-            raise SettingError(
-                setting.name,
-                getattr(row, setting.name),
-                f"requires {name!r}, which the chain lacks",
-                f"add {', '.join(dict.fromkeys(missing.values()))} to the chain, or set {neutral}",
-            )
 
     def _parse_chain(self, names: Any) -> tuple[str, ...]:
         is_list = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
