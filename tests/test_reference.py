@@ -67,7 +67,7 @@ def _exists(name: str) -> bool:
         *Completion.model_fields,
         *PRESETS,
         *request.PROMPT_KEYS,
-        *request._NOT_RULES,
+        *request._NOT_SETTINGS,
         *dir(dlm_jax),
     }
     return name in known or _is_reached(name)

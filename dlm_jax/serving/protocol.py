@@ -1036,9 +1036,11 @@ class Planner:
                     "gen_length is another name of max_tokens; pass only one of them", "gen_length"
                 )
             given["gen_length"] = length
-        for name in given:
+        for name, value in given.items():
             if name not in self._settings:
                 raise self._unknown(asked, name[:60])
+            if isinstance(value, list) and not self._settings[name].is_list:
+                raise refused(f"{name} is a list; a request has one value", name)
         return given
 
     def _unknown(self, asked: SamplingFields, name: str) -> ApiError:
@@ -1070,7 +1072,7 @@ class Planner:
                 may_talk=asked.tool_choice in (None, "auto"),
             )
         if form is None or not shaped:
-            return structure or None
+            return BUILT_IN.settings["structure"].checked(structure) if structure else None
         if has_structure:
             raise refused(
                 "structure is another name of response_format; pass only one of them", "structure"

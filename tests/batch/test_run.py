@@ -258,13 +258,13 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
 def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, monkeypatch):
     """What takes the time before the first row of a long file begins."""
     resolved = []
-    resolve = requesting._settings
+    resolve = requesting.resolve
 
     def counted(*arguments, **options):
         resolved.append(arguments)
         return resolve(*arguments, **options)
 
-    monkeypatch.setattr(requesting, "_settings", counted)
+    monkeypatch.setattr(requesting, "resolve", counted)
     requests = [
         {"prompt": f"{'cat '[: n % 4]}", "seed": n, "temperature": (0.5, 1, 1.0)[n % 3]}
         for n in range(60)
@@ -577,9 +577,9 @@ def test_a_host_sampler_that_fails_or_is_refused_costs_its_own_row_alone(
 
 def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypatch):
     resolved = []
-    resolve = requesting._settings
+    resolve = requesting.resolve
     monkeypatch.setattr(
-        requesting, "_settings",
+        requesting, "resolve",
         lambda *args, **options: resolved.append(args) or resolve(*args, **options),
     )  # fmt: skip
     requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
